@@ -1,0 +1,33 @@
+# Everything a fresh machine needs: `make serve` runs the main job, `make test` the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+STAMP := $(VENV)/.installed
+
+.PHONY: serve test lint types check clean
+
+# The engine is not here yet: until it is, its main job is to say what would fit.
+serve: $(STAMP)
+	@echo "The server is not built yet (see CHANGELOG.md). What it would hold for its default model on this machine:"
+	@$(BIN)/windowpane plan gemma-3-270m --gpu cpu --max-model-len 8192
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy windowpane
+
+check: test lint types
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,233 @@
+"""The slab arena: who holds which bytes. Offsets only; the memory itself belongs to the runner.
+
+    arena = num_slabs × slab_bytes          offsets in 256-byte units
+    ┌ slab 0: full ───────┬ slab 1: window ──┬ slab 2: free ┬ slab 3: full ───────┐
+    │ page page page  ·   │ page             │              │ page  ·   ·    ·    │   · = stranded
+    └─────────────────────┴──────────────────┴──────────────┴─────────────────────┘
+
+A slab belongs to one group while it holds a page, and to nobody again when its last page is freed. A taker brings a
+`Cursor` so that its pages lie slab by slab: when a sequence ends, whole slabs come back. Only when no slab is free does
+it fill the gaps in other takers' slabs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windowpane.kv.layout import Layout
+
+Offsets = NDArray[np.int32]
+FREE = -1
+
+
+class ArenaFull(Exception):
+    """Not enough free slabs and gaps for this many pages of this group. Nothing was taken."""
+
+
+@dataclass(slots=True)
+class Cursor:
+    """The slab that one taker is filling, for one group."""
+
+    slab: int = FREE
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy one page of `group` from `source` to `target` (offsets), then forget `source`."""
+
+    group: int
+    source: int
+    target: int
+
+
+class Arena:
+    """Slabs and pages of one rank. Groups are named by their index in the layout."""
+
+    def __init__(self, layout: Layout, num_slabs: int) -> None:
+        if num_slabs < 0:
+            raise ValueError(f"num_slabs must not be negative, got {num_slabs}")
+        if num_slabs * layout.slab_units > 2**31 - 1:
+            raise ValueError(f"{num_slabs:,} slabs of {layout.slab_bytes:,} B exceed the 512 GiB reach of page tables")
+        self.layout = layout
+        self.num_slabs = num_slabs
+        self.page_units = [g.page_units for g in layout.groups]
+        self.pages_per_slab = [layout.pages_per_slab(g) for g in layout.groups]
+        self.used_pages = [0] * len(layout.groups)
+        self.held_slabs = [0] * len(layout.groups)
+        self._slab_units = layout.slab_units
+        self._owner = np.full(num_slabs, FREE, dtype=np.int32)
+        self._used = np.zeros(num_slabs, dtype=np.int32)
+        # A stack: the slab freed last is taken first, so that its pages are still warm.
+        self._free_slabs = list(range(num_slabs - 1, -1, -1))
+        # Gaps of partly filled slabs only: slab → indexes of free pages.
+        self._gaps: list[dict[int, list[int]]] = [{} for _ in layout.groups]
+        self._page_starts = [
+            np.arange(per_slab, dtype=np.int32) * units
+            for per_slab, units in zip(self.pages_per_slab, self.page_units, strict=True)
+        ]
+
+    # -- counting ------------------------------------------------------------------------------------------------
+
+    @property
+    def free_slabs(self) -> int:
+        return len(self._free_slabs)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_slabs * self.layout.slab_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.free_slabs * self.layout.slab_bytes
+
+    def used_bytes(self, group: int) -> int:
+        return self.used_pages[group] * self.layout.groups[group].page_bytes
+
+    def stranded_bytes(self, group: int) -> int:
+        """Gaps in this group's partly filled slabs, and the remainders of all its slabs."""
+        return self.held_slabs[group] * self.layout.slab_bytes - self.used_bytes(group)
+
+    def gap_pages(self, group: int) -> int:
+        return self.held_slabs[group] * self.pages_per_slab[group] - self.used_pages[group]
+
+    def available_pages(self, group: int) -> int:
+        """Pages that `take` could hand out now, without moving anything."""
+        return self.free_slabs * self.pages_per_slab[group] + self.gap_pages(group)
+
+    # -- taking and freeing --------------------------------------------------------------------------------------
+
+    def take(self, group: int, pages: int, cursor: Cursor) -> Offsets:
+        """Take `pages` pages: first from the cursor's slab, then fresh slabs, then gaps of others."""
+        if pages > self.available_pages(group):
+            raise ArenaFull(
+                f"{pages} pages of {self.layout.groups[group].name} asked, {self.available_pages(group)} available"
+            )
+        taken = self._take_gaps(group, cursor.slab, pages)
+        if len(taken) < pages:
+            taken = np.concatenate([taken, self._take_fresh(group, pages - len(taken), cursor)])
+        while len(taken) < pages:
+            slab = next(iter(self._gaps[group]))
+            taken = np.concatenate([taken, self._take_gaps(group, slab, pages - len(taken))])
+            cursor.slab = slab
+        self.used_pages[group] += pages
+        return taken
+
+    def take_one(self, group: int, cursor: Cursor) -> int:
+        """`take` for a single page, without array overhead: this is what a decoding sequence does."""
+        gaps = self._gaps[group]
+        slab = cursor.slab
+        if slab not in gaps:
+            if self._free_slabs:
+                return int(self.take(group, 1, cursor)[0])
+            if not gaps:
+                raise ArenaFull(f"1 page of {self.layout.groups[group].name} asked, 0 available")
+            slab = cursor.slab = next(iter(gaps))
+        index = gaps[slab].pop()
+        if not gaps[slab]:
+            del gaps[slab]
+        self._used[slab] += 1
+        self.used_pages[group] += 1
+        return slab * self._slab_units + index * self.page_units[group]
+
+    def free(self, group: int, offsets: Offsets) -> None:
+        """Give pages back. Each must be a taken page of this group."""
+        if len(offsets) == 0:
+            return
+        slabs, counts = np.unique(offsets // self._slab_units, return_counts=True)
+        left = self._used[slabs] - counts
+        if (self._owner[slabs] != group).any() or (left < 0).any():
+            raise ValueError(f"freeing pages that {self.layout.groups[group].name} does not hold")
+        self._used[slabs] = left
+        self.used_pages[group] -= len(offsets)
+        emptied = slabs[left == 0]
+        self._owner[emptied] = FREE
+        self.held_slabs[group] -= len(emptied)
+        gaps = self._gaps[group]
+        for slab in emptied.tolist():
+            gaps.pop(slab, None)
+            self._free_slabs.append(slab)
+        if len(emptied) < len(slabs):
+            staying = offsets[self._owner[offsets // self._slab_units] == group]
+            for offset in staying.tolist():
+                slab, within = divmod(offset, self._slab_units)
+                gaps.setdefault(slab, []).append(within // self.page_units[group])
+
+    def compact(self, group: int) -> list[Move]:
+        """Empty the group's least used slab into the gaps of its others. [] when nothing can be won.
+
+        The pages are moved in the books at once: the caller copies them in order and rewrites its tables.
+        """
+        gaps = self._gaps[group]
+        if self.gap_pages(group) < self.pages_per_slab[group]:
+            return []
+        victim = min(gaps, key=lambda slab: self._used[slab])
+        free_indexes = set(gaps[victim])
+        kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]
+        sources = victim * self._slab_units + np.array(kept, dtype=np.int32) * self.page_units[group]
+        del gaps[victim]  # so that no target lies in the slab being emptied
+        targets: list[int] = []
+        for slab in list(gaps):
+            if len(targets) == len(kept):
+                break
+            targets += self._take_gaps(group, slab, len(kept) - len(targets)).tolist()
+        self.used_pages[group] += len(targets)
+        self.free(group, sources.astype(np.int32))
+        return [Move(group, s, t) for s, t in zip(sources.tolist(), targets, strict=True)]
+
+    def _take_gaps(self, group: int, slab: int, most: int) -> Offsets:
+        """Up to `most` pages from the gaps of one partly filled slab of this group."""
+        gaps = self._gaps[group].get(slab)
+        if gaps is None or most == 0:
+            return np.empty(0, dtype=np.int32)
+        indexes = [gaps.pop() for _ in range(min(most, len(gaps)))]
+        if not gaps:
+            del self._gaps[group][slab]
+        self._used[slab] += len(indexes)
+        return np.array(indexes, dtype=np.int32) * self.page_units[group] + slab * self._slab_units
+
+    def _take_fresh(self, group: int, pages: int, cursor: Cursor) -> Offsets:
+        """Up to `pages` pages from free slabs; the last one may stay partly filled."""
+        per_slab = self.pages_per_slab[group]
+        count = min(len(self._free_slabs), -(-pages // per_slab))
+        if count == 0:
+            return np.empty(0, dtype=np.int32)
+        slabs = np.array(self._free_slabs[-count:][::-1], dtype=np.int32)
+        del self._free_slabs[-count:]
+        self._owner[slabs] = group
+        self._used[slabs] = per_slab
+        self.held_slabs[group] += count
+        offsets = (slabs[:, None] * self._slab_units + self._page_starts[group]).reshape(-1)
+        last = int(slabs[-1])
+        cursor.slab = last
+        excess = count * per_slab - pages
+        if excess > 0:
+            self._used[last] -= excess
+            # Reversed, so that popping hands pages out in ascending order.
+            self._gaps[group][last] = list(range(per_slab - 1, per_slab - 1 - excess, -1))
+            offsets = offsets[:pages]
+        return offsets
+
+    # -- truth ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slab is accounted for exactly once."""
+        free = set(self._free_slabs)
+        assert len(free) == len(self._free_slabs), "a slab is free twice"
+        assert {int(s) for s in np.flatnonzero(self._owner == FREE)} == free, "owners and the free list disagree"
+        for group, gaps in enumerate(self._gaps):
+            held = np.flatnonzero(self._owner == group)
+            per_slab = self.pages_per_slab[group]
+            assert len(held) == self.held_slabs[group]
+            assert int(self._used[held].sum()) == self.used_pages[group]
+            for slab in held.tolist():
+                indexes = gaps.get(slab, [])
+                assert len(set(indexes)) == len(indexes), f"slab {slab} has a gap twice"
+                assert 0 < self._used[slab] == per_slab - len(indexes), f"slab {slab} miscounts its pages"
+            assert set(gaps) <= set(held.tolist()), "gaps in a slab the group does not hold"
+        booked = self.free_bytes + sum(
+            self.used_bytes(g) + self.stranded_bytes(g) for g in range(len(self.layout.groups))
+        )
+        assert booked == self.total_bytes, "free + used + stranded bytes are not the arena"

@@ -1,0 +1,374 @@
+"""Layers → groups → pages → slabs.
+
+A *group* is all caches with the same retention. Its *page* is `block_tokens` consecutive tokens of all of them,
+contiguous in memory:
+
+    page of a group with 3 layers, block_tokens = 16
+    ┌ slice of layer 0 ─────────────────────────┬ slice of layer 1 ┬ slice of layer 2 ┐
+    │ K: head 0 [16 × row] head 1 …│ V: …│ scales │                  │                  │
+    └──────────────────────────────┴─────┴────────┴──────────────────┴──────────────────┘
+
+Pages of different groups have different sizes and need no common divisor: a *slab* holds pages of one group at a time,
+and page tables store offsets. Groups whose page would be very large are cut into equal *stripes* of layers, each with
+its own pages; a State page holds one layer.
+
+`plan_layout` chooses block size, stripes and slab size; `Layout.explain()` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windowpane.kv.caches import Cache, StateCache, TokenCache
+from windowpane.kv.formats import ROW_ALIGN_BYTES, KVFormat, kv_format
+from windowpane.kv.retention import Retention, State, ceil_div
+
+OFFSET_UNIT_BYTES = 256  # page tables hold int32 offsets in this unit: 512 GiB of reach
+MAX_PAGE_BYTES = 16 * 2**20  # beyond this a page is cut into stripes: one copy should stay a short copy
+MAX_SLAB_BYTES = 32 * 2**20
+MAX_REMAINDER = 0.01
+BLOCK_CHOICES = (16, 32, 48, 64)  # kernels like multiples of 16 tokens
+
+# What a layout is judged on: stranded bytes of one sequence of this length.
+TYPICAL_TOKENS = 8192
+# One more stripe doubles, triples, … the table entries and copies of a group. It must save this share of a typical
+# sequence.
+STRIPE_WORTH = 0.005
+
+Floats = NDArray[np.float64]
+
+
+class LayoutError(ValueError):
+    """No layout exists for what was asked; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One layer's part of a page. All offsets are bytes from the start of the page.
+
+    `data_offsets` and `row_bytes` have one entry per stored vector (K and V, or one latent); rows are ordered head,
+    token. `scale_offsets` likewise, empty for formats without per-row scales. State slices have one entry per state
+    part.
+    """
+
+    cache: Cache
+    stripe: int
+    data_offsets: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    scale_offsets: tuple[int, ...]
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All caches with one retention. `block_tokens` is None and `kv_format` is None for State."""
+
+    name: str
+    retention: Retention
+    kv_format: KVFormat | None
+    block_tokens: int | None
+    stripes: int
+    page_bytes: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.slices)
+
+    @property
+    def page_units(self) -> int:
+        return self.page_bytes // OFFSET_UNIT_BYTES
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more held token costs, averaged over a page. 0 for State, which does not grow."""
+        return self.stripes * self.page_bytes / self.block_tokens if self.block_tokens else 0.0
+
+    @property
+    def grows(self) -> bool:
+        return self.retention.kind == "full"
+
+    def max_pages(self, length: int, rollback_tokens: int = 0) -> int:
+        """The most pages (stripes counted) that one sequence owns on its way to `length` tokens."""
+        if isinstance(self.retention, State):
+            return self.retention.slots * self.stripes
+        assert self.block_tokens is not None
+        return self.stripes * self.retention.max_pages(length, self.block_tokens, rollback_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Groups in a fixed order (their index is their id everywhere) and the slab they share."""
+
+    groups: tuple[Group, ...]
+    slab_bytes: int
+    candidates_considered: int = 0
+
+    @property
+    def slab_units(self) -> int:
+        return self.slab_bytes // OFFSET_UNIT_BYTES
+
+    def pages_per_slab(self, group: Group) -> int:
+        return self.slab_bytes // group.page_bytes
+
+    def remainder_bytes(self, group: Group) -> int:
+        """Bytes at the end of a slab that no page of this group can use."""
+        return self.slab_bytes % group.page_bytes
+
+    def group(self, name: str) -> Group:
+        for g in self.groups:
+            if g.name == name:
+                return g
+        raise KeyError(name)
+
+    def explain(self) -> list[str]:
+        """One line per group and one for the slab, for people who ask why."""
+        lines = []
+        for g in self.groups:
+            per_slab = self.pages_per_slab(g)
+            unit = f"{g.block_tokens} tokens" if g.block_tokens else "one state"
+            share = f"{g.layers} layers" if g.stripes == 1 else f"{g.layers // g.stripes} of {g.layers} layers"
+            lines.append(
+                f"{g.name}: a page is {unit} of {share} = {g.page_bytes:,} B; {per_slab} to a slab, "
+                f"{self.remainder_bytes(g) / self.slab_bytes:.2%} of a slab left over"
+            )
+        lines.append(
+            f"slab {self.slab_bytes:,} B: of {self.candidates_considered:,} sizes the one that strands least per "
+            f"{TYPICAL_TOKENS:,}-token sequence (about {stranded_bytes_per_sequence(self):,.0f} B), with at most "
+            f"{MAX_REMAINDER:.0%} left over in any slab"
+            if self.candidates_considered
+            else f"slab {self.slab_bytes:,} B: as asked"
+        )
+        return lines
+
+
+def group_caches(caches: Iterable[Cache]) -> dict[Retention, list[Cache]]:
+    """Caches by retention, in order of first appearance."""
+    groups: dict[Retention, list[Cache]] = {}
+    for cache in caches:
+        groups.setdefault(cache.retention, []).append(cache)
+    return groups
+
+
+def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype: str) -> dict[str, KVFormat]:
+    """Turn `auto`, one format name, or `full=…,window=…` into a format per token group.
+
+    A selector is a group name (`window-1024`) or a retention kind (`window`, all of them); the exact name wins. Groups
+    that no selector names keep the compute dtype.
+    """
+    token_retentions = [r for r in retentions if not isinstance(r, State)]
+    if "=" not in choice:
+        chosen = kv_format(compute_dtype if choice == "auto" else choice)
+        return {r.name: chosen for r in token_retentions}
+    selected: dict[str, KVFormat] = {}
+    known = {r.name for r in token_retentions} | {r.kind for r in token_retentions}
+    for item in choice.split(","):
+        selector, _, name = (part.strip() for part in item.partition("="))
+        if selector not in known:
+            raise ValueError(
+                f"KV dtype {item.strip()!r}: this model has no group {selector!r}; "
+                f"its groups: {', '.join(sorted(known))}"
+            )
+        if selector in selected:
+            raise ValueError(f"KV dtype for {selector!r} is given twice in {choice!r}")
+        selected[selector] = kv_format(compute_dtype if name == "auto" else name)
+    default = kv_format(compute_dtype)
+    return {r.name: selected.get(r.name, selected.get(r.kind, default)) for r in token_retentions}
+
+
+def plan_layout(
+    caches: Sequence[Cache],
+    formats: Mapping[str, KVFormat],
+    compute_dtype: str = "bfloat16",
+    *,
+    block_tokens: int | None = None,
+    slab_bytes: int | None = None,
+) -> Layout:
+    """Lay out one rank's caches (already sharded). `formats` maps token group names to formats (see `resolve_formats`).
+
+    `block_tokens` and `slab_bytes` override the search; a slab too small for a page is an error.
+    """
+    if not caches:
+        raise LayoutError("the model owns no KV cache and no state: there is nothing to lay out")
+    if block_tokens is not None and block_tokens < 1:
+        raise LayoutError(f"block_tokens must be at least 1, not {block_tokens}")
+    drafts = [
+        _Draft(retention, tuple(members), formats.get(retention.name), compute_dtype)
+        for retention, members in group_caches(caches).items()
+    ]
+    options = [draft.cuts(block_tokens) for draft in drafts]
+    considered = 0
+    if slab_bytes is None:
+        slab_bytes, picks, considered = _search(options)
+    else:
+        picks = _fit(slab_bytes, options)
+    groups = tuple(draft.group(cut) for draft, cut in zip(drafts, picks, strict=True))
+    return Layout(groups, slab_bytes, considered)
+
+
+def stranded_bytes_per_sequence(layout: Layout) -> float:
+    """Expected waste of one typical sequence: half-open slabs, slab remainders and the empty end of its last pages."""
+    slabs = np.array([layout.slab_bytes], dtype=np.float64)
+    cuts = (_Cut(g.retention, g.block_tokens, g.stripes, g.page_bytes) for g in layout.groups)
+    return sum(float(cut.waste(slabs)[0]) for cut in cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One way to cut a group into pages, and what it would waste."""
+
+    retention: Retention
+    block_tokens: int | None
+    stripes: int
+    page_bytes: int
+
+    @property
+    def typical_bytes(self) -> float:
+        if isinstance(self.retention, State):
+            pages = self.retention.slots
+        else:
+            assert self.block_tokens is not None
+            pages = self.retention.max_pages(TYPICAL_TOKENS, self.block_tokens)
+        return float(pages * self.stripes * self.page_bytes)
+
+    def waste(self, slabs: Floats) -> Floats:
+        """Expected bytes one typical sequence strands in this group, for each slab size."""
+        half_open = (np.maximum(slabs // self.page_bytes, 1) - 1) / 2 * self.page_bytes
+        remainder = (slabs % self.page_bytes) / slabs * self.typical_bytes
+        empty_end = 0 if self.block_tokens is None else self.stripes * self.page_bytes / 2
+        return half_open + remainder + empty_end
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A group before its pages are cut."""
+
+    retention: Retention
+    caches: tuple[Cache, ...]
+    kv_format: KVFormat | None
+    compute_dtype: str
+
+    def cuts(self, block_tokens: int | None) -> list[_Cut]:
+        """All sensible cuts, fewest stripes and smallest blocks first."""
+        layers = len(self.caches)
+        if isinstance(self.retention, State):
+            # One layer per page: a snapshot of one layer is already megabytes.
+            return [self._cut(None, layers)]
+        found: list[_Cut] = []
+        for stripes in (d for d in range(1, layers + 1) if layers % d == 0):
+            for block in (block_tokens,) if block_tokens else BLOCK_CHOICES:
+                cut = self._cut(block, stripes)
+                # Layers of different widths do not always fall into equal stripes; unequal ones would pad.
+                equal = stripes * cut.page_bytes <= (1 + MAX_REMAINDER) * self._cut(block, 1).page_bytes
+                if cut.page_bytes <= MAX_PAGE_BYTES and equal:
+                    found.append(cut)
+        return found or [self._cut(block_tokens or BLOCK_CHOICES[0], layers)]
+
+    def group(self, cut: _Cut) -> Group:
+        slices = self._slices(cut.block_tokens, cut.stripes)
+        return Group(
+            self.retention.name, self.retention, self.kv_format, cut.block_tokens, cut.stripes, cut.page_bytes, slices
+        )
+
+    def _cut(self, block_tokens: int | None, stripes: int) -> _Cut:
+        end = max(s.end for s in self._slices(block_tokens, stripes))
+        return _Cut(self.retention, block_tokens, stripes, _round_up(end, OFFSET_UNIT_BYTES))
+
+    def _slices(self, block_tokens: int | None, stripes: int) -> tuple[Slice, ...]:
+        """Lay the caches of each stripe one after another."""
+        per_stripe = len(self.caches) // stripes
+        slices: list[Slice] = []
+        for index, cache in enumerate(self.caches):
+            start = slices[-1].end if index % per_stripe else 0
+            if isinstance(cache, StateCache):
+                made = _state_slice(cache, index // per_stripe, start, self.compute_dtype)
+            else:
+                assert block_tokens is not None and self.kv_format is not None
+                made = _token_slice(cache, index // per_stripe, start, self.kv_format, block_tokens)
+            slices.append(made)
+        return tuple(slices)
+
+
+def _token_slice(cache: TokenCache, stripe: int, start: int, fmt: KVFormat, block_tokens: int) -> Slice:
+    rows = cache.kv_heads * block_tokens
+    row_bytes = tuple(fmt.row_bytes(dim) for dim in cache.row_dims)
+    data_offsets, scale_offsets = [], []
+    at = start
+    for width in row_bytes:
+        data_offsets.append(at)
+        at += rows * width
+    if fmt.scale_bytes:
+        for _ in row_bytes:
+            scale_offsets.append(at)
+            at += rows * fmt.scale_bytes
+    return Slice(cache, stripe, tuple(data_offsets), row_bytes, tuple(scale_offsets), _round_up(at, ROW_ALIGN_BYTES))
+
+
+def _state_slice(cache: StateCache, stripe: int, start: int, compute_dtype: str) -> Slice:
+    data_offsets, part_bytes = [], []
+    at = start
+    for part in cache.parts:
+        data_offsets.append(at)
+        part_bytes.append(part.bytes(compute_dtype))
+        at = _round_up(at + part_bytes[-1], ROW_ALIGN_BYTES)
+    return Slice(cache, stripe, tuple(data_offsets), tuple(part_bytes), (), at)
+
+
+def _search(options: Sequence[Sequence[_Cut]]) -> tuple[int, list[_Cut], int]:
+    """The slab size, and a cut per group, with the least expected waste.
+
+    Candidates are multiples of every possible page. Where no size keeps all remainders within MAX_REMAINDER, the
+    remainder only counts as waste.
+    """
+    smallest = max(min(cut.page_bytes for cut in cuts) for cuts in options)
+    largest = max(MAX_SLAB_BYTES, 2 * smallest)
+    sizes = set()
+    for page in {cut.page_bytes for cuts in options for cut in cuts}:
+        fewest = ceil_div(smallest, page)
+        sizes |= {n * page for n in range(fewest, min(largest // page, fewest + 64) + 1)}
+    slabs = np.array(sorted(sizes), dtype=np.float64)
+    for limit in (MAX_REMAINDER, 1.0):
+        costs = [_costs(slabs, cuts, options, limit) for cuts in options]
+        total = sum(c.min(axis=0) for c in costs)
+        best = int(np.argmin(total))
+        if all(math.isfinite(c[:, best].min()) for c in costs):
+            picks = [cuts[int(c[:, best].argmin())] for cuts, c in zip(options, costs, strict=True)]
+            return int(slabs[best]), picks, len(slabs)
+    raise AssertionError("a slab of the largest page always holds one page of every group")
+
+
+def _fit(slab_bytes: int, options: Sequence[Sequence[_Cut]]) -> list[_Cut]:
+    """The best cut per group for a slab size that was given."""
+    if slab_bytes < OFFSET_UNIT_BYTES or slab_bytes % OFFSET_UNIT_BYTES:
+        raise LayoutError(f"slab_bytes must be a positive multiple of {OFFSET_UNIT_BYTES}, not {slab_bytes:,}")
+    picks = []
+    for cuts in options:
+        costs = _costs(np.array([slab_bytes], dtype=np.float64), cuts, options, 1.0)[:, 0]
+        best = int(costs.argmin())
+        if not math.isfinite(costs[best]):
+            need = min(cut.page_bytes for cut in cuts)
+            raise LayoutError(
+                f"a slab of {slab_bytes:,} B cannot hold one page of {cuts[0].retention.name} ({need:,} B)"
+            )
+        picks.append(cuts[best])
+    return picks
+
+
+def _costs(slabs: Floats, cuts: Sequence[_Cut], options: Sequence[Sequence[_Cut]], remainder_limit: float) -> Floats:
+    """Cost of each cut (rows) at each slab size (columns); infinite where it does not fit."""
+    typical_bytes = sum(other[0].typical_bytes for other in options)
+    rows = []
+    for cut in cuts:
+        fits = (slabs >= cut.page_bytes) & ((slabs % cut.page_bytes) / slabs <= remainder_limit)
+        extra_stripes = cut.stripes - cuts[0].stripes
+        rows.append(np.where(fits, cut.waste(slabs) + extra_stripes * STRIPE_WORTH * typical_bytes, np.inf))
+    return np.stack(rows)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return ceil_div(value, multiple) * multiple

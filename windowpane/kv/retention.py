@@ -1,0 +1,138 @@
+"""Which past tokens a layer can still be asked for.
+
+Each retention answers three questions, and every other module asks them here:
+
+- `first_visible(position)`: the oldest token that the token at `position` attends to;
+- `held(length, rollback_tokens)`: the half-open range of past tokens that must be in pages once `length` tokens are
+  computed;
+- `max_pages(length, block_tokens, rollback_tokens)`: the most pages that range can touch on the way to `length` tokens.
+
+`rollback_tokens` is the number of computed tokens that may still be taken back (speculation); it is 0 without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Every past token, for as long as the sequence lives."""
+
+    kind = "full"
+
+    @property
+    def name(self) -> str:
+        return "full"
+
+    def first_visible(self, position: int) -> int:
+        return 0
+
+    def held(self, length: int, rollback_tokens: int = 0) -> range:
+        return range(length)
+
+    def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
+        return ceil_div(length, block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last `tokens` tokens, the asking token included: it sees `tokens - 1` past ones."""
+
+    tokens: int
+    kind = "window"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a window must be at least 1 token, not {self.tokens}")
+
+    @property
+    def name(self) -> str:
+        return f"window-{self.tokens}"
+
+    def first_visible(self, position: int) -> int:
+        return max(0, position - self.tokens + 1)
+
+    def held(self, length: int, rollback_tokens: int = 0) -> range:
+        return range(self.first_visible(max(0, length - rollback_tokens)), length)
+
+    def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
+        held_tokens = self.tokens - 1 + rollback_tokens
+        if length <= held_tokens:
+            return ceil_div(length, block_tokens)
+        if held_tokens == 0:
+            return 0
+        # The held range starts anywhere in a page once the sequence has slid; the first few slides may not straddle
+        # yet.
+        straddling = ceil_div(held_tokens - 1, block_tokens) + 1
+        return min(ceil_div(length, block_tokens), straddling)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of the asking token's own chunk: positions are cut at multiples of `tokens`."""
+
+    tokens: int
+    kind = "chunk"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a chunk must be at least 1 token, not {self.tokens}")
+
+    @property
+    def name(self) -> str:
+        return f"chunk-{self.tokens}"
+
+    def first_visible(self, position: int) -> int:
+        return position // self.tokens * self.tokens
+
+    def held(self, length: int, rollback_tokens: int = 0) -> range:
+        return range(self.first_visible(max(0, length - rollback_tokens)), length)
+
+    def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
+        held_tokens = min(length, self.tokens - 1 + rollback_tokens)
+        if length <= self.tokens or self.tokens % block_tokens == 0:
+            return ceil_div(held_tokens, block_tokens)
+        # A chunk that starts inside a page can touch one page more.
+        return min(ceil_div(length, block_tokens), ceil_div(max(0, held_tokens - 1), block_tokens) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One fixed-size recurrent state. Nothing per token; two slots, so that the state before an in-flight token
+    survives.
+    """
+
+    kind = "state"
+    slots = 2
+
+    @property
+    def name(self) -> str:
+        return "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Cross:
+    """`tokens` encoder tokens, written once."""
+
+    tokens: int
+    kind = "cross"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"cross attention must keep at least 1 encoder token, not {self.tokens}")
+
+    @property
+    def name(self) -> str:
+        return f"cross-{self.tokens}"
+
+    def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
+        return ceil_div(self.tokens, block_tokens)
+
+
+TokenRetention = Full | Window | Chunk | Cross
+Retention = TokenRetention | State
