@@ -13,12 +13,14 @@ def pages_touched(held: range, block_tokens: int) -> int:
     return len({token // block_tokens for token in held})
 
 
-@given(growing, st.integers(0, 200), st.integers(1, 20), st.integers(0, 5))
+@given(growing, st.integers(0, 400), st.integers(1, 20), st.integers(0, 5))
 def test_max_pages_is_what_brute_force_counts(retention, length, block_tokens, rollback):
     counted = max(pages_touched(retention.held(n, rollback), block_tokens) for n in range(length + 1))
     promised = retention.max_pages(length, block_tokens, rollback)
     assert counted <= promised
-    if rollback == 0:
+    # The worst start of a chunk inside a page may lie several chunks ahead; everything else is exact at once.
+    worst_start_reached = retention.kind != "chunk" or length >= retention.tokens * (block_tokens + 1)
+    if rollback == 0 and worst_start_reached:
         assert counted == promised
 
 

@@ -21,9 +21,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from windowpane.kv.caches import Cache, StateCache, TokenCache
 from windowpane.kv.formats import ROW_ALIGN_BYTES, KVFormat, kv_format
 from windowpane.kv.retention import Retention, State, ceil_div
@@ -39,8 +36,6 @@ TYPICAL_TOKENS = 8192
 # One more stripe doubles, triples, … the table entries and copies of a group. It must save this share of a typical
 # sequence.
 STRIPE_WORTH = 0.005
-
-Floats = NDArray[np.float64]
 
 
 class LayoutError(ValueError):
@@ -206,16 +201,15 @@ def plan_layout(
     if slab_bytes is None:
         slab_bytes, picks, considered = _search(options)
     else:
-        picks = _fit(slab_bytes, options)
+        picks = _fit_given(slab_bytes, options)
     groups = tuple(draft.group(cut) for draft, cut in zip(drafts, picks, strict=True))
     return Layout(groups, slab_bytes, considered)
 
 
 def stranded_bytes_per_sequence(layout: Layout) -> float:
     """Expected waste of one typical sequence: half-open slabs, slab remainders and the empty end of its last pages."""
-    slabs = np.array([layout.slab_bytes], dtype=np.float64)
     cuts = (_Cut(g.retention, g.block_tokens, g.stripes, g.page_bytes) for g in layout.groups)
-    return sum(float(cut.waste(slabs)[0]) for cut in cuts)
+    return sum(cut.waste(layout.slab_bytes) for cut in cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,18 +222,19 @@ class _Cut:
     page_bytes: int
 
     @property
-    def typical_bytes(self) -> float:
+    def typical_bytes(self) -> int:
         if isinstance(self.retention, State):
             pages = self.retention.slots
         else:
             assert self.block_tokens is not None
             pages = self.retention.max_pages(TYPICAL_TOKENS, self.block_tokens)
-        return float(pages * self.stripes * self.page_bytes)
+        return pages * self.stripes * self.page_bytes
 
-    def waste(self, slabs: Floats) -> Floats:
-        """Expected bytes one typical sequence strands in this group, for each slab size."""
-        half_open = (np.maximum(slabs // self.page_bytes, 1) - 1) / 2 * self.page_bytes
-        remainder = (slabs % self.page_bytes) / slabs * self.typical_bytes
+    def waste(self, slab_bytes: int) -> float:
+        """Expected bytes one typical sequence strands in this group."""
+        per_slab, remainder_bytes = divmod(slab_bytes, self.page_bytes)
+        half_open = (per_slab - 1) / 2 * self.page_bytes
+        remainder = remainder_bytes / slab_bytes * self.typical_bytes
         empty_end = 0 if self.block_tokens is None else self.stripes * self.page_bytes / 2
         return half_open + remainder + empty_end
 
@@ -258,16 +253,20 @@ class _Draft:
         layers = len(self.caches)
         if isinstance(self.retention, State):
             # One layer per page: a snapshot of one layer is already megabytes.
-            return [self._cut(None, layers)]
+            return [self._cut(None, layers, self._slice_bytes(None))]
         found: list[_Cut] = []
+        slice_bytes = {
+            block: self._slice_bytes(block) for block in ((block_tokens,) if block_tokens else BLOCK_CHOICES)
+        }
         for stripes in (d for d in range(1, layers + 1) if layers % d == 0):
-            for block in (block_tokens,) if block_tokens else BLOCK_CHOICES:
-                cut = self._cut(block, stripes)
+            for block, sizes in slice_bytes.items():
+                cut = self._cut(block, stripes, sizes)
                 # Layers of different widths do not always fall into equal stripes; unequal ones would pad.
-                equal = stripes * cut.page_bytes <= (1 + MAX_REMAINDER) * self._cut(block, 1).page_bytes
+                equal = stripes * cut.page_bytes <= (1 + MAX_REMAINDER) * _round_up(sum(sizes), OFFSET_UNIT_BYTES)
                 if cut.page_bytes <= MAX_PAGE_BYTES and equal:
                     found.append(cut)
-        return found or [self._cut(block_tokens or BLOCK_CHOICES[0], layers)]
+        block, sizes = next(iter(slice_bytes.items()))
+        return found or [self._cut(block, layers, sizes)]
 
     def group(self, cut: _Cut) -> Group:
         slices = self._slices(cut.block_tokens, cut.stripes)
@@ -275,9 +274,13 @@ class _Draft:
             self.retention.name, self.retention, self.kv_format, cut.block_tokens, cut.stripes, cut.page_bytes, slices
         )
 
-    def _cut(self, block_tokens: int | None, stripes: int) -> _Cut:
-        end = max(s.end for s in self._slices(block_tokens, stripes))
+    def _cut(self, block_tokens: int | None, stripes: int, slice_bytes: Sequence[int]) -> _Cut:
+        per_stripe = len(slice_bytes) // stripes
+        end = max(sum(slice_bytes[at : at + per_stripe]) for at in range(0, len(slice_bytes), per_stripe))
         return _Cut(self.retention, block_tokens, stripes, _round_up(end, OFFSET_UNIT_BYTES))
+
+    def _slice_bytes(self, block_tokens: int | None) -> list[int]:
+        return [self._slice(cache, 0, 0, block_tokens).end for cache in self.caches]
 
     def _slices(self, block_tokens: int | None, stripes: int) -> tuple[Slice, ...]:
         """Lay the caches of each stripe one after another."""
@@ -285,13 +288,14 @@ class _Draft:
         slices: list[Slice] = []
         for index, cache in enumerate(self.caches):
             start = slices[-1].end if index % per_stripe else 0
-            if isinstance(cache, StateCache):
-                made = _state_slice(cache, index // per_stripe, start, self.compute_dtype)
-            else:
-                assert block_tokens is not None and self.kv_format is not None
-                made = _token_slice(cache, index // per_stripe, start, self.kv_format, block_tokens)
-            slices.append(made)
+            slices.append(self._slice(cache, index // per_stripe, start, block_tokens))
         return tuple(slices)
+
+    def _slice(self, cache: Cache, stripe: int, start: int, block_tokens: int | None) -> Slice:
+        if isinstance(cache, StateCache):
+            return _state_slice(cache, stripe, start, self.compute_dtype)
+        assert block_tokens is not None and self.kv_format is not None
+        return _token_slice(cache, stripe, start, self.kv_format, block_tokens)
 
 
 def _token_slice(cache: TokenCache, stripe: int, start: int, fmt: KVFormat, block_tokens: int) -> Slice:
@@ -331,43 +335,50 @@ def _search(options: Sequence[Sequence[_Cut]]) -> tuple[int, list[_Cut], int]:
     for page in {cut.page_bytes for cuts in options for cut in cuts}:
         fewest = ceil_div(smallest, page)
         sizes |= {n * page for n in range(fewest, min(largest // page, fewest + 64) + 1)}
-    slabs = np.array(sorted(sizes), dtype=np.float64)
     for limit in (MAX_REMAINDER, 1.0):
-        costs = [_costs(slabs, cuts, options, limit) for cuts in options]
-        total = sum(c.min(axis=0) for c in costs)
-        best = int(np.argmin(total))
-        if all(math.isfinite(c[:, best].min()) for c in costs):
-            picks = [cuts[int(c[:, best].argmin())] for cuts, c in zip(options, costs, strict=True)]
-            return int(slabs[best]), picks, len(slabs)
+        fits = [fit for size in sorted(sizes) if (fit := _fit(size, options, limit))]
+        if fits:
+            best = min(fits, key=lambda fit: fit.cost)
+            return best.slab_bytes, best.cuts, len(sizes)
     raise AssertionError("a slab of the largest page always holds one page of every group")
 
 
-def _fit(slab_bytes: int, options: Sequence[Sequence[_Cut]]) -> list[_Cut]:
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    slab_bytes: int
+    cost: float
+    cuts: list[_Cut]
+
+
+def _fit(slab_bytes: int, options: Sequence[Sequence[_Cut]], remainder_limit: float) -> _Fit | None:
+    """The best cut per group for one slab size; None where a group has no cut that fits."""
+    stripe_cost = STRIPE_WORTH * sum(cuts[0].typical_bytes for cuts in options)
+    most_remainder = remainder_limit * slab_bytes
+    total, picks = 0.0, []
+    for cuts in options:
+        best, best_cost = None, math.inf
+        for cut in cuts:
+            if cut.page_bytes > slab_bytes or slab_bytes % cut.page_bytes > most_remainder:
+                continue
+            cost = cut.waste(slab_bytes) + (cut.stripes - cuts[0].stripes) * stripe_cost
+            if cost < best_cost:
+                best, best_cost = cut, cost
+        if best is None:
+            return None
+        picks.append(best)
+        total += best_cost
+    return _Fit(slab_bytes, total, picks)
+
+
+def _fit_given(slab_bytes: int, options: Sequence[Sequence[_Cut]]) -> list[_Cut]:
     """The best cut per group for a slab size that was given."""
     if slab_bytes < OFFSET_UNIT_BYTES or slab_bytes % OFFSET_UNIT_BYTES:
         raise LayoutError(f"slab_bytes must be a positive multiple of {OFFSET_UNIT_BYTES}, not {slab_bytes:,}")
-    picks = []
-    for cuts in options:
-        costs = _costs(np.array([slab_bytes], dtype=np.float64), cuts, options, 1.0)[:, 0]
-        best = int(costs.argmin())
-        if not math.isfinite(costs[best]):
-            need = min(cut.page_bytes for cut in cuts)
-            raise LayoutError(
-                f"a slab of {slab_bytes:,} B cannot hold one page of {cuts[0].retention.name} ({need:,} B)"
-            )
-        picks.append(cuts[best])
-    return picks
-
-
-def _costs(slabs: Floats, cuts: Sequence[_Cut], options: Sequence[Sequence[_Cut]], remainder_limit: float) -> Floats:
-    """Cost of each cut (rows) at each slab size (columns); infinite where it does not fit."""
-    typical_bytes = sum(other[0].typical_bytes for other in options)
-    rows = []
-    for cut in cuts:
-        fits = (slabs >= cut.page_bytes) & ((slabs % cut.page_bytes) / slabs <= remainder_limit)
-        extra_stripes = cut.stripes - cuts[0].stripes
-        rows.append(np.where(fits, cut.waste(slabs) + extra_stripes * STRIPE_WORTH * typical_bytes, np.inf))
-    return np.stack(rows)
+    fit = _fit(slab_bytes, options, remainder_limit=1.0)
+    if fit is None:
+        need = max(min(cut.page_bytes for cut in cuts) for cuts in options)
+        raise LayoutError(f"a slab of {slab_bytes:,} B cannot hold one page of every group; it takes {need:,} B")
+    return fit.cuts
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -12,6 +12,7 @@ Each retention answers three questions, and every other module asks them here:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -94,11 +95,13 @@ class Chunk:
         return range(self.first_visible(max(0, length - rollback_tokens)), length)
 
     def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
-        held_tokens = min(length, self.tokens - 1 + rollback_tokens)
-        if length <= self.tokens or self.tokens % block_tokens == 0:
-            return ceil_div(held_tokens, block_tokens)
-        # A chunk that starts inside a page can touch one page more.
-        return min(ceil_div(length, block_tokens), ceil_div(max(0, held_tokens - 1), block_tokens) + 1)
+        held_tokens = self.tokens - 1 + rollback_tokens
+        if length <= held_tokens or held_tokens == 0:
+            return ceil_div(min(length, held_tokens), block_tokens)
+        # Chunks start inside a page unless blocks divide them; the worst start is one common divisor before a page's
+        # end.
+        worst_start = block_tokens - math.gcd(self.tokens, block_tokens)
+        return min(ceil_div(length, block_tokens), ceil_div(worst_start + held_tokens, block_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""What the user asks of the engine: flags by the names people know from `vllm serve`, checked once, never mutated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_BATCHED_TOKENS = 8192
+DEFAULT_NUM_SEQS = 256
+
+
+class ConfigError(ValueError):
+    """A flag that cannot be honoured; the message names it and what works instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Memory and scheduling flags. None means: choose for me.
+
+    `kv_cache_dtype` is `auto`, one format, or one per group (`full=int8_per_token_head,window=bfloat16`). `swa_full`
+    keeps sliding layers at full length. `block_tokens` and `slab_bytes` override the layout search.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = DEFAULT_NUM_SEQS
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: int | None = None
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+    swa_full: bool = False
+    block_tokens: int | None = None
+    slab_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag(name)} must be at least 1, not {value}")
+        if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization is a share between 0 and 1, not {self.gpu_memory_utilization}; try 0.9"
+            )
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens of the largest step: a step never holds fewer than one per running sequence."""
+        return self.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
+
+
+def flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")

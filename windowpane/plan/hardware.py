@@ -1,0 +1,169 @@
+"""Common NVIDIA cards: what a planner needs to know of each.
+
+Memory is the total that CUDA reports (`cudaMemGetInfo`, which is also what PyTorch prints as "total capacity"), because
+that is what `--gpu-memory-utilization` multiplies. It is smaller than nvidia-smi's total by what the driver keeps for
+itself (an H200 shows 143,771 MiB there and 139.80 GiB here), and moves by up to 1 % between drivers and with ECC:
+`--gpu-memory` overrides it. The figures are those of PyTorch's out-of-memory messages in public reports (Linux, no
+display attached).
+
+Bandwidth, arithmetic and compute capability are from NVIDIA's data sheets and architecture white papers (Volta, Turing,
+Ampere GA100 and GA102, Ada, Hopper, Blackwell, RTX Blackwell) and the CUDA table of compute capabilities. Arithmetic is
+dense (never the doubled "with sparsity" figure) tensor-core bf16 with fp32 accumulation at boost clock; fp16 on cards
+before Ampere, which have no bf16.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`name` is what `--gpu` takes; `capability` is CUDA's (major, minor)."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: int
+    flops_per_s: int
+    capability: tuple[int, int]
+
+
+def _card(
+    name: str, title: str, memory_gib: float, bandwidth_gb_per_s: float, tflops: float, capability: tuple[int, int]
+) -> Gpu:
+    return Gpu(name, title, int(memory_gib * 2**30), int(bandwidth_gb_per_s * 1e9), int(tflops * 1e12), capability)
+
+
+_CARDS = (
+    # Data centre. Sources: the product data sheets; GA100, GH100 and Blackwell architecture white papers.
+    _card("v100-16gb", "Tesla V100 SXM2 16 GB", 15.77, 900, 125, (7, 0)),
+    _card("v100-32gb", "Tesla V100 SXM2 32 GB", 31.73, 900, 125, (7, 0)),
+    _card("t4", "Tesla T4", 14.58, 320, 65, (7, 5)),
+    _card("a10", "A10", 22.05, 600, 125, (8, 6)),
+    _card("a10g", "A10G", 22.05, 600, 70, (8, 6)),
+    _card("a40", "A40", 44.43, 696, 149.7, (8, 6)),
+    _card("a100-40gb", "A100 SXM4 40 GB", 39.39, 1555, 312, (8, 0)),
+    _card("a100-80gb", "A100 SXM4 80 GB", 79.15, 2039, 312, (8, 0)),
+    _card("a100-80gb-pcie", "A100 PCIe 80 GB", 79.15, 1935, 312, (8, 0)),
+    _card("l4", "L4", 22.03, 300, 121, (8, 9)),
+    _card("l40", "L40", 44.39, 864, 181, (8, 9)),
+    _card("l40s", "L40S", 44.39, 864, 362, (8, 9)),
+    _card("h100", "H100 SXM5 80 GB", 79.11, 3350, 989.4, (9, 0)),
+    _card("h100-pcie", "H100 PCIe 80 GB", 79.11, 2039, 756, (9, 0)),
+    _card("h100-nvl", "H100 NVL 94 GB", 93.11, 3938, 835, (9, 0)),
+    _card("h20", "H20 96 GB", 95.10, 4000, 148, (9, 0)),
+    _card("gh200", "GH200 96 GB", 94.50, 4000, 989.4, (9, 0)),
+    _card("h200", "H200 SXM 141 GB", 139.80, 4800, 989.4, (9, 0)),
+    _card("b200", "B200 SXM 180 GB", 178.35, 8000, 2250, (10, 0)),
+    # Workstation. Sources: the product data sheets; RTX Blackwell PRO white paper.
+    _card("a6000", "RTX A6000", 47.53, 768, 154.8, (8, 6)),
+    _card("6000-ada", "RTX 6000 Ada", 47.50, 960, 364.2, (8, 9)),
+    _card("pro-6000", "RTX PRO 6000 Blackwell", 94.97, 1792, 503.8, (12, 0)),
+    # GeForce. Sources: the GA102, Ada and RTX Blackwell architecture white papers; half the fp16-accumulation rate.
+    _card("2080-ti", "GeForce RTX 2080 Ti", 10.75, 616, 53.8, (7, 5)),
+    _card("3060", "GeForce RTX 3060 12 GB", 11.76, 360, 25.5, (8, 6)),
+    _card("3080", "GeForce RTX 3080 10 GB", 9.77, 760.3, 59.5, (8, 6)),
+    _card("3080-12gb", "GeForce RTX 3080 12 GB", 11.76, 912.4, 61.3, (8, 6)),
+    _card("3090", "GeForce RTX 3090", 23.68, 936.2, 71, (8, 6)),
+    _card("3090-ti", "GeForce RTX 3090 Ti", 23.67, 1008, 80, (8, 6)),
+    _card("4060-ti-16gb", "GeForce RTX 4060 Ti 16 GB", 15.60, 288, 44.1, (8, 9)),
+    _card("4070-ti", "GeForce RTX 4070 Ti", 11.73, 504.2, 80.2, (8, 9)),
+    _card("4070-ti-super", "GeForce RTX 4070 Ti SUPER", 15.70, 672.3, 88.2, (8, 9)),
+    _card("4080", "GeForce RTX 4080", 15.70, 716.8, 97.5, (8, 9)),
+    _card("4080-super", "GeForce RTX 4080 SUPER", 15.70, 736.3, 104.4, (8, 9)),
+    _card("4090", "GeForce RTX 4090", 23.65, 1008, 165.2, (8, 9)),
+    _card("5060-ti-16gb", "GeForce RTX 5060 Ti 16 GB", 15.45, 448, 47.4, (12, 0)),
+    _card("5070-ti", "GeForce RTX 5070 Ti", 15.47, 896, 87.9, (12, 0)),
+    _card("5080", "GeForce RTX 5080", 15.47, 960, 112.6, (12, 0)),
+    _card("5090", "GeForce RTX 5090", 31.37, 1792, 209.5, (12, 0)),
+)
+
+GPUS: dict[str, Gpu] = {card.name: card for card in _CARDS}
+
+# Other spellings, nvidia-smi's product names among them, as `_squeeze` leaves them. `a100` and `v100` alone are left
+# out on purpose: they come in two sizes, and guessing wrong doubles or halves the answer.
+_ALIASES = {
+    "v100sxm216gb": "v100-16gb",
+    "v100pcie16gb": "v100-16gb",
+    "v100sxm232gb": "v100-32gb",
+    "v100pcie32gb": "v100-32gb",
+    "a100sxm440gb": "a100-40gb",
+    "a100pcie40gb": "a100-40gb",
+    "a10040gbpcie": "a100-40gb",
+    "a100sxm480gb": "a100-80gb",
+    "a10080gbsxm": "a100-80gb",
+    "a100pcie80gb": "a100-80gb-pcie",
+    "h100sxm": "h100",
+    "h100sxm5": "h100",
+    "h10080gb": "h100",
+    "h10080gbhbm3": "h100",
+    "h10080gbsxm": "h100",
+    "h10080gbpcie": "h100-pcie",
+    "h10094gb": "h100-nvl",
+    "h200sxm": "h200",
+    "h200141gb": "h200",
+    "h2096gb": "h20",
+    "gh200480gb": "gh200",
+    "gh20096gb": "gh200",
+    "b200180gb": "b200",
+    "6000adageneration": "6000-ada",
+    "ada6000": "6000-ada",
+    "pro6000blackwell": "pro-6000",
+    "pro6000blackwellworkstationedition": "pro-6000",
+    "pro6000blackwellserveredition": "pro-6000",
+    "306012gb": "3060",
+    "308010gb": "3080",
+    "309024gb": "3090",
+    "409024gb": "4090",
+    "509032gb": "5090",
+}
+
+_COUNTED = re.compile(r"\s*(?:([0-9]+)\s*[x×*]\s*)?(.*?)\s*", re.IGNORECASE)
+_VENDOR_WORDS = ("nvidia", "geforce", "tesla", "rtx")
+
+
+def parse_gpus(text: str) -> tuple[int, Gpu]:
+    """`2x3090`, `h200`, `4×A100-80GB`, `NVIDIA GeForce RTX 4090` → (count, card).
+
+    Raises ValueError for a count of 0 and for an unknown card; the latter names close matches and every known card.
+    """
+    match = _COUNTED.fullmatch(text)
+    if match is None:
+        raise ValueError(f"cannot read GPU {text!r}; write for example h200 or 2x3090")
+    count = int(match[1] or 1)
+    if count < 1:
+        raise ValueError(f"GPU count in {text!r} must be at least 1; write for example h200 or 2x3090")
+    return count, _find(match[2])
+
+
+def _find(text: str) -> Gpu:
+    squeezed = _squeeze(text)
+    for card in _CARDS:
+        if squeezed == _squeeze(card.name):
+            return card
+    if squeezed in _ALIASES:
+        return GPUS[_ALIASES[squeezed]]
+    raise ValueError(_unknown(text, squeezed))
+
+
+def _squeeze(text: str) -> str:
+    """Lower case, letters and digits only, without the words that every card of a line shares."""
+    squeezed = re.sub(r"[^a-z0-9]", "", text.lower())
+    for word in _VENDOR_WORDS:
+        squeezed = squeezed.removeprefix(word)
+    return squeezed
+
+
+def _unknown(text: str, squeezed: str) -> str:
+    from difflib import get_close_matches  # only here: a plan that names a known card does not pay for it
+
+    spellings = {_squeeze(card.name): card.name for card in _CARDS}
+    sizes = [name for spelling, name in spellings.items() if squeezed and spelling.startswith(squeezed)]
+    close = sizes or [spellings[s] for s in get_close_matches(squeezed, spellings, n=3, cutoff=0.7)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return (
+        f"unknown GPU {text!r}; {hint}Known: {', '.join(GPUS)}. "
+        "For any other card give its memory with --gpu-memory, for example --gpu-memory 24GiB"
+    )

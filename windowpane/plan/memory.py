@@ -1,0 +1,70 @@
+"""Where a device's memory goes before any KV: weights, the activations of the largest step, and the runtime itself.
+
+The activation estimate counts the tensors that are alive together at the widest point of one layer, for
+`max_num_batched_tokens` tokens, plus the logits of `max_num_seqs` tokens:
+
+    per token   3 × hidden                      residual stream, normed input, layer output
+              + the wider of                    (they are never alive at the same time)
+                  2 × query width + 2 × KV width    q, attention output, k, v
+                  3 × MLP width                     gate, up, their product
+    logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy
+
+Widths are per rank. The engine prints what it measures beside this estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windowpane.config import EngineConfig
+from windowpane.kv.caches import TokenCache
+from windowpane.kv.formats import dtype_bytes
+from windowpane.models.spec import ModelSpec
+
+# CUDA context, libraries' workspaces and captured graphs. A round figure; measured at start-up by the engine.
+GPU_RUNTIME_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One rank's device. `capability` is None for a CPU, and for a card of which only the memory is known."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None = None
+    is_cpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of one rank. `kv_bytes` may be negative: then the weights do not fit and the caller says so."""
+
+    device_bytes: int
+    usable_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    runtime_bytes: int
+
+    @classmethod
+    def of(cls, device: Device, utilization: float, weights_bytes: int, activation_bytes: int) -> Budget:
+        runtime_bytes = 0 if device.is_cpu else GPU_RUNTIME_BYTES
+        usable_bytes = int(device.memory_bytes * utilization)
+        return cls(device.memory_bytes, usable_bytes, weights_bytes, activation_bytes, runtime_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.usable_bytes - self.weights_bytes - self.activation_bytes - self.runtime_bytes
+
+
+def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_dtype: str) -> int:
+    """The documented estimate above, in bytes per rank."""
+    query_width = spec.query_heads * max((c.key_dim for c in spec.token_caches), default=0) // ranks
+    kv_width = max((_kv_width(c.shard(ranks)) for c in spec.token_caches), default=0)
+    widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks)
+    tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
+    logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size // ranks * 4 * 2
+    return tokens + logits
+
+
+def _kv_width(cache: TokenCache) -> int:
+    return cache.kv_heads * (cache.key_dim + cache.value_dim)
