@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.kv.device import Device
+from tests.kv.strategies import layouts
+from tests.kv.test_layout import gemma_4_31b, layout_of
+from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.manager import KVManager, ReservationError, Retained
+from windowpane.kv.retention import Chunk, Full, Window, ceil_div
+
+SLOTS, LONGEST = 4, 150
+# `WINDOWPANE_LONG=1 pytest tests/kv/test_manager.py` runs about a million operations.
+LONG = bool(os.environ.get("WINDOWPANE_LONG"))
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Random sequences start, grow, share, resume and end; a device model checks every row that is read."""
+
+    @initialize(layout=layouts(), share=st.integers(0, 300))
+    def begin(self, layout, share):
+        probe = KVManager(layout, 0, SLOTS, LONGEST)
+        whole = sum(ceil_div(p, n) for p, n in zip(probe.demand(LONGEST), probe.arena.pages_per_slab, strict=True))
+        self.manager = KVManager(layout, whole * share // 100, SLOTS, LONGEST)
+        self.device = Device(self.manager)
+        self.history: dict[int, tuple[int, ...]] = {}
+        self.kept: list[tuple[Retained, tuple[int, ...]]] = []
+        self.fresh_token = 0
+
+    def _flush(self):
+        self.device.apply(self.manager.take_changes(), self.manager)
+
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
+    def start(self, slot, tokens):
+        if slot in self.history:
+            return
+        fits = self.manager.can_reserve(self.manager.start_demand(tokens))
+        if not fits:
+            with pytest.raises(ReservationError):
+                self.manager.start(slot, tokens)
+            return
+        self.manager.start(slot, tokens)
+        self.history[slot] = ()
+        self._flush()
+        self.device.write_encoder(slot)
+
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST), pick=st.integers(0, 20))
+    def resume(self, slot, tokens, pick):
+        alive = [(k, h) for k, h in self.kept if k in self.manager.retained]
+        if slot in self.history or not alive:
+            return
+        kept, history = alive[pick % len(alive)]
+        assume(tokens >= kept.length)
+        if not self.manager.can_reserve(self.manager.start_demand(tokens, kept)):
+            with pytest.raises(ReservationError):
+                self.manager.start(slot, tokens, kept)
+            return
+        self.manager.start(slot, tokens, kept)
+        self.manager.touch(kept)
+        self.history[slot] = history
+        self._flush()
+
+    @rule(slot=st.integers(0, SLOTS - 1), count=st.integers(1, 60))
+    def extend(self, slot, count):
+        if slot not in self.history:
+            return
+        old = len(self.history[slot])
+        new = min(old + count, self.manager.reserved_tokens[slot])
+        if new == old:
+            return
+        horizon = self.manager.horizon(slot)
+        self.fresh_token += 1
+        self.history[slot] += tuple(self.fresh_token * 1000 + i for i in range(new - old))
+        self.manager.extend(slot, new)
+        changes = self.manager.take_changes()
+        if new <= horizon:
+            assert not [e for e in changes.entries + changes.late if e[1] == slot], "a table changed below the horizon"
+        self.device.apply(changes, self.manager)
+        self.device.step(slot, self.history[slot], old, new, int(self.manager.state_slot[slot]))
+        self.device.after_step(changes)
+        self.manager.flip_states([slot])
+
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
+    def renew(self, slot, tokens):
+        if slot not in self.history or tokens <= self.manager.reserved_tokens[slot]:
+            return
+        if self.manager.can_reserve(self.manager.renew_demand(slot, tokens)):
+            self.manager.renew(slot, tokens)
+        else:
+            with pytest.raises(ReservationError):
+                self.manager.renew(slot, tokens)
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def retain(self, slot):
+        if not self.history.get(slot):
+            return
+        kept = self.manager.retain(slot)
+        self._flush()
+        if kept is not None:
+            self.kept.append((kept, self.history[slot]))
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=st.integers(0, 20))
+    def drop(self, pick):
+        kept, _ = self.kept.pop(pick % len(self.kept))
+        if kept in self.manager.retained:
+            self.manager.drop(kept)
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def release(self, slot):
+        if slot in self.history:
+            self.manager.release(slot)
+            del self.history[slot]
+
+    @invariant()
+    def everything_adds_up(self):
+        if not hasattr(self, "manager"):
+            return
+        m = self.manager
+        m.check_integrity()
+        groups = [m.group_bytes(g) for g in range(len(m.tables))]
+        assert m.free_bytes + sum(g.live + g.cached + g.stranded for g in groups) == m.arena.total_bytes
+        if not self.history:
+            assert sum(g.live for g in groups) == 0
+            assert m.promised_pages == [0] * len(groups)
+        for slot in self.history:
+            for g, group in enumerate(m.layout.groups):
+                if isinstance(group.retention, Window):
+                    bound = ceil_div(group.retention.tokens - 1, group.block_tokens) + 1
+                    assert m.owned_pages(slot, g) <= bound * group.stripes
+
+
+TestManager = ManagerMachine.TestCase
+TestManager.settings = settings(
+    max_examples=int(os.environ["WINDOWPANE_LONG"]) if LONG else 120,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def group_index(manager: KVManager, name: str) -> int:
+    return manager.layout.groups.index(manager.layout.group(name))
+
+
+def manager_31b(num_slabs: int = 5000, slots: int = 8, longest: int = 131_072) -> KVManager:
+    return KVManager(layout_of(gemma_4_31b(), block_tokens=16), num_slabs, slots, longest)
+
+
+def test_a_16001_token_prompt_owns_65_window_pages():
+    """Others budget 1,001 pages (uncapped) or 576 (window + chunk) for the same prompt in 8,192-token chunks."""
+    manager = manager_31b()
+    window = group_index(manager, "window-1024")
+    manager.start(0, 16_001 + 256)
+    peak = 0
+    for length in (8_192, 16_001, 16_002):
+        manager.extend(0, length)
+        peak = max(peak, manager.owned_pages(0, window))
+    assert peak == 65
+
+
+def test_a_65k_prefill_owns_no_more_window_pages_than_a_2k_one():
+    manager = manager_31b()
+    window = group_index(manager, "window-1024")
+    owned = []
+    for slot, length in enumerate((2_048, 65_536)):
+        manager.start(slot, length)
+        manager.extend(slot, length)
+        owned.append(manager.owned_pages(slot, window))
+    assert owned[0] == owned[1] == 64
+
+
+def test_a_steady_window_takes_and_frees_nothing():
+    manager = KVManager(layout_of([TokenCache(0, Window(64), 1, 64, 64)], block_tokens=16), 50, 1, 10_000)
+    manager.start(0, 10_000)
+    for length in range(1, 200):
+        manager.extend(0, length)
+    manager.take_changes()
+    for length in range(200, 2_000):
+        manager.extend(0, length)
+    assert manager.take_changes().entries == []
+
+
+def test_joint_reservation_is_not_counted_twice():
+    """What a sequence already took is no longer promised: two that fill the arena exactly both fit."""
+    caches = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(32), 1, 64, 64)]
+    layout = layout_of(caches, block_tokens=16)
+    probe = KVManager(layout, 1, 1, 320)
+    slabs = sum(ceil_div(2 * p, n) for p, n in zip(probe.demand(320), probe.arena.pages_per_slab, strict=True))
+    manager = KVManager(layout, slabs, 3, 320)
+    manager.start(0, 320)
+    manager.extend(0, 300)
+    manager.start(1, 320)
+    assert not manager.can_reserve(manager.demand(1))
+    manager.extend(1, 320)
+    manager.extend(0, 320)
+    manager.check_integrity()
+
+
+def test_no_free_byte_is_out_of_reach_of_a_group():
+    """A byte that one group lets go of serves any other."""
+    layout = layout_of([TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(320), 4, 64, 64)], block_tokens=16)
+    whole = KVManager(layout, 1, 1, 3200)
+    slabs = sum(ceil_div(p, n) for p, n in zip(whole.demand(3200), whole.arena.pages_per_slab, strict=True))
+    manager = KVManager(layout, slabs, 16, 3200)
+    slot = 0
+    while manager.can_reserve(manager.demand(320)):  # many short sequences: mostly window pages
+        manager.start(slot, 320)
+        manager.extend(slot, 320)
+        slot += 1
+    assert slot > 1
+    for s in range(slot):
+        manager.release(s)
+    manager.start(0, 3200)  # one long one: mostly full pages
+    manager.extend(0, 3200)
+
+
+def test_stranded_pages_are_moved_when_only_they_are_in_the_way():
+    caches = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(1024), 20, 64, 64)]
+    layout = layout_of(caches, block_tokens=16)
+    full, window = (layout.groups.index(layout.group(n)) for n in ("full", "window-1024"))
+    per_slab = layout.pages_per_slab(layout.groups[full])
+    assert per_slab > 4
+    # Each sequence opens a slab for two full pages and takes two window pages.
+    manager = KVManager(layout, 4 + 4 * 2 // layout.pages_per_slab(layout.groups[window]), 8, 10_000)
+    device = Device(manager)
+    for slot in range(4):
+        manager.start(slot, 32)
+        manager.extend(slot, 32)
+        device.apply(manager.take_changes(), manager)
+        device.step(slot, tuple(range(slot, slot + 32)), 0, 32, 0)
+    assert manager.arena.free_slabs == 0
+    manager.start(4, 32)
+    manager.extend(4, 32)
+    assert manager.moved_pages > 0
+    changes = manager.take_changes()
+    device.apply(changes, manager)
+    for slot in range(4):  # what was moved still reads right
+        device.step(slot, (*range(slot, slot + 32), 99), 32, 32, 0)
+    manager.check_integrity()
+
+
+def test_giving_up_restore_points_stops_once_it_fits():
+    layout = layout_of([TokenCache(0, Full(), 1, 64, 64)], block_tokens=16)
+    manager = KVManager(layout, 10 // layout.pages_per_slab(layout.groups[0]), 4, 160)
+    kept = []
+    for _ in range(4):
+        manager.start(0, 32)
+        manager.extend(0, 32)
+        kept.append(manager.retain(0))
+        manager.release(0)
+    assert None not in kept
+    manager.start(1, 48)
+    manager.extend(1, 48)
+    assert manager.retained == kept[1:]
+
+
+def test_a_pinned_page_is_never_given_up():
+    layout = layout_of([TokenCache(0, Full(), 1, 64, 64)], block_tokens=16)
+    manager = KVManager(layout, 10, 4, 160)
+    manager.start(0, 64)
+    manager.extend(0, 64)
+    kept = manager.retain(0)
+    assert kept is not None
+    assert manager.can_reserve(manager.demand(96))
+    assert not manager.can_reserve(manager.demand(97))
+    manager.start(1, 96)
+    manager.extend(1, 96)
+    manager.check_integrity()
+    assert manager.retained == [kept]
+
+
+def test_a_prompt_longer_than_a_window_pool_fits():
+    """Nothing is set aside per window: only what a sequence can still see is charged."""
+    manager = manager_31b(num_slabs=65 + 410)
+    manager.start(0, 131_072)
+    for length in range(8_192, 131_073, 8_192):
+        manager.extend(0, length)
+    assert manager.arena.free_slabs == 0
+
+
+def test_very_many_groups():
+    caches = [TokenCache(i, Window(16 * (i + 2)), 1, 64, 64) for i in range(46)]
+    manager = KVManager(layout_of(caches, block_tokens=16), 2000, 2, 5000)
+    manager.start(0, 5000)
+    for length in (100, 3000, 5000):
+        manager.extend(0, length)
+    manager.check_integrity()
+    manager.release(0)
+    assert manager.free_bytes == manager.arena.total_bytes
+
+
+def test_states_far_larger_than_attention_pages():
+    caches = [
+        TokenCache(0, Full(), 1, 64, 64),
+        *(StateCache(i, (StatePart("recurrent", 16, 16_384, "float32"),)) for i in range(1, 4)),
+    ]
+    manager = KVManager(layout_of(caches), 60, 8, 100_000)
+    manager.start(0, 100)
+    manager.extend(0, 100)
+    state = group_index(manager, "state")
+    assert manager.live_pages[state] == 2 * 3
+    pinned = manager.arena.total_bytes - manager.free_bytes - manager.group_bytes(state).live
+    assert pinned < 2 * manager.layout.slab_bytes
+
+
+def test_a_chunked_layer_forgets_at_its_boundary():
+    manager = KVManager(layout_of([TokenCache(0, Chunk(64), 1, 64, 64)], block_tokens=16), 50, 1, 1000)
+    manager.start(0, 1000)
+    for length in range(1, 1001):
+        manager.extend(0, length)
+        assert manager.owned_pages(0, 0) <= 4
+
+
+def test_reservations_are_kept_to():
+    manager = manager_31b()
+    manager.start(0, 100)
+    with pytest.raises(ValueError, match="reserved 100"):
+        manager.extend(0, 101)
+    with pytest.raises(ValueError, match="in use"):
+        manager.start(0, 10)

@@ -1,0 +1,204 @@
+"""What a config's own fields say about layers, and the errors where they say something unknown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.small_configs import CHUNKED, FULL, SLIDING, small
+from windowpane.kv.retention import Chunk, Full, Window
+from windowpane.models import ModelError, load, shipped_names
+from windowpane.models.spec import ModelSpec
+
+
+def read(tmp_path: Path, config: dict[str, Any]) -> ModelSpec:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return load(tmp_path)
+
+
+def kept(spec: ModelSpec) -> list[object]:
+    return [cache.retention for cache in spec.token_caches]
+
+
+def test_sliding_window_pattern_says_which_gemma_3_layers_are_full(tmp_path: Path) -> None:
+    spec = read(tmp_path, small("gemma3 text", layer_types=None, sliding_window_pattern=2))
+    assert kept(spec) == [Window(8), Full(), Window(8), Full()]
+
+
+def test_layer_types_win_over_older_fields(tmp_path: Path) -> None:
+    kinds = [FULL, SLIDING, SLIDING, SLIDING]
+    spec = read(tmp_path, small("gemma3 text", layer_types=kinds, sliding_window_pattern=2))
+    assert kept(spec) == [Full(), Window(8), Window(8), Window(8)]
+
+
+def test_the_last_gemma_4_layer_is_full_whatever_the_config_says(tmp_path: Path) -> None:
+    spec = read(tmp_path, small("gemma4", layer_types=[SLIDING] * 4))
+    assert kept(spec) == [Window(8), Window(8), Window(8), Full()]
+
+
+def test_gemma_4_full_layers_keep_one_latent_only_where_k_and_v_are_one_projection(tmp_path: Path) -> None:
+    latent = read(tmp_path, small("gemma4")).token_caches[-1]
+    pair = read(tmp_path, small("gemma4", attention_k_eq_v=False)).token_caches[-1]
+    assert (latent.latent, latent.kv_heads, latent.key_dim, latent.value_dim) == (True, 1, 32, 32)
+    assert (pair.latent, pair.kv_heads, pair.key_dim) == (False, 2, 32)
+
+
+def test_layers_that_share_kv_own_no_cache(tmp_path: Path) -> None:
+    spec = read(tmp_path, small("gemma4 with shared KV"))
+    assert [cache.layer for cache in spec.caches] == [0, 1]
+    assert spec.num_layers == 4
+
+
+def test_qwen_3_slides_only_if_it_says_so_and_only_in_the_last_layers(tmp_path: Path) -> None:
+    window = {"sliding_window": 8, "max_window_layers": 3}
+    assert kept(read(tmp_path, small("qwen3", **window))) == [Full()] * 4
+    assert kept(read(tmp_path, small("qwen3", use_sliding_window=True, **window))) == [Full()] * 3 + [Window(8)]
+    assert kept(read(tmp_path, small("qwen3 moe", use_sliding_window=True, **window))) == [Window(8)] * 4
+
+
+def test_a_mistral_window_is_on_every_layer_and_null_means_none(tmp_path: Path) -> None:
+    assert kept(read(tmp_path, small("mistral"))) == [Window(8)] * 4
+    assert kept(read(tmp_path, {**small("mistral"), "sliding_window": None})) == [Full()] * 4
+
+
+def test_llama_4_chunks_the_layers_with_rotary_positions(tmp_path: Path) -> None:
+    assert kept(read(tmp_path, small("llama4"))) == [Chunk(16)] * 3 + [Full()]
+    named = small("llama4", layer_types=[FULL, CHUNKED, CHUNKED, FULL])
+    assert kept(read(tmp_path, named)) == [Full(), Chunk(16), Chunk(16), Full()]
+
+
+def test_full_attention_interval_says_which_qwen_3_5_layers_keep_tokens(tmp_path: Path) -> None:
+    spec = read(tmp_path, small("qwen3.5", layer_types=None, full_attention_interval=2))
+    assert [cache.layer for cache in spec.token_caches] == [1, 3]
+    assert [cache.layer for cache in spec.state_caches] == [0, 2]
+    assert {part.name: part.dtype for part in spec.state_caches[0].parts}["recurrent"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "layers", [{"hybrid_override_pattern": "M*-E"}, {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}]
+)
+def test_nemotron_layers_come_from_letters_or_words(tmp_path: Path, layers: dict[str, Any]) -> None:
+    spec = read(tmp_path, {**small("nemotron-h", hybrid_override_pattern=None), **layers})
+    assert [cache.layer for cache in spec.state_caches] == [0]
+    assert [cache.layer for cache in spec.token_caches] == [1]
+    assert spec.num_layers == 4
+
+
+def test_nested_configs_saved_as_differences_take_the_class_defaults(tmp_path: Path) -> None:
+    # google/gemma-3-4b-it publishes just these fields of its text part.
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}
+    shipped = load("gemma-3-4b")
+    assert read(tmp_path, config).caches == shipped.caches
+    assert read(tmp_path, config).tensors == tuple(t for t in shipped.tensors if t.tower is None)
+
+
+def test_a_model_is_named_by_its_directory_or_file(tmp_path: Path) -> None:
+    directory = tmp_path / "my-model"
+    directory.mkdir()
+    read(directory, small("llama"))
+    assert load(directory).name == "my-model"
+    assert load(str(directory / "config.json")).name == "my-model"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(small("llama")))
+    assert load(other).name == "other"
+
+
+def test_fields_that_decide_nothing_do_not_matter(tmp_path: Path) -> None:
+    assert read(tmp_path, small("llama", hidden_act="something_new", brand_new_field={"a": 1})).num_layers == 4
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k != key}
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown architecture": ({"architectures": ["NewForCausalLM"]}, r"'NewForCausalLM'; known: .*LlamaForCausalLM"),
+    "no architecture": (without(small("llama"), "architectures"), r"names no architectures; known: "),
+    "missing size": (small("llama", num_attention_heads=None), r"no num_attention_heads"),
+    "missing nested size": (small("qwen3.5", hidden_size=None), r"no text_config.hidden_size"),
+    "missing section": ({"architectures": ["Gemma4ForConditionalGeneration"]}, r"no hidden_size"),
+    "text for a number": (small("llama", hidden_size="64"), r"hidden_size must be a whole number, not '64'"),
+    "true for a number": (small("llama", hidden_size=True), r"hidden_size must be a whole number, not True"),
+    "zero size": (small("llama", num_hidden_layers=0), r"num_hidden_layers is 0, but must be at least 1"),
+    "number for a flag": (small("llama", attention_bias=1), r"attention_bias must be true or false, not 1"),
+    "heads that do not group": (
+        small("llama", num_key_value_heads=3),
+        r"num_attention_heads is 4, no multiple of .* 3",
+    ),
+    "unknown layer type": (
+        small("gemma2", layer_types=[FULL, FULL, FULL, "sparse_attention"]),
+        r"layer_types: unknown value 'sparse_attention'; known: full_attention, sliding_attention",
+    ),
+    "a layer type of another family": (
+        small("qwen3.5", layer_types=[FULL, FULL, FULL, CHUNKED]),
+        r"text_config.layer_types: unknown value 'chunked_attention'; known: full_attention, linear_attention",
+    ),
+    "too few layer types": (small("gemma2", layer_types=[FULL]), r"layer_types has 1 entries for 4 layers"),
+    "a window without a size": (small("smollm3", layer_types=[SLIDING] * 4), r"no sliding_window"),
+    "a chunk of no size": (
+        small("llama4", attention_chunk_size=0),
+        r"text_config.attention_chunk_size is 0, but must be at least 1",
+    ),
+    "a null window on a sliding layer": ({**small("gemma2"), "sliding_window": None}, r"no sliding_window"),
+    "unknown letter": (small("nemotron-h", hybrid_override_pattern="M*-X"), r"hybrid_override_pattern: .*'X'; known: "),
+    "unknown block": (
+        small("nemotron-h", layers_block_type=["mamba", "conv", "mlp", "moe"]),
+        r"layers_block_type: unknown value 'conv'",
+    ),
+    "no layer pattern": (small("nemotron-h", hybrid_override_pattern=None), r"neither layers_block_type nor"),
+    "pattern of another length": (small("nemotron-h", num_hidden_layers=5), r"is 5, but the layer pattern names 4"),
+    "unknown dtype": (
+        small("llama", dtype="float8"),
+        r"dtype: unknown value 'float8'; known: bfloat16, float16, float32",
+    ),
+    "unknown old dtype": (small("llama", dtype=None, torch_dtype="half"), r"torch_dtype: unknown value 'half'"),
+    "unknown state dtype": (small("qwen3.5", mamba_ssm_dtype="int8"), r"mamba_ssm_dtype: unknown value 'int8'"),
+    "unknown cache dtype": (small("nemotron-h", mamba_ssm_cache_dtype="fp4"), r"mamba_ssm_cache_dtype: .*'fp4'"),
+    "everything shared": (small("gemma4", num_kv_shared_layers=4), r"num_kv_shared_layers is 4, but .* only 4 layers"),
+    "an encoder": (small("gemma4", use_bidirectional_attention="all"), r"use_bidirectional_attention is 'all'"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, case: str) -> None:
+    config, message = ERRORS[case]
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, config)
+
+
+def test_a_file_that_is_no_json_object_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"architectures": [')
+    with pytest.raises(ModelError, match=r"not valid JSON: .*line 1"):
+        load(path)
+    path.write_text("[1]")
+    with pytest.raises(ModelError, match="must be a JSON object, not list"):
+        load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match="cannot read"):
+        load(path)
+
+
+def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        load(tmp_path)
+
+
+def test_an_unknown_name_suggests_close_ones_and_where_to_look() -> None:
+    with pytest.raises(ModelError, match=r"'gemma4-31b'; did you mean gemma-4-31b .*`windowpane models`"):
+        load("gemma4-31b")
+    with pytest.raises(ModelError, match=r"did you mean .*qwen3-8b"):
+        load("Qwen/Qwen3-8B")
+    with pytest.raises(ModelError, match=r"shipped model 'xyzzy' \(`windowpane models`"):
+        load("xyzzy")
+    with pytest.raises(ModelError, match="cannot read"):
+        load("x" * 5000)
+
+
+def test_shipped_names_are_sorted() -> None:
+    assert shipped_names() == sorted(shipped_names())
+    assert "gemma-4-31b" in shipped_names()

@@ -1,0 +1,201 @@
+"""Every shipped model: which layers keep what, how many parameters there are, and recorded checkpoint sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from windowpane.kv.caches import TokenCache
+from windowpane.models import load, shipped_names
+from windowpane.models.quantization import STORED_BYTES
+from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.weights import parameter_count, weight_bytes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`billions` counts towers and tied embeddings once, as transformers builds the model; `caches` counts layers."""
+
+    billions: float
+    layers: int
+    max_position: int
+    caches: dict[str, int]
+
+
+QWEN_27B = {"state": 48, "full 4x256": 16}
+QWEN_35B = {"state": 30, "full 2x256": 10}
+
+FACTS = {
+    "gemma-4-31b": Facts(31.273, 60, 262_144, {"window-1024 16x256": 50, "full 4x512 latent": 10}),
+    "gemma-4-31b-awq-4bit": Facts(31.273, 60, 262_144, {"window-1024 16x256": 50, "full 4x512 latent": 10}),
+    "gemma-4-26b-a4b": Facts(25.806, 30, 262_144, {"window-1024 8x256": 25, "full 2x512 latent": 5}),
+    "gemma-4-12b": Facts(11.960, 48, 262_144, {"window-1024 8x256": 40, "full 1x512 latent": 8}),
+    "gemma-4-e4b": Facts(7.941, 42, 131_072, {"window-512 2x256": 20, "full 2x512": 4}),
+    "gemma-4-e2b": Facts(5.104, 35, 131_072, {"window-512 1x256": 12, "full 1x512": 3}),
+    "gemma-3-27b": Facts(27.432, 62, 131_072, {"window-1024 16x128": 52, "full 16x128": 10}),
+    "gemma-3-12b": Facts(12.187, 48, 131_072, {"window-1024 8x256": 40, "full 8x256": 8}),
+    "gemma-3-4b": Facts(4.300, 34, 131_072, {"window-1024 4x256": 29, "full 4x256": 5}),
+    "gemma-3-1b": Facts(1.000, 26, 32_768, {"window-512 1x256": 22, "full 1x256": 4}),
+    "gemma-3-270m": Facts(0.268, 18, 32_768, {"window-512 1x256": 15, "full 1x256": 3}),
+    "gemma-2-9b": Facts(9.242, 42, 8192, {"window-4096 8x256": 21, "full 8x256": 21}),
+    "gemma-2-27b": Facts(27.227, 46, 8192, {"window-4096 16x128": 23, "full 16x128": 23}),
+    # Text and audio: timm defines the vision tower.
+    "gemma-3n-e4b": Facts(6.84 + 0.68, 35, 32_768, {"window-512 2x256": 16, "full 2x256": 4}),
+    "gpt-oss-20b": Facts(20.915, 24, 131_072, {"window-128 8x64": 12, "full 8x64": 12}),
+    "gpt-oss-120b": Facts(116.829, 36, 131_072, {"window-128 8x64": 18, "full 8x64": 18}),
+    "qwen3-0.6b": Facts(0.596, 28, 40_960, {"full 8x128": 28}),
+    "qwen3-8b": Facts(8.191, 36, 40_960, {"full 8x128": 36}),
+    "qwen3-14b": Facts(14.768, 40, 40_960, {"full 8x128": 40}),
+    "qwen3-32b": Facts(32.762, 64, 40_960, {"full 8x128": 64}),
+    "qwen3-30b-a3b": Facts(30.532, 48, 40_960, {"full 4x128": 48}),
+    "qwen3-next-80b-a3b": Facts(79.674, 48, 262_144, {"state": 36, "full 2x256": 12}),
+    "qwen3.5-27b": Facts(27.357, 64, 262_144, QWEN_27B),
+    "qwen3.8-27b": Facts(27.357, 64, 262_144, QWEN_27B),
+    "qwen3.5-35b-a3b": Facts(35.107, 40, 262_144, QWEN_35B),
+    "qwen3.6-35b-a3b": Facts(35.107, 40, 262_144, QWEN_35B),
+    "llama-3.1-8b": Facts(8.030, 32, 131_072, {"full 8x128": 32}),
+    "llama-3.1-70b": Facts(70.554, 80, 131_072, {"full 8x128": 80}),
+    "llama-4-scout": Facts(108.642, 48, 10_485_760, {"chunk-8192 8x128": 36, "full 8x128": 12}),
+    "llama-4-maverick": Facts(401.584, 48, 1_048_576, {"chunk-8192 8x128": 36, "full 8x128": 12}),
+    "mistral-7b-v0.1": Facts(7.242, 32, 32_768, {"window-4096 8x128": 32}),
+    "ministral-8b": Facts(8.020, 36, 32_768, {"window-32768 8x128": 36}),
+    "mistral-small-24b": Facts(23.572, 40, 32_768, {"full 8x128": 40}),
+    "smollm2-135m": Facts(0.135, 30, 8192, {"full 3x64": 30}),
+    "smollm3-3b": Facts(3.075, 36, 65_536, {"full 4x128": 36}),
+    "nemotron-h-8b": Facts(8.101, 52, 8192, {"state": 24, "full 8x128": 4}),
+    "nemotron-3-nano-30b-a3b": Facts(31.578, 52, 262_144, {"state": 23, "full 2x128": 6}),
+}
+
+
+def test_the_table_covers_every_shipped_model() -> None:
+    assert sorted(FACTS) == shipped_names()
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_layers_keep_what_the_model_needs(name: str) -> None:
+    spec, facts = load(name), FACTS[name]
+    described = Counter(
+        f"{c.retention.name} {c.kv_heads}x{c.key_dim}" + (" latent" if c.latent else "")
+        if isinstance(c, TokenCache)
+        else "state"
+        for c in spec.caches
+    )
+    assert described == facts.caches
+    assert (spec.num_layers, spec.max_position) == (facts.layers, facts.max_position)
+    assert all(c.value_dim == c.key_dim for c in spec.token_caches)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_parameter_counts_match_the_built_model(name: str) -> None:
+    assert parameter_count(load(name), towers=True) == pytest.approx(FACTS[name].billions * 1e9, rel=0.01)
+
+
+# Values transformers counts as buffers (layer scalars, vision standardization, clipping bounds, router corrections) are
+# in the checkpoint, so they are counted here on top of its parameters.
+EXACT_PARAMETERS = {
+    "gemma-4-31b": 31_273_086_512 + 60 + 2 * 1152,
+    "gemma-4-26b-a4b": 25_805_933_872 + 30 + 2 * 1152,
+    "gemma-4-12b": 11_959_730_176 + 48,
+    "gemma-4-e2b": 5_104_297_504 + 35 + 4 * (16 * 7 + 12 * 10),
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-270m": 268_098_176,
+    "gemma-2-9b": 9_241_705_984,
+    "gpt-oss-20b": 20_914_757_184,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-27b": 27_356_728_560,
+    "qwen3.5-35b-a3b": 35_107_181_936,
+    "llama-4-scout": 108_641_793_536,
+    "llama-4-maverick": 401_583_781_376,
+    "smollm3-3b": 3_075_098_624,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,
+}
+
+
+@pytest.mark.parametrize("name", EXACT_PARAMETERS)
+def test_parameter_counts_are_exact(name: str) -> None:
+    assert parameter_count(load(name), towers=True) == EXACT_PARAMETERS[name]
+
+
+def test_gemma_3n_splits_into_text_and_audio() -> None:
+    spec = load("gemma-3n-e4b")
+    embedders = 2 * 128 * 1536 + 128 * (2048 - 1536) + 2 * (1536 + 2048) + 2048 * (1536 + 2048)
+    assert parameter_count(spec) == 6_835_235_568
+    assert parameter_count(spec, towers=True) == 6_835_235_568 + 681_348_640 + embedders
+
+
+# Sizes of published checkpoints, less what is not loaded and plus nothing.
+RECORDED_TEXT_BYTES = {
+    "gpt-oss-120b": 65_248_815_744,
+    "qwen3-0.6b": 1_503_264_768 - 2 * 151_936 * 1024,  # the file stores the tied LM head a second time
+    "qwen3-8b": 16_381_470_720,
+    "qwen3-14b": 29_536_614_400,
+    "qwen3-32b": 65_524_246_528,
+    "llama-3.1-8b": 16_060_522_496,
+    "mistral-7b-v0.1": 14_496_047_104 - 2 * 2 * 768 * 4096,  # v0.3 has 768 more tokens, in embedding and LM head
+}
+
+
+@pytest.mark.parametrize("name", RECORDED_TEXT_BYTES)
+def test_weights_are_exactly_the_recorded_bytes(name: str) -> None:
+    assert weight_bytes(load(name)) == RECORDED_TEXT_BYTES[name]
+
+
+def test_gemma_4_31b_with_its_tower_is_exactly_the_recorded_checkpoint() -> None:
+    assert checkpoint_bytes(load("gemma-4-31b")) == 62_546_177_752
+
+
+def test_qwen_3_8_27b_with_its_tower_is_exactly_the_recorded_checkpoint_without_mtp() -> None:
+    assert checkpoint_bytes(load("qwen3.8-27b")) == 55_562_855_904 - 849_398_784
+
+
+def test_gemma_4_31b_in_int4_packs_410_linears_and_keeps_the_rest() -> None:
+    spec = load("gemma-4-31b-awq-4bit")
+    assert spec.quantization is not None
+    packed = [t for t in spec.tensors if spec.quantization.format_of(t)]
+    assert len(packed) == 410
+    assert sum(t.elements for t in packed) == 29_286_727_680
+    assert checkpoint_bytes(spec) / 1e9 == pytest.approx(20.447, abs=0.0005)
+
+
+def test_a_state_has_convolution_tails_and_a_recurrent_part() -> None:
+    state = load("qwen3.5-27b").state_caches[0]
+    assert {p.name: p.heads * p.elements_per_head for p in state.parts} == {
+        "conv_q": 16 * 128 * 3,
+        "conv_k": 16 * 128 * 3,
+        "conv_v": 48 * 128 * 3,
+        "recurrent": 48 * 128 * 128,
+    }
+    assert state.bytes("bfloat16") == 2 * 10_240 * 3 + 4 * 48 * 128 * 128
+
+    state = load("nemotron-3-nano-30b-a3b").state_caches[0]
+    assert {p.name: p.heads * p.elements_per_head for p in state.parts} == {
+        "conv_x": 64 * 64 * 3,
+        "conv_bc": 8 * 2 * 128 * 3,
+        "recurrent": 64 * 64 * 128,
+    }
+    assert state.bytes("bfloat16") == 2 * 6144 * 3 + 4 * 64 * 64 * 128
+
+
+def test_a_state_without_a_dtype_takes_the_compute_dtype() -> None:
+    recurrent = load("nemotron-h-8b").state_caches[0].parts[-1]
+    assert recurrent.dtype is None
+    assert recurrent.bytes("bfloat16") == 2 * 128 * 64 * 128
+
+
+def test_doubts_are_told() -> None:
+    assert any("20.90 GB" in note for note in load("gemma-4-31b-awq-4bit").notes)
+    assert any("names no dtype" in note for note in load("gpt-oss-20b").notes)
+    assert load("llama-3.1-8b").notes == ()
+
+
+def checkpoint_bytes(spec: ModelSpec) -> int:
+    """Every tensor of the checkpoint, towers included."""
+
+    def stored(tensor: TensorSpec) -> list[TensorSpec]:
+        return spec.quantization.stored(tensor) if spec.quantization else [tensor]
+
+    return sum(p.elements * STORED_BYTES[p.dtype or spec.dtype] for tensor in spec.tensors for p in stored(tensor))

@@ -1,0 +1,57 @@
+"""Tensor names, shapes and layer kinds are those of transformers, built from the same config on the meta device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.models.small_configs import CHUNKED, FULL, LINEAR, SLIDING, SMALL, small
+from windowpane.models import load
+
+# transformers would save the experts of Qwen3.5 one by one, but the published bfloat16 checkpoints hold them fused.
+PUBLISHED_AS_BUILT = {"qwen3.5 moe"}
+# Their config classes have no layer_types, because all layers are alike.
+UNIFORM = {"llama", "llama with biases", "mistral", "qwen3 moe"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_tensors_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    config = SMALL[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = dict(entry for tensor in load(tmp_path).tensors for entry in tensor.checkpoint_entries())
+    assert ours == checkpoint_tensors(config, as_built=name in PUBLISHED_AS_BUILT)
+
+
+def checkpoint_tensors(config: dict[str, Any], as_built: bool) -> dict[str, tuple[int, ...]]:
+    fields = json.loads(json.dumps(config))
+    model_config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    with torch.device("meta"):
+        model = getattr(transformers, fields["architectures"][0])(model_config)
+    tensors = model.state_dict() if as_built else revert_weight_conversion(model, model.state_dict())
+    names = dict(zip(tensors, tensors, strict=True))
+    if fields["model_type"] == "gemma3":
+        # Its checkpoints predate the flattening of SigLIP's inner module.
+        names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in tensors}
+    tied = model.config.tie_word_embeddings
+    return {
+        names[name]: tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if not (tied and name.endswith("lm_head.weight"))
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in UNIFORM])
+def test_layer_kinds_without_layer_types_follow_the_same_rule(name: str, tmp_path: Path) -> None:
+    config = small(name, layer_types=None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load(tmp_path)
+    theirs = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config).get_text_config()
+    kinds = {"full": FULL, "window": SLIDING, "chunk": CHUNKED, "state": LINEAR}
+    ours = {cache.layer: kinds[cache.retention.kind] for cache in spec.caches}
+    assert ours == {layer: kind for layer, kind in enumerate(theirs.layer_types) if layer in ours}

@@ -1,0 +1,135 @@
+"""Page tables: for each running sequence (a *slot*) the offsets of its pages, one table per group.
+
+entries[slot, column, stripe]      a column is one block of tokens (State: one of the two slots)
+
+growing   Full            column = block
+ring      Window, Chunk   column = block % columns: a page that slid out of sight is overwritten by the block that
+                          needs its column next, so a steady sequence takes and frees nothing
+fixed     State, Cross    all columns filled at the start
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windowpane.kv.layout import Group
+from windowpane.kv.retention import Chunk, Cross, Full, State, Window, ceil_div
+
+NO_PAGE = -1
+NEVER = 2**31 - 1  # a length no sequence reaches
+
+Columns = NDArray[np.int64]
+
+
+class PageTable:
+    """One group's table. It knows where pages belong; the manager knows who may have them."""
+
+    def __init__(self, group: Group, num_slots: int, max_model_len: int, rollback_tokens: int = 0) -> None:
+        self.group = group
+        self.rollback_tokens = rollback_tokens
+        self.block_tokens = group.block_tokens or 0
+        self.grows = isinstance(group.retention, Full)
+        self.is_ring = isinstance(group.retention, Window | Chunk)
+        self.columns = group.max_pages(max_model_len, rollback_tokens) // group.stripes
+        # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, `filled` says how
+        # far.
+        make = np.zeros if self.grows else _no_pages
+        self.entries: NDArray[np.int32] = make((num_slots, self.columns, group.stripes), dtype=np.int32)
+        self.filled = [0] * num_slots  # columns that hold a page
+        self.pinned = [0] * num_slots  # ring columns that hold a page shared with a restore point
+
+    def columns_to_write(self, old_length: int, new_length: int) -> range:
+        """Blocks that a step from `old_length` to `new_length` tokens writes: only what the future can see."""
+        retention = self.group.retention
+        if isinstance(retention, State | Cross) or self.columns == 0:
+            return range(0)
+        held = retention.held(new_length, self.rollback_tokens)
+        first = max(old_length, held.start)
+        if first >= new_length:
+            return range(0)
+        return range(first // self.block_tokens, (new_length - 1) // self.block_tokens + 1)
+
+    def missing(self, slot: int, old_length: int, new_length: int) -> Columns:
+        """Columns that step would write and that hold no page yet."""
+        blocks = self.columns_to_write(old_length, new_length)
+        if self.grows:
+            return np.arange(max(self.filled[slot], blocks.start), blocks.stop)
+        columns: Columns = np.arange(blocks.start, blocks.stop) % max(self.columns, 1)
+        empty: NDArray[np.bool_] = self.entries[slot, columns, 0] == NO_PAGE
+        return columns[empty]
+
+    def fresh_columns(self, old_length: int, new_length: int) -> Columns:
+        """Ring columns whose block begins in that step: what they held before may be overwritten or let go."""
+        blocks = self.columns_to_write(old_length, new_length)
+        first = max(blocks.start, old_length // self.block_tokens + self._continues_block(old_length))
+        return np.arange(first, max(first, blocks.stop)) % max(self.columns, 1)
+
+    def _continues_block(self, length: int) -> bool:
+        """Whether the next token goes into a page that already holds tokens of its block."""
+        retention = self.group.retention
+        assert not isinstance(retention, State | Cross)
+        return length % self.block_tokens != 0 and len(retention.held(length, self.rollback_tokens)) > 0
+
+    def held_columns(self, length: int) -> Columns:
+        """Columns that hold what a sequence of `length` tokens can still be asked for, oldest block first."""
+        retention = self.group.retention
+        if isinstance(retention, Cross):
+            return np.arange(self.columns)
+        if isinstance(retention, State) or self.columns == 0:
+            return np.arange(0)
+        held = retention.held(length, self.rollback_tokens)
+        if not held:
+            return np.arange(0)
+        blocks: Columns = np.arange(held.start // self.block_tokens, (length - 1) // self.block_tokens + 1)
+        if self.is_ring:
+            blocks %= self.columns
+        return blocks
+
+    def horizon(self, slot: int, length: int) -> int:
+        """The longest length this group reaches from `length` without a change to its table."""
+        if self.grows:
+            return self.filled[slot] * self.block_tokens
+        if not self.is_ring or self.columns == 0:
+            return NEVER
+        if self.filled[slot] == self.columns and not self.pinned[slot]:
+            return NEVER
+        if not self._continues_block(length):
+            return length
+        return ceil_div(length, self.block_tokens) * self.block_tokens
+
+    def page_offsets(self, slot: int) -> NDArray[np.int32]:
+        """All pages in this slot's row, flat."""
+        row = self.entries[slot, : self.filled[slot]] if self.grows else self.entries[slot]
+        flat = row.reshape(-1)
+        return flat if self.grows else flat[flat != NO_PAGE]
+
+    def put(self, slot: int, columns: Columns, offsets: NDArray[np.int32]) -> None:
+        self.entries[slot, columns] = offsets.reshape(-1, self.group.stripes)
+        self.filled[slot] += len(columns)
+
+    def clear(self, slot: int) -> None:
+        if not self.grows:
+            self.entries[slot] = NO_PAGE
+        self.filled[slot] = 0
+        self.pinned[slot] = 0
+
+    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, Columns]]:
+        """Replace moved offsets wherever they stand; returns (slot, columns) that changed."""
+        changed = []
+        order = np.argsort(sources)
+        sources, targets = sources[order], targets[order]
+        for slot, filled in enumerate(self.filled):
+            if not filled:
+                continue
+            row = self.entries[slot, :filled] if self.grows else self.entries[slot]
+            at = np.minimum(np.searchsorted(sources, row), len(sources) - 1)
+            moved = sources[at] == row
+            if moved.any():
+                row[moved] = targets[at][moved]
+                changed.append((slot, np.flatnonzero(moved.any(axis=1))))
+        return changed
+
+
+def _no_pages(shape: tuple[int, ...], dtype: type[np.int32]) -> NDArray[np.int32]:
+    return np.full(shape, NO_PAGE, dtype=dtype)

@@ -1,0 +1,95 @@
+"""Models by name or config: `load` returns a `ModelSpec`; `windowpane.models.weights` counts its bytes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from windowpane.models.config import Config
+from windowpane.models.spec import ModelError, ModelSpec
+
+__all__ = ["ModelError", "ModelSpec", "load", "shipped_names"]
+
+# One module each, with `ARCHITECTURES` and `read`.
+FAMILIES = (
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gpt_oss",
+    "llama",
+    "llama4",
+    "mistral",
+    "nemotron_h",
+    "qwen3",
+    "qwen3_next",
+)
+
+_SHIPPED = Path(__file__).parent / "shipped"
+
+
+def load(source: str | Path) -> ModelSpec:
+    """Read a model from a directory with a config.json, a config.json itself, or a shipped name; raises ModelError."""
+    path = Path(source)
+    try:
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelError(f"cannot read {source}: {error}") from None
+    if is_directory:
+        return _read(_read_file(path / "config.json"), path.resolve().name)
+    if is_file:
+        # A bare config.json takes the name of the model's directory.
+        return _read(_read_file(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
+    if str(source) in shipped_names():
+        return _read(_read_file(_SHIPPED / f"{source}.json"), str(source))
+    raise ModelError(_not_found(str(source)))
+
+
+def shipped_names() -> list[str]:
+    """The models that come with the package, sorted."""
+    return sorted(path.name.removesuffix(".json") for path in _SHIPPED.glob("*.json"))
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} holds no config.json") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+
+
+def _read(text: str, name: str) -> ModelSpec:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"the config of {name} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"the config of {name} must be a JSON object, not {type(fields).__name__}")
+    config = Config(fields)
+    architectures = config.texts("architectures")
+    if not architectures:
+        raise ModelError(f"the config of {name} names no architectures; known: {', '.join(sorted(_readers()))}")
+    reader = _readers().get(architectures[0])
+    if reader is None:
+        raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(sorted(_readers()))}")
+    return reader(config, name)
+
+
+@cache
+def _readers() -> dict[str, Callable[[Config, str], ModelSpec]]:
+    """The reader of each architecture; families are imported when the first model is read."""
+    modules = [import_module(f"windowpane.models.{family}") for family in FAMILIES]
+    return {architecture: module.read for module in modules for architecture in module.ARCHITECTURES}
+
+
+def _not_found(source: str) -> str:
+    close = difflib.get_close_matches(source.lower().rsplit("/", 1)[-1], shipped_names(), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return (
+        f"no model directory, config.json or shipped model {source!r}{hint} (`windowpane models` lists shipped names)"
+    )

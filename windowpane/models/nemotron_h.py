@@ -1,0 +1,187 @@
+"""Nemotron-H and Nemotron 3: each layer is one of Mamba-2, attention, MLP or experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.retention import Full
+from windowpane.models.config import Config
+from windowpane.models.parts import (
+    FULL,
+    LINEAR,
+    Shape,
+    attention,
+    by_columns,
+    embeddings,
+    mlp,
+    model_spec,
+    norms,
+    read_shape,
+    separate_experts,
+    whole,
+    with_biases,
+)
+from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+
+ARCHITECTURES = ("NemotronHForCausalLM",)
+
+PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+BLOCK_TYPES = {"mamba": LINEAR, "attention": FULL, LINEAR: LINEAR, FULL: FULL, "mlp": "mlp", "moe": "moe"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """The sizes of a Mamba-2 layer. B and C belong to groups of heads."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+    state_dtype: str | None
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def conv_sections(self) -> tuple[tuple[int, int], ...]:
+        """x, B and C, which pass through the convolution."""
+        group_states = self.groups * self.state
+        return ((self.inner, self.heads), (group_states, self.groups), (group_states, self.groups))
+
+    def cache(self, layer: int) -> StateCache:
+        """The convolution remembers the inputs before this token, kernel - 1 of them, in the compute dtype."""
+        remembered = self.kernel - 1
+        return StateCache(
+            layer,
+            (
+                StatePart("conv_x", self.heads, self.head_dim * remembered),
+                StatePart("conv_bc", self.groups, 2 * self.state * remembered),
+                StatePart("recurrent", self.heads, self.head_dim * self.state, self.state_dtype),
+            ),
+        )
+
+
+def read(config: Config, name: str) -> ModelSpec:
+    kinds = _kinds(config)
+    defaults = {"num_hidden_layers": len(kinds)}
+    if config.has("attention_head_dim"):
+        defaults["head_dim"] = config.integer("attention_head_dim")
+    shape = read_shape(config, config, tied=False, defaults=defaults)
+    if shape.layers != len(kinds):
+        raise ModelError(f"num_hidden_layers is {shape.layers}, but the layer pattern names {len(kinds)} layers")
+    mamba = _mamba(config) if LINEAR in kinds else None
+    caches: list[TokenCache | StateCache] = []
+    tensors: list[TensorSpec] = embeddings("backbone.", shape, table="embeddings")
+    for layer, kind in enumerate(kinds):
+        prefix = f"backbone.layers.{layer}.mixer."
+        if kind == FULL:
+            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            tensors += attention(prefix, shape)
+        elif kind == LINEAR and mamba:
+            caches.append(mamba.cache(layer))
+            tensors += _mamba_tensors(prefix, config, mamba, shape.hidden)
+        elif kind == "mlp":
+            width, bias = config.integer("intermediate_size"), config.flag("mlp_bias", False)
+            tensors += mlp(prefix, shape.hidden, width, bias=bias, gated=False)
+        else:
+            tensors += _experts(prefix, config, shape)
+        tensors += norms(f"backbone.layers.{layer}.", ("norm",), shape.hidden)
+    tensors += norms("backbone.", ("norm_f",), shape.hidden)
+    return model_spec(
+        config,
+        config,
+        shape,
+        name=name,
+        family="nemotron_h",
+        widest_mlp=_widest(config, kinds),
+        caches=caches,
+        tensors=tensors,
+    )
+
+
+def _kinds(config: Config) -> tuple[str, ...]:
+    """`layers_block_type` names the layers; older configs spell them as letters."""
+    blocks = config.texts("layers_block_type")
+    if blocks is not None:
+        for block in blocks:
+            if block not in BLOCK_TYPES:
+                raise config.unknown_value("layers_block_type", block, BLOCK_TYPES)
+        return tuple(BLOCK_TYPES[block] for block in blocks)
+    pattern = config.text("hybrid_override_pattern")
+    if pattern is None:
+        raise ModelError(
+            "the config has neither layers_block_type nor hybrid_override_pattern, so its layers are unknown"
+        )
+    for letter in pattern:
+        if letter not in PATTERN_LETTERS:
+            raise config.unknown_value("hybrid_override_pattern", letter, PATTERN_LETTERS)
+    return tuple(PATTERN_LETTERS[letter] for letter in pattern)
+
+
+def _mamba(config: Config) -> Mamba:
+    return Mamba(
+        heads=config.integer("mamba_num_heads"),
+        head_dim=config.integer("mamba_head_dim"),
+        groups=config.integer("n_groups"),
+        state=config.integer("ssm_state_size"),
+        kernel=config.integer("conv_kernel", minimum=2),
+        state_dtype=config.dtype("mamba_ssm_cache_dtype"),
+    )
+
+
+def _mamba_tensors(prefix: str, config: Config, mamba: Mamba, hidden: int) -> list[TensorSpec]:
+    conv = Shard(0, mamba.conv_sections)
+    conv_rows = sum(length for length, _ in mamba.conv_sections)
+    per_head = Shard(0, ((mamba.heads, mamba.heads),))
+    # The input projection yields the gate z, then x, B and C, then one step size per head.
+    sections = ((mamba.inner, mamba.heads), *mamba.conv_sections, (mamba.heads, mamba.heads))
+    in_rows = sum(length for length, _ in sections)
+    projections = [
+        TensorSpec(f"{prefix}in_proj.weight", (in_rows, hidden), Shard(0, sections), linear=True, part="state"),
+        by_columns(f"{prefix}out_proj.weight", hidden, mamba.inner, mamba.heads, "state"),
+    ]
+    tensors = with_biases(projections) if config.flag("use_bias", False) else projections
+    tensors += [
+        TensorSpec(f"{prefix}{name}", (mamba.heads,), per_head, part="state") for name in ("dt_bias", "A_log", "D")
+    ]
+    tensors.append(TensorSpec(f"{prefix}conv1d.weight", (conv_rows, 1, mamba.kernel), conv, part="state"))
+    if config.flag("use_conv_bias", True):
+        tensors.append(TensorSpec(f"{prefix}conv1d.bias", (conv_rows,), conv, part="state"))
+    inner = Shard(0, ((mamba.inner, mamba.heads),))
+    tensors.append(TensorSpec(f"{prefix}norm.weight", (mamba.inner,), inner, part="state"))
+    return tensors
+
+
+def _experts(prefix: str, config: Config, shape: Shape) -> list[TensorSpec]:
+    experts, width = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    bias = config.flag("mlp_bias", False)
+    routed_input = shape.hidden
+    latent: list[TensorSpec] = []
+    if config.has("moe_latent_size"):
+        routed_input = config.integer("moe_latent_size")
+        latent = [
+            whole(f"{prefix}fc1_latent_proj.weight", routed_input, shape.hidden, linear=True),
+            whole(f"{prefix}fc2_latent_proj.weight", shape.hidden, routed_input, linear=True),
+        ]
+    return [
+        whole(f"{prefix}gate.weight", experts, shape.hidden),
+        whole(f"{prefix}gate.e_score_correction_bias", experts),
+        *separate_experts(f"{prefix}experts.", experts, routed_input, width, gated=False),
+        *mlp(f"{prefix}shared_experts.", shape.hidden, _shared_width(config), bias=bias, gated=False),
+        *(with_biases(latent) if bias else latent),
+    ]
+
+
+def _shared_width(config: Config) -> int:
+    return config.integer("moe_shared_expert_intermediate_size")
+
+
+def _widest(config: Config, kinds: tuple[str, ...]) -> int:
+    widths = [config.integer("intermediate_size")] if "mlp" in kinds else []
+    if "moe" in kinds:
+        routed = config.integer("num_experts_per_tok") * config.integer("moe_intermediate_size")
+        widths.append(routed + _shared_width(config))
+    return max(widths)

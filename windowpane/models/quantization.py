@@ -1,0 +1,391 @@
+"""What `quantization_config` does to the tensors: a quantized weight becomes a few stored ones. Torch-free.
+
+Known: compressed-tensors (pack-quantized integers, float-quantized fp8), awq, gptq, fp8 and mxfp4. Shapes follow those
+formats' checkpoints; a stored tensor carries the suffix that it has in the file. Leading axes (experts) are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from windowpane.kv.formats import DTYPE_BYTES
+from windowpane.kv.retention import ceil_div
+from windowpane.models.config import Config
+from windowpane.models.spec import ModelError, TensorSpec
+
+STORED_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "uint8": 1, "int32": 4, "int64": 8}
+
+
+class WeightFormat(Protocol):
+    """How one Linear weight of `rows` outputs and `columns` inputs is stored."""
+
+    @property
+    def scheme(self) -> str: ...
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """The (output, input) multiples at which a weight may be cut over ranks."""
+        ...
+
+    def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Modules that match `targets` are stored in `format`."""
+
+    targets: tuple[str, ...]
+    format: WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which weights are quantized and how, and what the checkpoint asks of the KV cache, if anything."""
+
+    method: str
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...]
+    kv_cache_scheme: str | None = None
+
+    @property
+    def scheme(self) -> str:
+        return self.rules[0].format.scheme
+
+    def format_of(self, weight: TensorSpec) -> WeightFormat | None:
+        """The format of this weight, or None where it is stored as it is."""
+        if not weight.linear or any(matches(pattern, weight.module) for pattern in self.ignored):
+            return None
+        for rule in self.rules:
+            if any(target == "Linear" or matches(target, weight.module) for target in rule.targets):
+                return rule.format
+        return None
+
+    def stored(self, weight: TensorSpec) -> list[TensorSpec]:
+        """The tensors that stand for `weight` in the checkpoint, or on a rank if that is what was given."""
+        form = self.format_of(weight)
+        if form is None:
+            return [weight]
+        return form.stored(weight, *_rows_and_columns(weight))
+
+    def cut_problem(self, weight: TensorSpec, ranks: int) -> str | None:
+        """Say so where splitting `weight` over ranks would cut through a group of quantized values."""
+        form = self.format_of(weight)
+        if form is None or weight.shard is None:
+            return None
+        # Leading axes hold whole experts; only the matrix itself can be cut inside a group.
+        output_axis, input_axis = _matrix_axes(weight)
+        multiple = {output_axis: form.cut[0], input_axis: form.cut[1]}.get(weight.shard.axis, 1)
+        length = weight.shard.rank_length(ranks)
+        if length == weight.shape[weight.shard.axis] or length % multiple == 0:
+            return None
+        return f"{weight.name}: {length} values per rank cut through quantization groups of {multiple}"
+
+
+def matches(pattern: str, module: str) -> bool:
+    """`re:` patterns match from the start; others name a module, a parent, or a run of its path, with * as wildcard."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    if "*" in pattern:
+        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+    return f".{pattern}." in f".{module}."
+
+
+def _matrix_axes(weight: TensorSpec) -> tuple[int, int]:
+    last = len(weight.shape) - 1
+    return (last, last - 1) if weight.transposed else (last - 1, last)
+
+
+def _rows_and_columns(weight: TensorSpec) -> tuple[int, int]:
+    output_axis, input_axis = _matrix_axes(weight)
+    return weight.shape[output_axis], weight.shape[input_axis]
+
+
+def _part(weight: TensorSpec, suffix: str, shape: tuple[int, ...], dtype: str | None) -> TensorSpec:
+    return replace(
+        weight,
+        name=f"{weight.module}{suffix}",
+        shape=(*weight.shape[:-2], *shape),
+        dtype=dtype or weight.dtype,
+        shard=None,
+        linear=False,
+        transposed=False,
+    )
+
+
+def _groups(columns: int, group: int | None, weight: TensorSpec) -> int:
+    if group is None:
+        return 1
+    if columns % group:
+        raise ModelError(f"{weight.name}: {columns} inputs are no multiple of the quantization group size, {group}")
+    return columns // group
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers:
+    """compressed-tensors pack-quantized. `group` None is one scale per output; asymmetric adds packed zero points."""
+
+    bits: int
+    group: int | None
+    symmetric: bool
+    reordered: bool
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        packed = 32 // self.bits
+        return (1 if self.symmetric else packed), max(packed, self.group or 1)
+
+    def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
+        packed = 32 // self.bits
+        groups = _groups(columns, self.group, weight)
+        parts = [
+            _part(weight, ".weight_packed", (rows, ceil_div(columns, packed)), "int32"),
+            _part(weight, ".weight_scale", (rows, groups), None),
+            _part(weight, ".weight_shape", (2,), "int64"),
+        ]
+        if not self.symmetric:
+            parts.append(_part(weight, ".weight_zero_point", (ceil_div(rows, packed), groups), "int32"))
+        if self.reordered:
+            parts.append(_part(weight, ".weight_g_idx", (columns,), "int32"))
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """AutoAWQ's gemm layout: input-first, eight 4-bit values to a word, zero points always stored."""
+
+    group: int | None
+
+    scheme = "int4"
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        return 8, self.group or 1
+
+    def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
+        groups = _groups(columns, self.group, weight)
+        return [
+            _part(weight, ".qweight", (columns, ceil_div(rows, 8)), "int32"),
+            _part(weight, ".qzeros", (groups, ceil_div(rows, 8)), "int32"),
+            _part(weight, ".scales", (groups, rows), None),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """GPTQ: words packed along the inputs, and g_idx, each input's group. Zero points are stored even if symmetric."""
+
+    bits: int
+    group: int | None
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        return 32 // self.bits, max(32 // self.bits, self.group or 1)
+
+    def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
+        groups = _groups(columns, self.group, weight)
+        return [
+            _part(weight, ".qweight", (ceil_div(columns * self.bits, 32), rows), "int32"),
+            _part(weight, ".qzeros", (groups, ceil_div(rows * self.bits, 32)), "int32"),
+            _part(weight, ".scales", (groups, rows), None),
+            _part(weight, ".g_idx", (columns,), "int32"),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """One byte per value. Scales are per tensor, per output (`per_channel`) or per `block` of (outputs, inputs)."""
+
+    scale_suffix: str
+    scale_dtype: str | None
+    block: tuple[int, int] | None = None
+    per_channel: bool = False
+    static_inputs: bool = False
+
+    scheme = "fp8"
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        return self.block or (1, 1)
+
+    def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
+        scale: tuple[int, ...] = (1,)
+        if self.block:
+            scale = (ceil_div(rows, self.block[0]), ceil_div(columns, self.block[1]))
+        elif self.per_channel:
+            scale = (rows, 1)
+        parts = [
+            _part(weight, ".weight", (rows, columns), "fp8_e4m3"),
+            _part(weight, self.scale_suffix, scale, self.scale_dtype),
+        ]
+        if self.static_inputs:
+            parts.append(_part(weight, ".input_scale", (1,), self.scale_dtype))
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """gpt-oss: 32 inputs in 16 bytes with one shared exponent byte. Output-first, unlike its bfloat16 tensors."""
+
+    scheme = "mxfp4"
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        return 1, 32
+
+    def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
+        blocks = _groups(columns, 32, weight)
+        return [
+            _part(weight, "_blocks", (rows, blocks, 16), "uint8"),
+            _part(weight, "_scales", (rows, blocks), "uint8"),
+        ]
+
+
+def read_quantization(config: Config) -> Quantization | None:
+    """The checkpoint's quantization, or None where the config has none."""
+    if not config.has("quantization_config"):
+        return None
+    section = config.section("quantization_config")
+    method = section.choice("quant_method", READERS)
+    if method is None:
+        raise ModelError(f"{section.where}quant_method is missing; known: {', '.join(sorted(READERS))}")
+    return READERS[method](section)
+
+
+def _read_compressed_tensors(section: Config) -> Quantization:
+    groups = section.section("config_groups")
+    if not groups.fields:
+        raise ModelError(f"{groups.where[:-1]} is empty, so nothing says how weights are stored")
+    default_format = section.text("format")
+    rules = []
+    for name in groups.fields:
+        group = groups.section(name)
+        targets = group.texts("targets") or ("Linear",)
+        form = group.text("format") or default_format
+        if form == "pack-quantized":
+            rules.append(Rule(targets, _packed_integers(group.section("weights"))))
+        elif form == "float-quantized":
+            rules.append(Rule(targets, _compressed_fp8(group)))
+        else:
+            raise section.unknown_value("format", form, ("pack-quantized", "float-quantized"))
+    return Quantization("compressed-tensors", tuple(rules), section.texts("ignore") or (), _kv_cache_scheme(section))
+
+
+def _packed_integers(weights: Config) -> PackedIntegers:
+    weights.choice("type", ("int",))
+    bits = weights.integer("num_bits")
+    if bits not in (4, 8):
+        raise weights.unknown_value("num_bits", bits, ("4", "8"))
+    strategy = weights.choice("strategy", ("group", "channel")) or "channel"
+    return PackedIntegers(
+        bits=bits,
+        group=weights.integer("group_size") if strategy == "group" else None,
+        symmetric=weights.flag("symmetric", True),
+        reordered=weights.choice("actorder", ("group", "weight", "static", "dynamic")) in ("group", "dynamic"),
+    )
+
+
+def _compressed_fp8(group: Config) -> Fp8:
+    weights = group.section("weights")
+    weights.choice("type", ("float",))
+    if weights.integer("num_bits") != 8:
+        raise weights.unknown_value("num_bits", weights.fields["num_bits"], ("8",))
+    strategy = weights.choice("strategy", ("tensor", "channel", "block")) or "tensor"
+    inputs = group.section("input_activations") if group.has("input_activations") else None
+    return Fp8(
+        scale_suffix=".weight_scale",
+        scale_dtype=None,
+        block=_block(weights, "block_structure") if strategy == "block" else None,
+        per_channel=strategy == "channel",
+        static_inputs=inputs is not None and not inputs.flag("dynamic", True),
+    )
+
+
+def _read_awq(section: Config) -> Quantization:
+    bits = section.integer("bits", section.integer("w_bit", 4))
+    if bits != 4:
+        raise section.unknown_value("bits", bits, ("4",))
+    section.choice("version", ("gemm", "GEMM"))
+    ignored = ("lm_head", *(section.texts("modules_to_not_convert") or ()))
+    return Quantization(
+        "awq", (Rule(("Linear",), Awq(_group_size(section))),), ignored, kv_cache_scheme=_kv_cache_scheme(section)
+    )
+
+
+def _read_gptq(section: Config) -> Quantization:
+    bits = section.integer("bits")
+    if bits not in (2, 4, 8):
+        raise section.unknown_value("bits", bits, ("2", "4", "8"))
+    ignored: tuple[str, ...] = () if section.flag("lm_head", False) else ("lm_head",)
+    overrides = section.section("dynamic").fields if section.has("dynamic") else {}
+    for pattern in overrides:
+        # GPTQModel's "-:" takes modules out; "+:" would give them other sizes.
+        if not pattern.startswith("-:"):
+            raise section.unknown_value("dynamic", pattern, ("-:PATTERN",))
+        ignored += (f"re:{pattern[2:]}",)
+    rule = Rule(("Linear",), Gptq(bits, _group_size(section)))
+    return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
+
+
+def _read_fp8(section: Config) -> Quantization:
+    section.choice("fmt", ("e4m3",))
+    scheme = section.choice("activation_scheme", ("dynamic", "static"))
+    block = _block(section, "weight_block_size") if section.has("weight_block_size") else None
+    form = Fp8(
+        scale_suffix=".weight_scale_inv" if block else ".weight_scale",
+        # Qwen's releases store block scales in the checkpoint's dtype.
+        scale_dtype=None if block else "float32",
+        block=block,
+        static_inputs=scheme == "static",
+    )
+    ignored = ("lm_head", *(section.texts("modules_to_not_convert") or ()))
+    return Quantization("fp8", (Rule(("Linear",), form),), ignored, _kv_cache_scheme(section))
+
+
+def _read_mxfp4(section: Config) -> Quantization:
+    ignored = section.texts("modules_to_not_convert") or ()
+    return Quantization("mxfp4", (Rule(("experts",), Mxfp4()),), ignored, _kv_cache_scheme(section))
+
+
+READERS = {
+    "compressed-tensors": _read_compressed_tensors,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "fp8": _read_fp8,
+    "mxfp4": _read_mxfp4,
+}
+
+
+def _group_size(section: Config) -> int | None:
+    """-1 means one group per output."""
+    size = section.integer("group_size", section.integer("q_group_size", 128, minimum=-1), minimum=-1)
+    if size == 0:
+        raise ModelError(f"{section.where}group_size is 0; use a positive size, or -1 for one group per output")
+    return None if size < 0 else size
+
+
+def _block(section: Config, key: str) -> tuple[int, int]:
+    sizes = section.integers(key)
+    if sizes is None or len(sizes) != 2 or min(sizes) < 1:
+        raise ModelError(f"{section.where}{key} must be two positive sizes, not {section.fields.get(key)!r}")
+    return sizes[0], sizes[1]
+
+
+def _kv_cache_scheme(section: Config) -> str | None:
+    """compressed-tensors describes it in an object, others in a word; fp8 there always means E4M3."""
+    scheme = section.fields.get("kv_cache_scheme") or section.fields.get("kv_cache_quant_algo")
+    if scheme is None:
+        return None
+    if isinstance(scheme, dict):
+        scheme = {"float": "fp", "int": "int"}.get(str(scheme.get("type")), "") + str(scheme.get("num_bits"))
+    return "fp8_e4m3" if str(scheme).lower() == "fp8" else str(scheme)
