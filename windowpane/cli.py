@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Inference for hybrid-attention models: each layer pays only for the tokens it can still see.",
@@ -19,8 +19,33 @@ app = typer.Typer(
 MEMORY, SCHEDULING, DEVICE, OUTPUT = "Memory", "Scheduling", "Device", "Output"
 
 
-def main() -> None:
-    app()
+class UserError(Exception):
+    """What was asked for cannot be done; the message says why, and what works."""
+
+
+def main() -> int:
+    """Run what was typed and return the exit code. What cannot be honoured is one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows ? instead of a traceback
+    try:
+        return app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+    except Exception as error:
+        message = _explain(error)
+        if message is None:
+            raise
+        typer.echo(f"windowpane: {message}", err=True)
+        return 2
+
+
+def _explain(error: Exception) -> str | None:
+    """One line for an error that its user can mend; None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    # A usage error. Its class is typer's own in some releases and click's in others; both have this method.
+    if hasattr(error, "format_message"):
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "windowpane"
+        return f"{' '.join(error.format_message().split())} (see `{command} --help`)"
+    return None
 
 
 @app.callback()
@@ -50,7 +75,7 @@ def plan(
         float, typer.Option(help="Share of a card that may be used.", rich_help_panel=MEMORY)
     ] = 0.9,
     kv_cache_memory_bytes: Annotated[
-        str | None, typer.Option(help="KV bytes per rank, as in 11.54GiB, instead.", rich_help_panel=MEMORY)
+        str | None, typer.Option(help="KV bytes per rank, as in 11.54GiB, instead of a share.", rich_help_panel=MEMORY)
     ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
@@ -71,16 +96,16 @@ def plan(
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Keep restore points for reuse.", rich_help_panel=SCHEDULING)
+        bool, typer.Option(help="Keep restore points in free memory; elsewhere, charge states for it.", rich_help_panel=SCHEDULING)
     ] = True,
     async_scheduling: Annotated[
-        bool, typer.Option(help="Prepare a step while another runs.", rich_help_panel=SCHEDULING)
+        bool, typer.Option(help="Prepare a step while another runs; elsewhere, charge windows twice.", rich_help_panel=SCHEDULING)
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON (docs/plan-json.md) instead.", rich_help_panel=OUTPUT)
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say why the layout is what it is.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--explain", help="Say why the layout and formats are what they are.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
     """Say what fits, where every byte goes, and what the same flags give on other engines."""
@@ -91,21 +116,21 @@ def plan(
 
     try:
         config = EngineConfig(
-            max_model_len=parse_tokens(max_model_len) if max_model_len else None,
+            max_model_len=None if max_model_len is None else parse_tokens(max_model_len),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=parse_tokens(max_num_batched_tokens) if max_num_batched_tokens else None,
+            max_num_batched_tokens=None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory_bytes=parse_bytes(kv_cache_memory_bytes) if kv_cache_memory_bytes else None,
+            kv_cache_memory_bytes=None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
             tensor_parallel_size=tensor_parallel_size,
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=async_scheduling,
             swa_full=swa_full,
         )
-        memory = parse_bytes(gpu_memory) if gpu_memory else None
+        memory = None if gpu_memory is None else parse_bytes(gpu_memory)
         made = make_plan(load(model), config, gpu=gpu, gpu_memory_bytes=memory, concurrency=concurrency)
     except ValueError as error:
-        _fail(str(error))
+        raise UserError(error) from None
     if as_json:
         from windowpane.plan.document import document
 
@@ -116,7 +141,7 @@ def plan(
     from windowpane.plan.cards import cards_that_fit
     from windowpane.plan.report import print_report
 
-    cards = cards_that_fit(made.sizing.spec, config) if made.capacity is None else []
+    cards = cards_that_fit(made.sizing.spec, config, concurrency or 1) if made.capacity is None else []
     print_report(Console(highlight=False), made, cards, explain=explain)
 
 
@@ -129,8 +154,3 @@ def models() -> None:
 
     print_catalog(Console(highlight=False))
 
-
-def _fail(message: str) -> NoReturn:
-    """One clear error, exit code 2."""
-    typer.echo(f"windowpane: {message}", err=True)
-    sys.exit(2)

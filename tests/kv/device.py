@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from windowpane.kv.changes import Changes
 from windowpane.kv.layout import Layout
-from windowpane.kv.manager import Changes, KVManager
+from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Cross, State
 
 POISON = "poison"
@@ -29,16 +30,14 @@ class Device:
         for move in changes.copies:
             if not _is_held(manager, move.group, move.source):
                 self.rows.pop((move.group, move.source), None)  # given up: whoever reads it now reads poison
-        for group, slot, columns in changes.entries:
-            self.reading[group][slot, columns] = manager.tables[group].entries[slot, columns]
-        for group, slot, column, offsets in changes.moved_reads:
-            self.reading[group][slot, column] = offsets
-        for group, slot, columns in changes.entries + changes.late:
-            self.writing[group][slot, columns] = manager.tables[group].entries[slot, columns]
+        for update in changes.entries + changes.moved_reads:
+            self.reading[update.group][update.slots, update.columns] = update.offsets
+        for update in changes.entries + changes.late:
+            self.writing[update.group][update.slots, update.columns] = update.offsets
 
     def after_step(self, changes: Changes) -> None:
-        for group, slot, columns in changes.late:
-            self.reading[group][slot, columns] = self.writing[group][slot, columns]
+        for update in changes.late:
+            self.reading[update.group][update.slots, update.columns] = update.offsets
 
     def write_encoder(self, slot: int) -> None:
         for g, group in enumerate(self.layout.groups):

@@ -12,12 +12,13 @@ true exactly when the reservation succeeds, and a sequence inside its reservatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windowpane.kv.arena import Arena, Cursor, Move, Offsets
+from windowpane.kv.changes import ChangeLog, Changes, Place
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import State
 from windowpane.kv.tables import NO_PAGE, Columns, PageTable
@@ -52,21 +53,6 @@ class GroupBytes:
     stranded: int
 
 
-@dataclass(slots=True)
-class Changes:
-    """What a step brings with it, in order: copy pages, then update table entries (group, slot, columns).
-
-    `late` entries replace a shared page that this step still reads: the step writes to the new page, but reads the old
-    one, so tables for reading take them over only after it. `moved_reads` are such old pages (their new offsets) that
-    had to move within this very step.
-    """
-
-    copies: list[Move] = field(default_factory=list)
-    entries: list[tuple[int, int, Columns]] = field(default_factory=list)
-    late: list[tuple[int, int, Columns]] = field(default_factory=list)
-    moved_reads: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
-
-
 class KVManager:
     """Memory of up to `num_slots` running sequences of up to `max_model_len` tokens in `num_slabs` slabs."""
 
@@ -94,8 +80,10 @@ class KVManager:
         self._retained: dict[int, Retained] = {}  # by id, least recently used first
         self._resuming: Retained | None = None
         # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
-        self._outgoing: dict[tuple[int, int, int], list[int]] = {}
-        self._changes = Changes()
+        self._outgoing: dict[Place, list[int]] = {}
+        self._log = ChangeLog(len(layout.groups))
+        # Per slot, the groups whose table can still change: a full ring drops out until one of its pages is shared.
+        self._open: list[list[int]] = [[] for _ in range(num_slots)]
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +108,7 @@ class KVManager:
     def horizon(self, slot: int) -> int:
         """The longest length this sequence reaches without `extend` or `renew`."""
         length = int(self.lengths[slot])
-        return min([self.reserved_tokens[slot], *(t.horizon(slot, length) for t in self.tables)])
+        return min([self.reserved_tokens[slot], *(self.tables[g].horizon(slot, length) for g in self._open[slot])])
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
@@ -143,6 +131,7 @@ class KVManager:
         if resume is not None:
             self._copy_states(slot, resume)
         self._resuming = None
+        self._open[slot] = [g for g, table in enumerate(self.tables) if table.can_change(slot)]
 
     def start_demand(self, tokens: int, resume: Retained | None = None) -> list[int]:
         """Pages per group that `start` needs: new ones, and those of the restore point that are only cached."""
@@ -173,13 +162,11 @@ class KVManager:
             raise ValueError(
                 f"slot {slot} holds {old_length} tokens and reserved {self.reserved_tokens[slot]}, not {length}"
             )
-        for g, table in enumerate(self.tables):
-            replaced: list[int] = []
-            if table.pinned[slot]:
-                replaced = self._let_go(g, slot, table.fresh_columns(old_length, length))
-            missing = table.missing(slot, old_length, length)
-            if len(missing):
-                self._fill(g, slot, missing, replaced)
+        if length == old_length + 1:
+            self._extend_by_one(slot, old_length)
+        else:
+            for g in self._open[slot]:
+                self._extend_group(g, slot, old_length, length)
         self.lengths[slot] = length
 
     def advance(self, slots: NDArray[np.int64]) -> None:
@@ -205,7 +192,7 @@ class KVManager:
 
     def take_changes(self) -> Changes:
         """Close the step being put together. What it alone still reads is free for the steps after it."""
-        changes, self._changes = self._changes, Changes()
+        changes = self._log.close(self.tables, self._outgoing)
         for (g, _, _), offsets in self._outgoing.items():
             self._drop_slot_pages(g, np.array(offsets, dtype=np.int32))
         self._outgoing.clear()
@@ -236,6 +223,7 @@ class KVManager:
                 table.pinned[slot] += replacements[g] // table.group.stripes
             for offset in pages[g].tolist():
                 self._shared[g].setdefault(offset, _Holders(0 if g in states else 1, 0)).retained += 1
+        self._open[slot] = [g for g, table in enumerate(self.tables) if table.can_change(slot)]
         kept = Retained(length, pages)
         self._retained[id(kept)] = kept
         return kept
@@ -314,28 +302,65 @@ class KVManager:
             self.promised_pages[g] += pages
             self._credits[g][slot] += pages
 
+    def _extend_by_one(self, slot: int, position: int) -> None:
+        """What a decoding sequence does at a page boundary, without arrays."""
+        saturated = False
+        for g in self._open[slot]:
+            table = self.tables[g]
+            if table.pinned[slot]:
+                self._extend_group(g, slot, position, position + 1)
+            elif (column := table.column_without_page(slot, position)) is not None:
+                self._fill_one(g, slot, column)
+                saturated = saturated or not table.can_change(slot)
+        if saturated:
+            self._open[slot] = [g for g in self._open[slot] if self.tables[g].can_change(slot)]
+
+    def _extend_group(self, g: int, slot: int, old_length: int, length: int) -> None:
+        table = self.tables[g]
+        replaced: list[int] = []
+        if table.pinned[slot]:
+            replaced = self._let_go(g, slot, table.fresh_columns(old_length, length))
+        missing = table.missing(slot, old_length, length)
+        if len(missing):
+            self._fill(g, slot, missing, replaced)
+
     def _fill(self, g: int, slot: int, columns: Columns, replaced: Sequence[int] = ()) -> None:
-        """Take the promised pages of these columns."""
+        """Take the promised pages of these columns. This step still reads the `replaced` ones under their old page."""
         table = self.tables[g]
         pages = len(columns) * table.group.stripes
+        self._spend(g, slot, pages)
+        table.put(slot, columns, self._take(g, pages, self._cursors[g][slot]))
+        if replaced:
+            late = np.isin(columns, replaced)
+            self._log.entries(g, slot, columns[late], late=True)
+            columns = columns[~late]
+        self._log.entries(g, slot, columns)
+
+    def _fill_one(self, g: int, slot: int, column: int) -> None:
+        table = self.tables[g]
+        if table.group.stripes > 1:
+            self._fill(g, slot, np.array([column]))
+            return
+        self._spend(g, slot, 1)
+        cursor = self._cursors[g][slot]
+        while not self.arena.available_pages(g):
+            self._make_room()
+        table.entries[slot, column, 0] = self.arena.take_one(g, cursor)
+        table.filled[slot] += 1
+        self._log.entry(g, slot, column)
+
+    def _spend(self, g: int, slot: int, pages: int) -> None:
+        """Turn promised pages into live ones."""
         if self._credits[g][slot] < pages:
-            raise ReservationError(f"slot {slot} takes {pages} pages of {table.group.name} beyond its reservation")
-        offsets = self._take(g, pages, self._cursors[g][slot])
+            name = self.layout.groups[g].name
+            raise ReservationError(f"slot {slot} takes {pages} pages of {name} beyond its reservation")
         self._credits[g][slot] -= pages
         self.promised_pages[g] -= pages
         self.live_pages[g] += pages
-        table.put(slot, columns, offsets)
-        if replaced:
-            late = np.isin(columns, replaced)
-            self._changes.late.append((g, slot, columns[late]))
-            columns = columns[~late]
-        self._changes.entries.append((g, slot, columns))
 
     def _take(self, g: int, pages: int, cursor: Cursor) -> Offsets:
         while self.arena.available_pages(g) < pages:
             self._make_room()
-        if pages == 1:
-            return np.array([self.arena.take_one(g, cursor)], dtype=np.int32)
         return self.arena.take(g, pages, cursor)
 
     def _make_room(self) -> None:
@@ -360,18 +385,18 @@ class KVManager:
 
     def _apply_moves(self, g: int, moves: list[Move]) -> None:
         self.moved_pages += len(moves)
-        self._changes.copies += moves
+        self._log.copies += moves
         sources = np.array([m.source for m in moves], dtype=np.int32)
         targets = np.array([m.target for m in moves], dtype=np.int32)
-        for slot, columns in self.tables[g].rewrite(sources, targets):
-            self._changes.entries.append((g, slot, columns))
+        for slot, column in zip(*(at.tolist() for at in self.tables[g].rewrite(sources, targets)), strict=True):
+            self._log.entry(g, slot, column)
         shared = self._shared[g]
         renamed = {m.source: m.target for m in moves if m.source in shared}
         if renamed:
             for (group, slot, column), outgoing in self._outgoing.items():
                 if group == g and not renamed.keys().isdisjoint(outgoing):
                     outgoing[:] = [renamed.get(o, o) for o in outgoing]
-                    self._changes.moved_reads.append((g, slot, column, list(outgoing)))
+                    self._log.moved_read((g, slot, column))
             for source, target in renamed.items():
                 shared[target] = shared.pop(source)
             for kept in self._retained.values():
@@ -441,7 +466,7 @@ class KVManager:
                 holders.slots += 1
             if count:
                 table.put(slot, columns[:count], shared)
-                self._changes.entries.append((g, slot, columns[:count]))
+                self._log.entries(g, slot, columns[:count])
             if table.is_ring:
                 table.pinned[slot] = count
             else:
@@ -466,5 +491,4 @@ class KVManager:
                 self._copy(g, kept.pages[g], table.entries[slot, 0])
 
     def _copy(self, g: int, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        pairs = zip(sources.tolist(), targets.tolist(), strict=True)
-        self._changes.copies += [Move(g, source, target) for source, target in pairs]
+        self._log.copy(g, sources.tolist(), targets.tolist())

@@ -59,6 +59,16 @@ class PageTable:
         empty: NDArray[np.bool_] = self.entries[slot, columns, 0] == NO_PAGE
         return columns[empty]
 
+    def column_without_page(self, slot: int, position: int) -> int | None:
+        """`missing` for one token: the column it would be written to, if that holds no page yet."""
+        block = position // self.block_tokens
+        if self.grows:
+            return block if block >= self.filled[slot] else None
+        column = block % self.columns
+        if self.entries[slot, column, 0] != NO_PAGE or not self.columns_to_write(position, position + 1):
+            return None
+        return column
+
     def fresh_columns(self, old_length: int, new_length: int) -> Columns:
         """Ring columns whose block begins in that step: what they held before may be overwritten or let go."""
         blocks = self.columns_to_write(old_length, new_length)
@@ -86,13 +96,17 @@ class PageTable:
             blocks %= self.columns
         return blocks
 
+    def can_change(self, slot: int) -> bool:
+        """Whether the slot's row may need another page: a ring that is full and shares none never does."""
+        if self.is_ring:
+            return self.columns > 0 and (self.filled[slot] < self.columns or self.pinned[slot] > 0)
+        return self.grows
+
     def horizon(self, slot: int, length: int) -> int:
         """The longest length this group reaches from `length` without a change to its table."""
         if self.grows:
             return self.filled[slot] * self.block_tokens
-        if not self.is_ring or self.columns == 0:
-            return NEVER
-        if self.filled[slot] == self.columns and not self.pinned[slot]:
+        if not self.can_change(slot):
             return NEVER
         if not self._continues_block(length):
             return length
@@ -114,21 +128,20 @@ class PageTable:
         self.filled[slot] = 0
         self.pinned[slot] = 0
 
-    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, Columns]]:
-        """Replace moved offsets wherever they stand; returns (slot, columns) that changed."""
-        changed = []
+    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> tuple[Columns, Columns]:
+        """Replace moved offsets wherever they stand; returns the slots and columns that changed.
+
+        Columns of a growing table beyond `filled` hold leftovers; rewriting those too does no harm.
+        """
         order = np.argsort(sources)
         sources, targets = sources[order], targets[order]
-        for slot, filled in enumerate(self.filled):
-            if not filled:
-                continue
-            row = self.entries[slot, :filled] if self.grows else self.entries[slot]
-            at = np.minimum(np.searchsorted(sources, row), len(sources) - 1)
-            moved = sources[at] == row
-            if moved.any():
-                row[moved] = targets[at][moved]
-                changed.append((slot, np.flatnonzero(moved.any(axis=1))))
-        return changed
+        region = self.entries[:, : max(self.filled)] if self.grows else self.entries
+        near = np.flatnonzero((region >= sources[0]) & (region <= sources[-1]))
+        at = np.unravel_index(near, region.shape)
+        index = np.minimum(np.searchsorted(sources, region[at]), len(sources) - 1)
+        moved = sources[index] == region[at]
+        region[tuple(axis[moved] for axis in at)] = targets[index[moved]]
+        return at[0][moved], at[1][moved]
 
 
 def _no_pages(shape: tuple[int, ...], dtype: type[np.int32]) -> NDArray[np.int32]:

@@ -17,20 +17,16 @@ COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class CardFit:
-    """`gpu` is what to type after --gpu. `longest_tokens` None means that memory sets no limit."""
+    """`gpu` is what to type after --gpu; `longest_tokens` is the most that memory or the model allows."""
 
     gpu: str
     kv_bytes: int
     sequences: int
-    longest_tokens: int | None
-
-    @property
-    def longest_text(self) -> str:
-        return "no limit" if self.longest_tokens is None else f"{self.longest_tokens:,}"
+    longest_tokens: int
 
 
-def cards_that_fit(spec: ModelSpec, config: EngineConfig) -> list[CardFit]:
-    """The fewest of each common card that hold one sequence of the length asked (or, unasked, of any length)."""
+def cards_that_fit(spec: ModelSpec, config: EngineConfig, concurrency: int = 1) -> list[CardFit]:
+    """The fewest of each common card that hold so many sequences of the length asked (or, unasked, of any length)."""
     found: dict[str, CardFit] = {}
     for count in COUNTS if config.tensor_parallel_size is None else (config.tensor_parallel_size,):
         missing = [card for card in COMMON_CARDS if card not in found]
@@ -38,20 +34,20 @@ def cards_that_fit(spec: ModelSpec, config: EngineConfig) -> list[CardFit]:
             sizing = size_up(spec, config, count)
         except (ConfigError, ShardingError):
             continue
-        found |= {card: fits for card in missing if (fits := _fits(sizing, card))}
+        found |= {card: fits for card in missing if (fits := _fits(sizing, card, concurrency))}
     return [found[card] for card in COMMON_CARDS if card in found]
 
 
-def _fits(sizing: Sizing, card: str) -> CardFit | None:
+def _fits(sizing: Sizing, card: str, concurrency: int) -> CardFit | None:
     _, gpu = parse_gpus(card)
     try:
         _, capacity = fit(sizing, Device(gpu.title, gpu.memory_bytes, gpu.capability))
     except PlanError:
         return None
     assert capacity is not None
-    longest = capacity.longest(1)
+    limit = sizing.config.max_model_len or sizing.spec.max_position
+    longest = capacity.longest(concurrency)
     if longest is not None and longest < (sizing.config.max_model_len or 1):
         return None
-    length = sizing.config.max_model_len or sizing.spec.max_position
     typed = card if sizing.ranks == 1 else f"{sizing.ranks}x{card}"
-    return CardFit(typed, capacity.kv_bytes, capacity.sequences(length), longest)
+    return CardFit(typed, capacity.kv_bytes, capacity.sequences(limit), limit if longest is None else min(longest, limit))

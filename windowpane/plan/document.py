@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from windowpane.kv.layout import Group
+from windowpane.plan.memory import ArenaUse
+from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.planner import Plan
 
 SCHEMA_VERSION = 1
@@ -25,6 +27,9 @@ def document(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": sizing.config.max_num_seqs,
         "max_num_batched_tokens": sizing.config.batched_tokens,
         "async_scheduling": sizing.config.async_scheduling,
+        "enable_prefix_caching": sizing.config.enable_prefix_caching,
+        "kv_cache_dtype": sizing.config.kv_cache_dtype,
+        "swa_full": sizing.config.swa_full,
         "compute_dtype": sizing.compute_dtype,
         "kv_cache_bytes_per_rank": plan.kv_bytes,
         "weights_bytes_per_rank": sizing.weights_bytes,
@@ -32,6 +37,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "groups": [_group(plan, group) for group in sizing.layout.groups],
         "slab_bytes": sizing.layout.slab_bytes,
         "arena_bytes": capacity.arena_bytes if capacity else None,
+        "arena_use": asdict(ArenaUse.of(capacity, length)) if capacity else None,
         "fixed_bytes_per_sequence": cost.fixed_bytes_per_sequence,
         "bytes_per_token": cost.bytes_per_token,
         "bytes_per_sequence": cost.bytes_at(length),
@@ -40,9 +46,15 @@ def document(plan: Plan) -> dict[str, Any]:
         "sequences": capacity.sequences(length) if capacity else None,
         "curve": [list(point) for point in capacity.curve(length)] if capacity else [],
         "kv_format_gates": {name: asdict(gate) for name, gate in plan.gates.items()},
-        "peers": [asdict(peer) for peer in plan.peers],
+        "peers": [_peer(peer, sizing.config.async_scheduling) for peer in plan.peers],
+        "layout_explanation": sizing.layout.explain(),
         "notes": list(sizing.spec.notes),
     }
+
+
+def _peer(peer: PeerReport, async_scheduling: bool) -> dict[str, Any]:
+    """`same_flags`: the newest release, scheduling as the user asked."""
+    return asdict(peer) | {"note": peer.note, "same_flags": peer.async_scheduling is async_scheduling}
 
 
 def _group(plan: Plan, group: Group) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 from windowpane.config import EngineConfig
 from windowpane.kv.caches import TokenCache
+from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import dtype_bytes
+from windowpane.kv.retention import ceil_div
 from windowpane.models.spec import ModelSpec
 
 # CUDA context, libraries' workspaces and captured graphs. A round figure; measured at start-up by the engine.
@@ -27,7 +29,10 @@ GPU_RUNTIME_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One rank's device. `capability` is None for a CPU, and for a card of which only the memory is known."""
+    """One rank's device. `capability` is None for a CPU, and for a card of which only the memory is known.
+
+    Such a card's name is empty.
+    """
 
     name: str
     memory_bytes: int
@@ -53,7 +58,31 @@ class Budget:
 
     @property
     def kv_bytes(self) -> int:
-        return self.usable_bytes - self.weights_bytes - self.activation_bytes - self.runtime_bytes
+        return self.usable_bytes - self.before_kv_bytes
+
+    @property
+    def before_kv_bytes(self) -> int:
+        return self.weights_bytes + self.activation_bytes + self.runtime_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaUse:
+    """Every byte of the arena while it holds as many sequences of one length as it can."""
+
+    sequences: int
+    group_bytes: dict[str, int]
+    stranded_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def of(cls, capacity: Capacity, length: int) -> ArenaUse:
+        layout = capacity.layout
+        sequences = capacity.sequences(length)
+        pages = [sequences * count for count in capacity.pages(length)]
+        slabs = sum(ceil_div(n, layout.pages_per_slab(g)) for n, g in zip(pages, layout.groups, strict=True))
+        group_bytes = {g.name: n * g.page_bytes for n, g in zip(pages, layout.groups, strict=True)}
+        stranded_bytes = slabs * layout.slab_bytes - sum(group_bytes.values())
+        return cls(sequences, group_bytes, stranded_bytes, (capacity.num_slabs - slabs) * layout.slab_bytes)
 
 
 def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_dtype: str) -> int:

@@ -6,7 +6,6 @@ The layout and capacity come from the code that lays out the real arena; nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from windowpane.config import ConfigError, EngineConfig
@@ -15,19 +14,25 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Full, Window
 from windowpane.models.spec import ModelSpec
-from windowpane.models.weights import weight_bytes
+from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.gates import Gate, gate
-from windowpane.plan.hardware import parse_gpus
+from windowpane.plan.hardware import Gpu, parse_gpus
 from windowpane.plan.memory import Budget, Device, activation_bytes
 from windowpane.plan.peers import vllm
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.sizes import format_bytes
 
-LARGE_CARD_BYTES = 70 * 2**30  # from here on vLLM's server takes 8,192 tokens a step instead of 2,048
+# From here on vLLM's server takes 8,192 tokens a step instead of 2,048; A100s it leaves at 2,048.
+LARGE_CARD_BYTES = 70 * 2**30
+MOST_RANKS = 64
 
 
 class PlanError(ConfigError):
     """The plan cannot be honoured. The message says by how much, and what would fit."""
+
+
+class WeightsTooLarge(PlanError):
+    """What must be in memory before any KV leaves no room for KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class Plan:
     """A sizing on a device, and what the same flags give elsewhere.
 
     `budget` is None when only KV bytes (or no device at all) were given; `capacity` is None when no KV bytes are known.
+    `max_model_len_note` says how the length was chosen; it is empty where the user chose it. `peers` is empty for CPUs:
+    the formulas are those of other engines' CUDA builds.
     """
 
     sizing: Sizing
@@ -78,12 +85,14 @@ def make_plan(
     concurrency: int | None = None,
 ) -> Plan:
     """Plan one model on one kind of device. Raises PlanError, or a flag's own ValueError, when it cannot be done."""
-    if concurrency is not None and concurrency < 1:
-        raise PlanError(f"--concurrency must be at least 1, not {concurrency}")
+    _check_concurrency(config, concurrency)
     ranks, device = _device(config, gpu, gpu_memory_bytes)
     sizing = size_up(spec, config, ranks, on_cpu=device is not None and device.is_cpu)
     gates = _gates(sizing, device)
-    budget, capacity = fit(sizing, device)
+    try:
+        budget, capacity = fit(sizing, device)
+    except WeightsTooLarge as error:
+        raise PlanError(f"{error}. {_more_cards(sizing, gpu, gpu_memory_bytes)}") from None
     max_model_len, note = _max_model_len(spec, config, capacity, concurrency or 1)
     peers = _peers(sizing, device, capacity.kv_bytes, max_model_len) if capacity else ()
     return Plan(sizing, device, budget, capacity, max_model_len, note, gates, peers)
@@ -101,31 +110,58 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
 
 def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity | None]:
     """How the device's memory divides, and the KV capacity that leaves (or that the user fixed)."""
-    config = sizing.config
-    budget = None if device is None else Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, sizing.activation_bytes)
-    if config.kv_cache_memory_bytes is not None:
-        return budget, Capacity(sizing.layout, config.kv_cache_memory_bytes)
-    if budget is None or device is None:
-        return None, None
-    if budget.kv_bytes > 0:
+    config, kv_bytes = sizing.config, sizing.config.kv_cache_memory_bytes
+    if device is None:
+        return None, None if kv_bytes is None else Capacity(sizing.layout, kv_bytes)
+    budget = Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, sizing.activation_bytes)
+    if kv_bytes is None:
+        if budget.kv_bytes <= 0:
+            share = f" (--gpu-memory-utilization {config.gpu_memory_utilization:g})"
+            raise _too_large(sizing, budget, f"{format_bytes(budget.usable_bytes)}{share}")
         return budget, Capacity(sizing.layout, budget.kv_bytes)
-    fixed = budget.weights_bytes + budget.activation_bytes + budget.runtime_bytes
-    raise PlanError(
-        f"{device.name} gives {format_bytes(budget.usable_bytes)} of its {format_bytes(budget.device_bytes)} "
-        f"(--gpu-memory-utilization {config.gpu_memory_utilization:g}), but each of {sizing.ranks} rank(s) needs "
-        f"{format_bytes(fixed)} before any KV: {format_bytes(budget.weights_bytes)} weights, "
-        f"{format_bytes(budget.activation_bytes)} activations, {format_bytes(budget.runtime_bytes)} runtime. "
-        "Use more or larger cards (--gpu), a quantized checkpoint, or fewer tokens a step (--max-num-batched-tokens)"
+    room = budget.device_bytes - budget.before_kv_bytes
+    if room <= 0:
+        raise _too_large(sizing, budget, format_bytes(budget.device_bytes))
+    if kv_bytes > room:
+        raise PlanError(
+            f"--kv-cache-memory-bytes {format_bytes(kv_bytes)} is more than the {format_bytes(room)} that a device of "
+            f"{format_bytes(budget.device_bytes)} has left beside weights, activations and runtime"
+        )
+    return budget, Capacity(sizing.layout, kv_bytes)
+
+
+def _too_large(sizing: Sizing, budget: Budget, usable: str) -> WeightsTooLarge:
+    return WeightsTooLarge(
+        f"{sizing.spec.name} does not fit: each rank needs {format_bytes(budget.before_kv_bytes)} before any KV "
+        f"({format_bytes(budget.weights_bytes)} weights, {format_bytes(budget.activation_bytes)} activations, "
+        f"{format_bytes(budget.runtime_bytes)} runtime), and its device gives {usable}"
     )
+
+
+def _more_cards(sizing: Sizing, gpu: str | None, gpu_memory_bytes: int | None) -> str:
+    """The way out when the weights do not fit: how many of these cards would hold them."""
+    config = replace(sizing.config, tensor_parallel_size=None)
+    if gpu is not None and gpu.lower() != "cpu":
+        _, card = parse_gpus(gpu)
+        for ranks in (2, 4, 8, 16):
+            if ranks <= sizing.ranks or rank_problem(sizing.spec, ranks):
+                continue
+            try:
+                fit(size_up(sizing.spec, config, ranks), _card(card, gpu_memory_bytes))
+            except PlanError:
+                continue
+            also = f" --tensor-parallel-size {ranks}" if sizing.config.tensor_parallel_size else ""
+            return f"It fits on --gpu {ranks}x{card.name}{also}"
+    return "Use more or larger cards (--gpu), a quantized checkpoint, or a smaller --max-num-batched-tokens"
 
 
 def rank_caches(spec: ModelSpec, config: EngineConfig, ranks: int) -> list[Cache]:
     """The caches of one rank under these flags."""
-    try:
-        caches = [cache.shard(ranks) for cache in spec.caches]
-    except ShardingError as error:
-        works = [n for n in (1, 2, 4, 8, 16) if _shards(spec.caches, n)]
-        raise PlanError(f"{error}; --tensor-parallel-size works with {', '.join(map(str, works))}") from None
+    problem = rank_problem(spec, ranks)
+    if problem:
+        works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
+        raise PlanError(f"{problem}; --tensor-parallel-size works with {', '.join(works)}")
+    caches = [cache.shard(ranks) for cache in spec.caches]
     if config.swa_full:
         caches = [
             replace(c, retention=Full()) if isinstance(c, TokenCache) and isinstance(c.retention, Window) else c
@@ -134,29 +170,52 @@ def rank_caches(spec: ModelSpec, config: EngineConfig, ranks: int) -> list[Cache
     return caches
 
 
-def _shards(caches: Sequence[Cache], ranks: int) -> bool:
+def rank_problem(spec: ModelSpec, ranks: int) -> str | None:
+    """Why neither caches nor weights divide over so many ranks; None if they do."""
     try:
-        for cache in caches:
+        for cache in spec.caches:
             cache.shard(ranks)
-    except ShardingError:
-        return False
-    return True
+    except ShardingError as error:
+        return str(error)
+    return sharding_problem(spec, ranks)
+
+
+def _check_concurrency(config: EngineConfig, concurrency: int | None) -> None:
+    if concurrency is None:
+        return
+    if concurrency < 1:
+        raise PlanError(f"--concurrency must be at least 1, not {concurrency}")
+    if concurrency > config.max_num_seqs:
+        raise PlanError(
+            f"--concurrency {concurrency} is more than run at once; raise --max-num-seqs ({config.max_num_seqs}) as well"
+        )
 
 
 def _device(config: EngineConfig, gpu: str | None, memory_bytes: int | None) -> tuple[int, Device | None]:
     """(tensor-parallel ranks, the device of one rank)."""
+    ranks = config.tensor_parallel_size or 1
     if gpu is None:
-        if memory_bytes is not None:
-            return config.tensor_parallel_size or 1, Device("the card", memory_bytes)
-        return config.tensor_parallel_size or 1, None
+        return ranks, None if memory_bytes is None else Device("", memory_bytes)
     if gpu.lower() == "cpu":
-        total = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return config.tensor_parallel_size or 1, Device("this CPU", total, is_cpu=True)
+        if ranks > 1:
+            raise PlanError(f"--gpu cpu is one rank; leave --tensor-parallel-size {ranks} out")
+        return ranks, Device("this CPU", memory_bytes or _host_memory_bytes(), is_cpu=True)
     count, card = parse_gpus(gpu)
     ranks = config.tensor_parallel_size or count
     if ranks > count:
         raise PlanError(f"--tensor-parallel-size {ranks} needs {ranks} cards; write --gpu {ranks}x{card.name}")
-    return ranks, Device(card.title, memory_bytes or card.memory_bytes, card.capability)
+    return ranks, _card(card, memory_bytes)
+
+
+def _card(card: Gpu, memory_bytes: int | None) -> Device:
+    return Device(card.title, memory_bytes or card.memory_bytes, card.capability)
+
+
+def _host_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        raise PlanError("this system does not say how much memory it has; give it with --gpu-memory") from None
 
 
 def _gates(sizing: Sizing, device: Device | None) -> dict[str, Gate]:
@@ -173,7 +232,7 @@ def _gates(sizing: Sizing, device: Device | None) -> dict[str, Gate]:
             raise PlanError(
                 f"--kv-cache-dtype {group.kv_format.name} for {group.name}: {verdict.why}; {verdict.instead}"
             )
-        if device and (device.capability or device.is_cpu):
+        if device is not None and (device.capability or device.is_cpu):
             verdicts[group.name] = verdict
     return verdicts
 
@@ -186,26 +245,29 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, capacity: Capacity | N
             f"--max-model-len {asked:,} is beyond what {spec.name} was made for; its limit is {spec.max_position:,}"
         )
     length = asked or spec.max_position
+    own_limit = "" if asked else "the model's own limit"
     if capacity is None:
-        return length, "as asked" if asked else "the model's own limit"
+        return length, own_limit
     longest = capacity.longest(sequences)
     if longest is None or longest >= length:
-        return length, "as asked" if asked else "the model's own limit"
+        return length, own_limit
+    if asked is None and longest > 0:
+        fit = "one sequence fits" if sequences == 1 else f"{sequences} sequences fit"
+        return longest, f"the longest at which {fit}; the model's own limit is {spec.max_position:,}"
+    need = capacity.slabs_for(sequences, length) * capacity.layout.slab_bytes
     many = "one sequence" if sequences == 1 else f"{sequences} sequences"
-    if asked is not None or longest < 1:
-        need = capacity.slabs_for(sequences, length) * capacity.layout.slab_bytes
-        way_out = f"The longest that fits is --max-model-len {longest}" if longest else "No length fits"
-        raise PlanError(
-            f"{many} of {length:,} tokens need {format_bytes(need)} of KV per rank and there are "
-            f"{format_bytes(capacity.kv_bytes)}. {way_out}; or give more memory, or a smaller --kv-cache-dtype"
-        )
-    return longest, f"the longest at which {many} fit; the model's own limit is {spec.max_position:,}"
+    way_out = f"The longest that fits is --max-model-len {longest}; or give" if longest else "No length fits: give"
+    raise PlanError(
+        f"{many} of {length:,} tokens need{'s' if sequences == 1 else ''} {format_bytes(need)} of KV per rank, and there "
+        f"are {format_bytes(capacity.kv_bytes)}. {way_out} more memory, or a smaller --kv-cache-dtype"
+    )
 
 
 def _peers(sizing: Sizing, device: Device | None, kv_bytes: int, max_model_len: int) -> tuple[PeerReport, ...]:
     """What vLLM would do with the same KV bytes and flags."""
     spec, config = sizing.spec, sizing.config
-    large = device is not None and device.memory_bytes >= LARGE_CARD_BYTES
+    if device is not None and device.is_cpu:
+        return ()
     return vllm.reports(
         vllm.Setting(
             caches=tuple(cache.shard(sizing.ranks) for cache in spec.caches),
@@ -213,9 +275,14 @@ def _peers(sizing: Sizing, device: Device | None, kv_bytes: int, max_model_len: 
             compute_dtype=sizing.compute_dtype,
             kv_cache_bytes=kv_bytes,
             max_model_len=max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens or (8192 if large else 2048),
+            max_num_batched_tokens=config.max_num_batched_tokens or _vllm_batched_tokens(device),
             mamba_cache_mode="align" if config.enable_prefix_caching else "none",
             quantized_checkpoint=spec.weight_scheme is not None,
             capability=device.capability if device else None,
         )
     )
+
+
+def _vllm_batched_tokens(device: Device | None) -> int:
+    large = device is not None and device.memory_bytes >= LARGE_CARD_BYTES and not device.name.startswith("A100")
+    return 8192 if large else 2048

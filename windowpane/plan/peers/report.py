@@ -21,19 +21,28 @@ class PeerGroup:
 class PeerReport:
     """One engine, one release, one setting.
 
-    `async_scheduling` is None where it changes nothing. `reported_tokens` and `concurrency` are what the engine's own
-    log says; they are None, and `error` says why, where it would not start. The breakdown is filled in as far as the
-    engine gets before that. `note` says in plain sentences what is reserved and what the reported number means.
+    `version` is an exact release and `covers` the range of releases that behave alike. `async_scheduling` is None where
+    it changes nothing. `max_num_batched_tokens` is the engine's own default where the user gave none. `reported_tokens`
+    and `concurrency` are what the engine's own log says; they are None, and `error` says why, where it would not start.
+    The breakdown is filled in as far as the engine gets before that. `charge_note` says what is reserved and why,
+    `report_note` what the reported number means, each in a plain sentence.
     """
 
     engine: str
     version: str
+    covers: str
     async_scheduling: bool | None
-    reported_tokens: int | None
-    concurrency: float | None
-    note: str
+    max_num_batched_tokens: int
+    reported_tokens: int | None = None
+    concurrency: float | None = None
     groups: tuple[PeerGroup, ...] = ()
     num_blocks: int | None = None
     block_bytes: int | None = None
     bytes_per_request: int | None = None
+    charge_note: str = ""
+    report_note: str = ""
     error: str | None = None
+
+    @property
+    def note(self) -> str:
+        return f"Would not start: {self.error}." if self.error else f"{self.charge_note} {self.report_note}"

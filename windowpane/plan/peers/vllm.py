@@ -35,9 +35,10 @@ MambaCacheMode = Literal["none", "align", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """What differs between releases: `0.20.0`, `0.25.0` (for 0.20.1 to 0.25) and `0.26.0` (and later)."""
+    """What differs between releases. `version` stands for all those that `covers` names."""
 
     version: str
+    covers: str
     pads_odd_pages: bool
     charges_batches_in_flight: bool
     reports_concurrency: bool
@@ -53,6 +54,7 @@ _KV_DTYPES_0_24 = _KV_DTYPES_0_20 | {"int4_per_token_head"}
 RELEASES: tuple[Release, ...] = (
     Release(
         version="0.20.0",
+        covers="0.20.0",
         pads_odd_pages=False,
         charges_batches_in_flight=False,
         reports_concurrency=False,
@@ -61,6 +63,7 @@ RELEASES: tuple[Release, ...] = (
     # Padding and int4 are those of 0.24 and 0.25; from 0.20.1 to 0.23 both are refused as in 0.20.0.
     Release(
         version="0.25.0",
+        covers="0.20.1–0.25",
         pads_odd_pages=True,
         charges_batches_in_flight=False,
         reports_concurrency=True,
@@ -68,6 +71,7 @@ RELEASES: tuple[Release, ...] = (
     ),
     Release(
         version="0.26.0",
+        covers="0.26+",
         pads_odd_pages=True,
         charges_batches_in_flight=True,
         reports_concurrency=True,
@@ -165,16 +169,15 @@ def report(setting: Setting, release: Release, async_scheduling: bool) -> PeerRe
     blank = PeerReport(
         engine="vLLM",
         version=release.version,
+        covers=release.covers,
         async_scheduling=async_scheduling if release.charges_batches_in_flight else None,
-        reported_tokens=None,
-        concurrency=None,
-        note="",
+        max_num_batched_tokens=setting.max_num_batched_tokens,
     )
     try:
         check_kv_dtype(setting, release)
         groups = group_layers(unify_pages(layer_pages(setting), release))
     except Refusal as refusal:
-        return replace(blank, error=str(refusal), note=f"Would not start: {refusal}.")
+        return replace(blank, error=str(refusal))
 
     in_flight = in_flight_tokens(setting, release, async_scheduling)
     pool_block_bytes = block_bytes(groups)
@@ -188,14 +191,14 @@ def report(setting: Setting, release: Release, async_scheduling: bool) -> PeerRe
         bytes_per_request=sum(charges) * pool_block_bytes,
     )
     if sum(charges) > num_blocks:
-        error = _too_small(setting, groups, num_blocks, in_flight)
-        return replace(sized, error=error, note=f"Would not start: {error}.")
+        return replace(sized, error=_too_small(setting, groups, num_blocks, in_flight))
     concurrency = num_blocks / sum(charges)
     return replace(
         sized,
         concurrency=concurrency,
         reported_tokens=_reported_tokens(setting, release, groups, num_blocks, concurrency),
-        note=f"{_reserves(setting, groups, charges, in_flight)} {_reports(release, groups)}",
+        charge_note=_charge_note(setting, groups, charges, in_flight),
+        report_note=_report_note(release, groups),
     )
 
 
@@ -370,8 +373,8 @@ def _too_small(setting: Setting, groups: Sequence[Group], num_blocks: int, in_fl
     )
 
 
-def _reserves(setting: Setting, groups: Sequence[Group], charges: Sequence[int], in_flight: int) -> str:
-    """First sentence of the note: bytes per request, by retention, and why they exceed what the layers can see."""
+def _charge_note(setting: Setting, groups: Sequence[Group], charges: Sequence[int], in_flight: int) -> str:
+    """Bytes per request, by retention, and why they exceed what the layers can see."""
     pool_block_bytes = block_bytes(groups)
     by_retention: dict[str, int] = {}
     for group, blocks in zip(groups, charges, strict=True):
@@ -387,10 +390,14 @@ def _reserves(setting: Setting, groups: Sequence[Group], charges: Sequence[int],
 def _reasons(setting: Setting, groups: Sequence[Group], in_flight: int) -> list[str]:
     reasons = []
     pages = [p for g in groups for p in g.pages]
-    if any(isinstance(p.retention, Window | Chunk) for p in pages):
+    local = {p.retention for p in pages if isinstance(p.retention, Window | Chunk)}
+    kinds = sorted({r.kind for r in local if r.tokens < setting.max_model_len})
+    if kinds:
         batches = in_flight // setting.max_num_batched_tokens
         times = f"{batches} × " if batches > 1 else ""
-        reasons.append(f"every window is charged {times}{setting.max_num_batched_tokens:,} tokens in flight")
+        reasons.append(
+            f"every {' and '.join(kinds)} is charged {times}{setting.max_num_batched_tokens:,} tokens in flight"
+        )
     if any(isinstance(c, TokenCache) and c.latent and c.value_dim for c in setting.caches):
         reasons.append("K and V are both stored where one vector would do")
     if any(_is_odd(p, setting) for p in pages):
@@ -408,9 +415,15 @@ def _is_odd(page: LayerPage, setting: Setting) -> bool:
     return page.page_bytes > page.block_tokens * bytes_per_token(page.cache, setting.kv_dtype)
 
 
-def _reports(release: Release, groups: Sequence[Group]) -> str:
-    """Second sentence of the note: what the number in the log means."""
+def _report_note(release: Release, groups: Sequence[Group]) -> str:
+    """What the number in the log means."""
+    exact = all(isinstance(g.retention, Full) for g in groups)
     if release.reports_concurrency:
-        return "Reports concurrency × max_model_len, which holds at that length only."
+        meaning = "which is what fits" if exact else "which holds at that length only"
+        return f"Reports concurrency × max_model_len, {meaning}."
     smallest = min(g.block_tokens for g in groups)
-    return f"Reports blocks // {len(groups)} × {smallest} tokens, as if each of {len(groups)} groups kept every token."
+    if len(groups) > 1:
+        each = f"each of {len(groups)} groups"
+        return f"Reports blocks // {len(groups)} × {smallest} tokens, as if {each} kept every token."
+    meaning = "which is what fits" if exact else "as if every token were kept"
+    return f"Reports blocks × {smallest} tokens, {meaning}."

@@ -1,0 +1,147 @@
+"""What a scheduling step costs on one CPU core: `python -m bench.scheduler`.
+
+256 requests decode after 1,024-token prompts. A *step* is schedule + commit. "Between page boundaries" are the steps in
+which no sequence reached its horizon; the other steps hand out pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import machine_line
+from windowpane.kv.caches import Cache, TokenCache
+from windowpane.kv.capacity import Capacity
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
+from windowpane.kv.manager import KVManager
+from windowpane.kv.retention import Window
+from windowpane.models import load
+from windowpane.request import Request, SamplingParams
+from windowpane.scheduler import DEFAULT_GROWTH_TOKENS, Scheduler
+
+REQUESTS, PROMPT_TOKENS, MAX_MODEL_LEN = 256, 1024, 131_072
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds and microseconds of one layout."""
+
+    name: str
+    groups: int
+    step_ms: float
+    steady_us_per_request: float
+    p99_ms: float
+
+
+def layout_of(caches: list[Cache]) -> Layout:
+    return plan_layout(caches, resolve_formats("auto", group_caches(caches), "bfloat16"))
+
+
+def windows(count: int, layers: int = 46) -> list[Cache]:
+    """`layers` layers over `count` distinct windows of 128 to 1,024 tokens."""
+    sizes = np.linspace(128, 1024, count).astype(int).tolist()
+    return [TokenCache(i, Window(sizes[i % count]), 8, 128, 128) for i in range(layers)]
+
+
+def measure_steps(name: str, layout: Layout, steps: int) -> StepTimes:
+    # Room for a half-open slab per sequence and group: this measures steps, not compaction.
+    longest = PROMPT_TOKENS + steps + 2 * DEFAULT_GROWTH_TOKENS
+    room = Capacity(layout, 0).slabs_for(REQUESTS, longest) + REQUESTS * len(layout.groups)
+    manager = KVManager(layout, room, REQUESTS, MAX_MODEL_LEN)
+    scheduler = Scheduler(manager, max_num_batched_tokens=8192)
+    rng = np.random.default_rng(0)
+    for i in range(REQUESTS):
+        # Lengths differ a little, so that page boundaries spread over steps as they do in service.
+        prompt = np.zeros(PROMPT_TOKENS - int(rng.integers(0, 64)), dtype=np.int32)
+        scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=100_000, stop_token_ids=(1, 106))))
+    tokens = np.full(REQUESTS, 7)
+    while len(scheduler.running) < REQUESTS or scheduler._prefilling:
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.commit(tokens[: len(batch.decode_slots) + sum(c.samples for c in batch.chunks)])
+    taken, steady = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        batch = scheduler.schedule()
+        scheduler.commit(tokens)
+        elapsed = time.perf_counter() - start
+        taken.append(elapsed)
+        assert batch is not None
+        if not batch.changes.entries:
+            steady.append(elapsed)
+    steady_s = statistics.median(steady) if steady else min(taken)
+    return StepTimes(
+        name,
+        len(layout.groups),
+        1e3 * statistics.median(taken),
+        1e6 * steady_s / REQUESTS,
+        1e3 * float(np.quantile(taken, 0.99)),
+    )
+
+
+def measure_prompt(layout: Layout, repeats: int = 20) -> float:
+    """Milliseconds to give a 131,072-token prompt all its pages, in chunks of 8,192."""
+    times = []
+    for _ in range(repeats):
+        manager = KVManager(layout, 2000, 1, MAX_MODEL_LEN)
+        manager.start(0, MAX_MODEL_LEN)
+        start = time.perf_counter()
+        for length in range(8192, MAX_MODEL_LEN + 1, 8192):
+            manager.extend(0, length)
+            manager.take_changes()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    steps = parser.parse_args().steps
+    gemma = layout_of(list(load("gemma-4-31b").caches))
+    rows = [
+        measure_steps("gemma-4-31b", gemma, steps),
+        measure_steps("46 layers, 1 window", layout_of(windows(1)), steps),
+        measure_steps("46 layers, 6 windows", layout_of(windows(6)), steps),
+        measure_steps("46 layers, 46 windows", layout_of(windows(46)), steps),
+    ]
+    prompt_ms = measure_prompt(gemma)
+    table = Table(title=f"schedule + commit, {REQUESTS} decoding requests\n{machine_line()}", title_justify="left")
+    for column in ("layout", "groups", "step (median)", "p99", "between boundaries"):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            str(row.groups),
+            f"{row.step_ms:.3f} ms",
+            f"{row.p99_ms:.3f} ms",
+            f"{row.steady_us_per_request:.2f} µs/request",
+        )
+    console = Console()
+    console.print(table)
+    one, six, many = (row.step_ms for row in rows[1:])
+    console.print(f"6 windows / 1: {six / one:.2f} ×   46 windows / 1: {many / one:.2f} ×")
+    console.print(f"131,072-token prompt extended in {prompt_ms:.2f} ms (gemma-4-31b, 8,192-token chunks)")
+    print(
+        json.dumps(
+            {
+                "bench": "scheduler",
+                "step_ms": rows[0].step_ms,
+                "step_p99_ms": rows[0].p99_ms,
+                "steady_us_per_request": rows[0].steady_us_per_request,
+                "six_windows_ratio": six / one,
+                "many_windows_ratio": many / one,
+                "prompt_131072_ms": prompt_ms,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

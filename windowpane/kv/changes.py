@@ -1,0 +1,115 @@
+"""What a step brings with it for the runner: pages to copy and table entries to update, as plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windowpane.kv.arena import Move
+from windowpane.kv.tables import Columns, PageTable
+
+Place = tuple[int, int, int]  # group, slot, column
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """Entries of one group's table: row i says that `columns[i]` of `slots[i]` holds the pages `offsets[i]` (by
+    stripe).
+    """
+
+    group: int
+    slots: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    offsets: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """In order: copy pages, then update table entries.
+
+    `late` updates replace a shared page that this step still reads: the step writes to the new page, but reads the old
+    one, so tables for reading take them over only after it. `moved_reads` are such old pages that had to move within
+    this very step: they concern tables for reading only, and at once.
+    """
+
+    copies: tuple[Move, ...] = ()
+    entries: tuple[TableUpdate, ...] = ()
+    late: tuple[TableUpdate, ...] = ()
+    moved_reads: tuple[TableUpdate, ...] = ()
+
+
+NO_CHANGES = Changes()
+
+
+class ChangeLog:
+    """Collects the changes of the step being put together. Entries are read from the tables when it is closed."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.copies: list[Move] = []
+        self._entries = [_Places() for _ in range(num_groups)]
+        self._late = [_Places() for _ in range(num_groups)]
+        self._moved_reads: set[Place] = set()
+        self._empty = True
+
+    def copy(self, group: int, sources: Iterable[int], targets: Iterable[int]) -> None:
+        self.copies += [Move(group, source, target) for source, target in zip(sources, targets, strict=True)]
+
+    def entry(self, group: int, slot: int, column: int) -> None:
+        self._empty = False
+        places = self._entries[group]
+        places.slots.append(slot)
+        places.columns.append(column)
+
+    def entries(self, group: int, slot: int, columns: Columns, *, late: bool = False) -> None:
+        self._empty = False
+        (self._late if late else self._entries)[group].runs.append((slot, columns))
+
+    def moved_read(self, place: Place) -> None:
+        self._moved_reads.add(place)
+
+    def close(self, tables: Sequence[PageTable], outgoing: Mapping[Place, Sequence[int]]) -> Changes:
+        """Everything since the last close; `outgoing` has the pages that moved reads now lie in."""
+        if self._empty and not self.copies:
+            return NO_CHANGES
+        changes = Changes(
+            tuple(self.copies),
+            _drain(self._entries, tables),
+            _drain(self._late, tables),
+            tuple(_moved(place, outgoing[place]) for place in self._moved_reads),
+        )
+        self.copies = []
+        self._moved_reads.clear()
+        self._empty = True
+        return changes
+
+
+class _Places:
+    """Places in one group's table: single ones side by side, and runs of columns of one slot."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.columns: list[int] = []
+        self.runs: list[tuple[int, Columns]] = []
+
+    def drain(self, group: int, table: PageTable) -> TableUpdate | None:
+        if not self.slots and not self.runs:
+            return None
+        slots = [np.array(self.slots, dtype=np.int64), *(np.full(len(run), slot) for slot, run in self.runs)]
+        columns = [np.array(self.columns, dtype=np.int64), *(run for _, run in self.runs)]
+        for log in (self.slots, self.columns, self.runs):
+            log.clear()
+        rows, places = np.concatenate(slots), np.concatenate(columns)
+        return TableUpdate(group, rows, places, table.entries[rows, places])
+
+
+def _drain(places: Sequence[_Places], tables: Sequence[PageTable]) -> tuple[TableUpdate, ...]:
+    updates = (p.drain(g, table) for g, (p, table) in enumerate(zip(places, tables, strict=True)))
+    return tuple(update for update in updates if update is not None)
+
+
+def _moved(place: Place, offsets: Sequence[int]) -> TableUpdate:
+    group, slot, column = place
+    return TableUpdate(group, np.array([slot]), np.array([column]), np.array([offsets], dtype=np.int32))
