@@ -1,7 +1,9 @@
 """What a scheduling step costs on one CPU core: `python -m bench.scheduler`.
 
-256 requests decode after 1,024-token prompts. A *step* is schedule + commit. "Between page boundaries" are the steps in
-which no sequence reached its horizon; the other steps hand out pages.
+256 requests decode after prompts of about 1,024 tokens, their page boundaries spread over steps as in service. A *step*
+is schedule + commit. "Between boundaries" is the median of steps in which no sequence needs a page, measured with all
+prompts equally long. Windows up to the prompt's length are full rings and cost nothing; the last row has windows far
+beyond it, so that every group of every sequence takes a page every 16 tokens.
 """
 
 from __future__ import annotations
@@ -44,46 +46,56 @@ def layout_of(caches: list[Cache]) -> Layout:
     return plan_layout(caches, resolve_formats("auto", group_caches(caches), "bfloat16"))
 
 
-def windows(count: int, layers: int = 46) -> list[Cache]:
-    """`layers` layers over `count` distinct windows of 128 to 1,024 tokens."""
-    sizes = np.linspace(128, 1024, count).astype(int).tolist()
+def windows(count: int, largest: int = 1024, layers: int = 46) -> list[Cache]:
+    """`layers` layers over `count` distinct windows of up to `largest` tokens."""
+    sizes = np.linspace(largest, largest // 8, count).astype(int).tolist()
     return [TokenCache(i, Window(sizes[i % count]), 8, 128, 128) for i in range(layers)]
 
 
 def measure_steps(name: str, layout: Layout, steps: int) -> StepTimes:
-    # Room for a half-open slab per sequence and group: this measures steps, not compaction.
-    longest = PROMPT_TOKENS + steps + 2 * DEFAULT_GROWTH_TOKENS
-    room = Capacity(layout, 0).slabs_for(REQUESTS, longest) + REQUESTS * len(layout.groups)
-    manager = KVManager(layout, room, REQUESTS, MAX_MODEL_LEN)
-    scheduler = Scheduler(manager, max_num_batched_tokens=8192)
-    rng = np.random.default_rng(0)
-    for i in range(REQUESTS):
-        # Lengths differ a little, so that page boundaries spread over steps as they do in service.
-        prompt = np.zeros(PROMPT_TOKENS - int(rng.integers(0, 64)), dtype=np.int32)
-        scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=100_000, stop_token_ids=(1, 106))))
+    taken = [seconds for seconds, _ in step_times(layout, steps, spread_tokens=64)]
+    steady = [seconds for seconds, took_pages in step_times(layout, steps, spread_tokens=1) if not took_pages]
+    return StepTimes(
+        name,
+        len(layout.groups),
+        1e3 * statistics.median(taken),
+        1e6 * statistics.median(steady) / REQUESTS,
+        1e3 * float(np.quantile(taken, 0.99)),
+    )
+
+
+def step_times(layout: Layout, steps: int, spread_tokens: int) -> list[tuple[float, bool]]:
+    """(seconds, whether it handed out pages) of each decoding step."""
+    scheduler = decoding_scheduler(layout, steps, spread_tokens)
     tokens = np.full(REQUESTS, 7)
-    while len(scheduler.running) < REQUESTS or scheduler._prefilling:
-        batch = scheduler.schedule()
-        assert batch is not None
-        scheduler.commit(tokens[: len(batch.decode_slots) + sum(c.samples for c in batch.chunks)])
-    taken, steady = [], []
+    times = []
     for _ in range(steps):
         start = time.perf_counter()
         batch = scheduler.schedule()
         scheduler.commit(tokens)
         elapsed = time.perf_counter() - start
-        taken.append(elapsed)
+        assert batch is not None and len(batch.decode_slots) == REQUESTS
+        times.append((elapsed, bool(batch.changes.entries)))
+    return times
+
+
+def decoding_scheduler(layout: Layout, steps: int, spread_tokens: int) -> Scheduler:
+    """A scheduler whose requests have all been prefilled."""
+    # Room for a half-open slab per sequence and group: this measures steps, not compaction.
+    longest = PROMPT_TOKENS + steps + 2 * DEFAULT_GROWTH_TOKENS
+    room = Capacity(layout, 0).slabs_for(REQUESTS, longest) + REQUESTS * len(layout.groups)
+    # One step prefills all of them, so that only `spread_tokens` sets their page boundaries apart.
+    scheduler = Scheduler(KVManager(layout, room, REQUESTS, MAX_MODEL_LEN), REQUESTS * PROMPT_TOKENS)
+    rng = np.random.default_rng(0)
+    for i in range(REQUESTS):
+        prompt = np.zeros(PROMPT_TOKENS - int(rng.integers(spread_tokens)), dtype=np.int32)
+        scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=100_000, stop_token_ids=(1, 106))))
+    while True:
+        batch = scheduler.schedule()
         assert batch is not None
-        if not batch.changes.entries:
-            steady.append(elapsed)
-    steady_s = statistics.median(steady) if steady else min(taken)
-    return StepTimes(
-        name,
-        len(layout.groups),
-        1e3 * statistics.median(taken),
-        1e6 * steady_s / REQUESTS,
-        1e3 * float(np.quantile(taken, 0.99)),
-    )
+        scheduler.commit(np.full(len(batch.decode_slots) + sum(c.samples for c in batch.chunks), 7))
+        if len(batch.decode_slots) == REQUESTS:
+            return scheduler
 
 
 def measure_prompt(layout: Layout, repeats: int = 20) -> float:
@@ -107,9 +119,10 @@ def main() -> None:
     gemma = layout_of(list(load("gemma-4-31b").caches))
     rows = [
         measure_steps("gemma-4-31b", gemma, steps),
-        measure_steps("46 layers, 1 window", layout_of(windows(1)), steps),
-        measure_steps("46 layers, 6 windows", layout_of(windows(6)), steps),
-        measure_steps("46 layers, 46 windows", layout_of(windows(46)), steps),
+        measure_steps("1 window, 46 layers", layout_of(windows(1)), steps),
+        measure_steps("6 windows", layout_of(windows(6)), steps),
+        measure_steps("46 windows", layout_of(windows(46)), steps),
+        measure_steps("46 windows, filling", layout_of(windows(46, largest=65_536)), steps // 10),
     ]
     prompt_ms = measure_prompt(gemma)
     table = Table(title=f"schedule + commit, {REQUESTS} decoding requests\n{machine_line()}", title_justify="left")
@@ -125,7 +138,7 @@ def main() -> None:
         )
     console = Console()
     console.print(table)
-    one, six, many = (row.step_ms for row in rows[1:])
+    one, six, many = (row.step_ms for row in rows[1:4])
     console.print(f"6 windows / 1: {six / one:.2f} ×   46 windows / 1: {many / one:.2f} ×")
     console.print(f"131,072-token prompt extended in {prompt_ms:.2f} ms (gemma-4-31b, 8,192-token chunks)")
     print(

@@ -28,7 +28,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows ? instead of a traceback
     try:
-        return app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        return app(sys.argv[1:] or ["--help"], prog_name="windowpane", standalone_mode=False) or 0
     except Exception as error:
         message = _explain(error)
         if message is None:
@@ -42,21 +42,30 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     # A usage error. Its class is typer's own in some releases and click's in others; both have this method.
-    if hasattr(error, "format_message"):
-        command = error.ctx.command_path if getattr(error, "ctx", None) else "windowpane"
-        return f"{' '.join(error.format_message().split())} (see `{command} --help`)"
-    return None
+    message = getattr(error, "format_message", None)
+    if message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "windowpane"
+    return f"{' '.join(message().split())} (see `{command} --help`)"
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from windowpane import __version__
 
         typer.echo(f"windowpane {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -96,16 +105,19 @@ def plan(
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Keep restore points in free memory; elsewhere, charge states for it.", rich_help_panel=SCHEDULING)
+        bool,
+        typer.Option(help="Keep restore points; vLLM charges states more for it.", rich_help_panel=SCHEDULING),
     ] = True,
     async_scheduling: Annotated[
-        bool, typer.Option(help="Prepare a step while another runs; elsewhere, charge windows twice.", rich_help_panel=SCHEDULING)
+        bool,
+        typer.Option(help="Prepare a step ahead; vLLM 0.26 charges windows more for it.", rich_help_panel=SCHEDULING),
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON (docs/plan-json.md) instead.", rich_help_panel=OUTPUT)
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say why the layout and formats are what they are.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option("--explain", help="Say why layout and formats are what they are.", rich_help_panel=OUTPUT),
     ] = False,
 ) -> None:
     """Say what fits, where every byte goes, and what the same flags give on other engines."""
@@ -153,4 +165,3 @@ def models() -> None:
     from windowpane.plan.catalog import print_catalog
 
     print_catalog(Console(highlight=False))
-

@@ -65,4 +65,5 @@ class Request:
         """Known tokens [start, stop) of prompt and output."""
         if stop <= len(self.prompt):
             return self.prompt[start:stop]
-        return np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])[start:stop]
+        known: Tokens = np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])
+        return known[start:stop]

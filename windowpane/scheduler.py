@@ -342,26 +342,18 @@ class Scheduler:
 
     def _finish(self, flight: _Flight, sampled: NDArray[np.int64]) -> list[Request]:
         """Requests that a stop token or their length has ended; their slots leave."""
-        stops = (self._stop_ids[flight.sampling_slots] == sampled[:, None]).any(axis=1)
-        finished: list[Request] = []
-        for row in np.flatnonzero(stops | flight.last).tolist():
+        may_end = (self._stop_ids[flight.sampling_slots] == sampled[:, None]).any(axis=1) | flight.last
+        rows = np.flatnonzero(may_end).tolist()
+        if self._many_stops:
+            rows += [row for row, request in enumerate(flight.sampling) if request in self._many_stops]
+        finished = []
+        for row in rows:
             request = flight.sampling[row]
-            if request.finish_reason is None:
-                self._end(request, stopped=bool(stops[row]), finished=finished)
-        for request in self._many_stops.intersection(flight.sampling) if self._many_stops else ():
-            if request.finish_reason is None:
-                self._end(request, stopped=request.output[-1] in request.params.stop_token_ids, finished=finished)
+            if request.finish_reason is None and (reason := _reason_to_end(request)):
+                request.finish_reason = reason
+                finished.append(request)
+                self._leave(self._slot_of[request], requeue=False)
         return finished
-
-    def _end(self, request: Request, *, stopped: bool, finished: list[Request]) -> None:
-        if stopped and len(request.output) >= request.params.min_tokens:
-            request.finish_reason = FinishReason.STOP
-        elif len(request.output) >= request.params.max_tokens:
-            request.finish_reason = FinishReason.LENGTH
-        else:
-            return
-        finished.append(request)
-        self._leave(self._slot_of[request], requeue=False)
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -399,6 +391,13 @@ class Scheduler:
         if slot in self._decoding:
             del self._decoding[slot]
             self._decoding_slots = None
+
+
+def _reason_to_end(request: Request) -> FinishReason | None:
+    params, output = request.params, request.output
+    if output[-1] in params.stop_token_ids and len(output) >= params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(output) >= params.max_tokens else None
 
 
 def _order(request: Request) -> int:

@@ -58,6 +58,19 @@ def test_every_cache_is_in_the_group_of_its_retention_once(caches, fmt):
 
 
 @given(layouts())
+def test_pages_lie_at_whole_rows_of_every_width(layout):
+    """TMA counts rows: an offset into a slab must be a whole number of each layer's rows."""
+    for g in layout.groups:
+        for s in (s for s in g.slices if isinstance(s.cache, TokenCache)):
+            assert all(g.page_bytes % width == 0 and layout.slab_bytes % width == 0 for width in s.row_bytes)
+
+
+def test_an_odd_number_of_scaled_layers_keeps_pages_at_whole_rows():
+    layout = layout_of([TokenCache(i, Full(), 4, 512, 512, latent=True) for i in range(9)], "int8_per_token_head")
+    assert layout.groups[0].page_bytes % 512 == 0
+
+
+@given(layouts())
 def test_a_slab_holds_at_least_one_page_of_every_group(layout):
     assert all(layout.pages_per_slab(g) >= 1 for g in layout.groups)
 
@@ -72,7 +85,7 @@ def test_a_page_costs_no_more_than_its_rows_and_alignment(layout):
         for s in g.slices:
             rows = s.cache.kv_heads * g.block_tokens
             data += rows * (sum(s.row_bytes) + g.kv_format.scale_bytes * len(s.row_bytes))
-        slack = g.stripes * OFFSET_UNIT_BYTES + 16 * g.layers
+        slack = g.stripes * g.align_bytes + 16 * g.layers
         assert g.stripes * g.page_bytes <= 1.01 * data + slack
 
 
@@ -173,8 +186,8 @@ def test_overrides_are_honoured_or_refused():
     assert layout.slab_bytes == 64 * 2**20
     assert all(g.block_tokens == 64 for g in layout.groups)
     with pytest.raises(LayoutError, match="cannot hold one page"):
-        layout_of(gemma_4_31b(), slab_bytes=256)
-    with pytest.raises(LayoutError, match="multiple of 256"):
+        layout_of(gemma_4_31b(), slab_bytes=1024)
+    with pytest.raises(LayoutError, match="multiple of 1024"):
         layout_of(gemma_4_31b(), slab_bytes=1000)
     with pytest.raises(LayoutError, match="at least 1"):
         layout_of(gemma_4_31b(), block_tokens=0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -10,13 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.kv.device import Device
 from tests.kv.strategies import layouts
 from tests.kv.test_layout import gemma_4_31b, layout_of
+from windowpane.kv import manager as manager_module
+from windowpane.kv.arena import Cursor, Move
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.manager import KVManager, ReservationError, Retained
 from windowpane.kv.retention import Chunk, Full, Window, ceil_div
 
 SLOTS, LONGEST = 4, 150
-# `WINDOWPANE_LONG=1 pytest tests/kv/test_manager.py` runs about a million operations.
-LONG = bool(os.environ.get("WINDOWPANE_LONG"))
+# WINDOWPANE_LONG=20000 runs about a million operations.
+LONG = os.environ.get("WINDOWPANE_LONG")
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -139,7 +142,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManager = ManagerMachine.TestCase
 TestManager.settings = settings(
-    max_examples=int(os.environ["WINDOWPANE_LONG"]) if LONG else 120,
+    max_examples=int(LONG) if LONG else 100,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -222,7 +225,8 @@ def test_no_free_byte_is_out_of_reach_of_a_group():
     manager.extend(0, 3200)
 
 
-def test_stranded_pages_are_moved_when_only_they_are_in_the_way():
+def test_stranded_pages_are_moved_when_only_they_are_in_the_way(monkeypatch):
+    monkeypatch.setattr(manager_module, "GAP_LIMIT", 1.0)  # no tidying beforehand
     caches = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(1024), 20, 64, 64)]
     layout = layout_of(caches, block_tokens=16)
     full, window = (layout.groups.index(layout.group(n)) for n in ("full", "window-1024"))
@@ -245,6 +249,61 @@ def test_stranded_pages_are_moved_when_only_they_are_in_the_way():
     for slot in range(4):  # what was moved still reads right
         device.step(slot, (*range(slot, slot + 32), 99), 32, 32, 0)
     manager.check_integrity()
+
+
+def test_gaps_are_closed_before_anyone_waits_for_them():
+    layout = layout_of([TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(1024), 20, 64, 64)], block_tokens=16)
+    manager = KVManager(layout, 130, 64, 1000)
+    device = Device(manager)
+    for slot in range(64):
+        manager.start(slot, 16)
+        manager.extend(slot, 16)
+        device.apply(manager.take_changes(), manager)
+        device.step(slot, tuple(range(slot, slot + 16)), 0, 16, 0)
+    gaps = sum(manager.arena.gap_bytes(g) for g in range(len(layout.groups)))
+    slabs_to_spare = manager.arena.free_slabs >= manager_module.SCARCE * manager.arena.num_slabs
+    assert slabs_to_spare or gaps <= manager_module.GAP_LIMIT * manager.arena.total_bytes
+    assert manager.moved_pages > 0
+    for slot in range(64):
+        device.step(slot, (*range(slot, slot + 16), 99), 16, 16, 0)
+
+
+def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read():
+    layout = layout_of([TokenCache(0, Window(32), 1, 64, 64)], block_tokens=16, slab_bytes=16 * 2**14)
+    manager = KVManager(layout, 8, 3, 1000)
+    device = Device(manager)
+
+    def step(slot: int, history: tuple[int, ...], old: int) -> None:
+        changes = manager.take_changes()
+        device.apply(changes, manager)
+        device.step(slot, history, old, len(history), 0)
+        device.after_step(changes)
+
+    history = tuple(range(32))
+    manager.start(0, 32)
+    manager.extend(0, 32)
+    step(0, history, 0)
+    kept = manager.retain(0)
+    manager.release(0)
+    manager.start(1, 64, kept)
+    step(1, history, 32)
+    manager.extend(1, 49)  # slides past a shared page, which this step still reads
+    # As if room had to be made within this very step: empty the slab that holds the shared pages.
+    manager._apply_moves(0, _move_everything(manager))
+    step(1, (*history, *range(500, 517)), 32)
+    manager.check_integrity()
+
+
+def _move_everything(manager: KVManager) -> list[Move]:
+    """Move all pages of the first group into a slab of their own."""
+    arena = manager.arena
+    held = {int(o) for kept in manager.retained for o in kept.pages[0]}
+    held |= {int(o) for slot in range(manager.num_slots) for o in manager.tables[0].page_offsets(slot)}
+    sources = sorted(held)
+    targets = arena.take(0, len(sources), Cursor())
+    arena.tag(0, targets, arena.tags(0, np.array(sources, dtype=np.int32)))
+    arena.free(0, np.array(sources, dtype=np.int32))
+    return [Move(0, source, int(target)) for source, target in zip(sources, targets, strict=True)]
 
 
 def test_giving_up_restore_points_stops_once_it_fits():

@@ -64,6 +64,8 @@ class Arena:
         self._free_slabs = list(range(num_slabs - 1, -1, -1))
         # Gaps of partly filled slabs only: slab → indexes of free pages.
         self._gaps: list[dict[int, list[int]]] = [{} for _ in layout.groups]
+        # One number per page, for its taker: when the page moves, it says which table entry to rewrite.
+        self._tags = np.zeros((num_slabs, max(self.pages_per_slab)), dtype=np.int64)
         self._page_starts = [
             np.arange(per_slab, dtype=np.int32) * units
             for per_slab, units in zip(self.pages_per_slab, self.page_units, strict=True)
@@ -93,6 +95,10 @@ class Arena:
     def gap_pages(self, group: int) -> int:
         return self.held_slabs[group] * self.pages_per_slab[group] - self.used_pages[group]
 
+    def gap_bytes(self, group: int) -> int:
+        """What `compact` could win back: stranded bytes without the remainders."""
+        return self.gap_pages(group) * self.layout.groups[group].page_bytes
+
     def available_pages(self, group: int) -> int:
         """Pages that `take` could hand out now, without moving anything."""
         return self.free_slabs * self.pages_per_slab[group] + self.gap_pages(group)
@@ -121,16 +127,34 @@ class Arena:
         slab = cursor.slab
         if slab not in gaps:
             if self._free_slabs:
-                return int(self.take(group, 1, cursor)[0])
-            if not gaps:
+                slab = cursor.slab = self._free_slabs.pop()
+                self._owner[slab] = group
+                self.held_slabs[group] += 1
+                gaps[slab] = list(range(self.pages_per_slab[group] - 1, -1, -1))
+            elif gaps:
+                slab = cursor.slab = next(iter(gaps))
+            else:
                 raise ArenaFull(f"1 page of {self.layout.groups[group].name} asked, 0 available")
-            slab = cursor.slab = next(iter(gaps))
         index = gaps[slab].pop()
         if not gaps[slab]:
             del gaps[slab]
         self._used[slab] += 1
         self.used_pages[group] += 1
         return slab * self._slab_units + index * self.page_units[group]
+
+    def tag(self, group: int, offsets: Offsets, tags: NDArray[np.int64]) -> None:
+        """Write a number on each of these pages. It stays with the page when `compact` moves it."""
+        slabs, within = np.divmod(offsets, self._slab_units)
+        self._tags[slabs, within // self.page_units[group]] = tags
+
+    def tag_one(self, group: int, offset: int, tag: int) -> None:
+        slab, within = divmod(offset, self._slab_units)
+        self._tags[slab, within // self.page_units[group]] = tag
+
+    def tags(self, group: int, offsets: Offsets) -> NDArray[np.int64]:
+        slabs, within = np.divmod(offsets, self._slab_units)
+        found: NDArray[np.int64] = self._tags[slabs, within // self.page_units[group]]
+        return found
 
     def free(self, group: int, offsets: Offsets) -> None:
         """Give pages back. Each must be a taken page of this group."""
@@ -166,15 +190,17 @@ class Arena:
         victim = min(gaps, key=lambda slab: self._used[slab])
         free_indexes = set(gaps[victim])
         kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]
-        sources = victim * self._slab_units + np.array(kept, dtype=np.int32) * self.page_units[group]
+        sources = np.array(kept, dtype=np.int32) * self.page_units[group] + victim * self._slab_units
         del gaps[victim]  # so that no target lies in the slab being emptied
         targets: list[int] = []
-        for slab in list(gaps):
+        # The fullest first: as few slabs as possible are left partly filled, and shared between takers.
+        for slab in sorted(gaps, key=lambda slab: len(gaps[slab])):
             if len(targets) == len(kept):
                 break
             targets += self._take_gaps(group, slab, len(kept) - len(targets)).tolist()
         self.used_pages[group] += len(targets)
-        self.free(group, sources.astype(np.int32))
+        self.tag(group, np.array(targets, dtype=np.int32), self.tags(group, sources))
+        self.free(group, sources)
         return [Move(group, s, t) for s, t in zip(sources.tolist(), targets, strict=True)]
 
     def _take_gaps(self, group: int, slab: int, most: int) -> Offsets:

@@ -102,7 +102,7 @@ class _Places:
         for log in (self.slots, self.columns, self.runs):
             log.clear()
         rows, places = np.concatenate(slots), np.concatenate(columns)
-        return TableUpdate(group, rows, places, table.entries[rows, places])
+        return TableUpdate(group, rows, places, np.maximum(table.entries[rows, places], 0))
 
 
 def _drain(places: Sequence[_Places], tables: Sequence[PageTable]) -> tuple[TableUpdate, ...]:

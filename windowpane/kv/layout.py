@@ -29,7 +29,8 @@ OFFSET_UNIT_BYTES = 256  # page tables hold int32 offsets in this unit: 512 GiB 
 MAX_PAGE_BYTES = 16 * 2**20  # beyond this a page is cut into stripes: one copy should stay a short copy
 MAX_SLAB_BYTES = 32 * 2**20
 MAX_REMAINDER = 0.01
-BLOCK_CHOICES = (16, 32, 48, 64)  # kernels like multiples of 16 tokens
+TILE_TOKENS = 64  # what a kernel works on at a time (docs/gpu-layout.md)
+BLOCK_CHOICES = (16, 32, 64)  # so that whole blocks make a tile
 
 # What a layout is judged on: stranded bytes of one sequence of this length.
 TYPICAL_TOKENS = 8192
@@ -78,6 +79,10 @@ class Group:
     @property
     def page_units(self) -> int:
         return self.page_bytes // OFFSET_UNIT_BYTES
+
+    @property
+    def align_bytes(self) -> int:
+        return _align_bytes(self.slices)
 
     @property
     def bytes_per_token(self) -> float:
@@ -208,7 +213,7 @@ def plan_layout(
 
 def stranded_bytes_per_sequence(layout: Layout) -> float:
     """Expected waste of one typical sequence: half-open slabs, slab remainders and the empty end of its last pages."""
-    cuts = (_Cut(g.retention, g.block_tokens, g.stripes, g.page_bytes) for g in layout.groups)
+    cuts = (_Cut(g.retention, g.block_tokens, g.stripes, g.page_bytes, g.align_bytes) for g in layout.groups)
     return sum(cut.waste(layout.slab_bytes) for cut in cuts)
 
 
@@ -220,6 +225,7 @@ class _Cut:
     block_tokens: int | None
     stripes: int
     page_bytes: int
+    align_bytes: int
 
     @property
     def typical_bytes(self) -> int:
@@ -253,20 +259,19 @@ class _Draft:
         layers = len(self.caches)
         if isinstance(self.retention, State):
             # One layer per page: a snapshot of one layer is already megabytes.
-            return [self._cut(None, layers, self._slice_bytes(None))]
+            return [self._cut(None, layers, self._slices_from_zero(None))]
         found: list[_Cut] = []
-        slice_bytes = {
-            block: self._slice_bytes(block) for block in ((block_tokens,) if block_tokens else BLOCK_CHOICES)
-        }
+        blocks = (block_tokens,) if block_tokens else BLOCK_CHOICES
+        slices = {block: self._slices_from_zero(block) for block in blocks}
         for stripes in (d for d in range(1, layers + 1) if layers % d == 0):
-            for block, sizes in slice_bytes.items():
-                cut = self._cut(block, stripes, sizes)
+            for block in blocks:
+                cut = self._cut(block, stripes, slices[block])
                 # Layers of different widths do not always fall into equal stripes; unequal ones would pad.
-                equal = stripes * cut.page_bytes <= (1 + MAX_REMAINDER) * _round_up(sum(sizes), OFFSET_UNIT_BYTES)
+                whole = self._cut(block, 1, slices[block])
+                equal = stripes * cut.page_bytes <= (1 + MAX_REMAINDER) * whole.page_bytes
                 if cut.page_bytes <= MAX_PAGE_BYTES and equal:
                     found.append(cut)
-        block, sizes = next(iter(slice_bytes.items()))
-        return found or [self._cut(block, layers, sizes)]
+        return found or [self._cut(blocks[0], layers, slices[blocks[0]])]
 
     def group(self, cut: _Cut) -> Group:
         slices = self._slices(cut.block_tokens, cut.stripes)
@@ -274,13 +279,15 @@ class _Draft:
             self.retention.name, self.retention, self.kv_format, cut.block_tokens, cut.stripes, cut.page_bytes, slices
         )
 
-    def _cut(self, block_tokens: int | None, stripes: int, slice_bytes: Sequence[int]) -> _Cut:
-        per_stripe = len(slice_bytes) // stripes
-        end = max(sum(slice_bytes[at : at + per_stripe]) for at in range(0, len(slice_bytes), per_stripe))
-        return _Cut(self.retention, block_tokens, stripes, _round_up(end, OFFSET_UNIT_BYTES))
+    def _cut(self, block_tokens: int | None, stripes: int, slices: Sequence[Slice]) -> _Cut:
+        """`slices` all start at 0: only their sizes count."""
+        per_stripe = len(slices) // stripes
+        end = max(sum(s.end for s in slices[at : at + per_stripe]) for at in range(0, len(slices), per_stripe))
+        align_bytes = _align_bytes(slices)
+        return _Cut(self.retention, block_tokens, stripes, _round_up(end, align_bytes), align_bytes)
 
-    def _slice_bytes(self, block_tokens: int | None) -> list[int]:
-        return [self._slice(cache, 0, 0, block_tokens).end for cache in self.caches]
+    def _slices_from_zero(self, block_tokens: int | None) -> list[Slice]:
+        return [self._slice(cache, 0, 0, block_tokens) for cache in self.caches]
 
     def _slices(self, block_tokens: int | None, stripes: int) -> tuple[Slice, ...]:
         """Lay the caches of each stripe one after another."""
@@ -332,9 +339,11 @@ def _search(options: Sequence[Sequence[_Cut]]) -> tuple[int, list[_Cut], int]:
     smallest = max(min(cut.page_bytes for cut in cuts) for cuts in options)
     largest = max(MAX_SLAB_BYTES, 2 * smallest)
     sizes = set()
+    align_bytes = _slab_align_bytes(options)
     for page in {cut.page_bytes for cuts in options for cut in cuts}:
         fewest = ceil_div(smallest, page)
-        sizes |= {n * page for n in range(fewest, min(largest // page, fewest + 64) + 1)}
+        counts = range(fewest, min(largest // page, fewest + 64) + 1)
+        sizes |= {_round_up(n * page, align_bytes) for n in counts}
     for limit in (MAX_REMAINDER, 1.0):
         fits = [fit for size in sorted(sizes) if (fit := _fit(size, options, limit))]
         if fits:
@@ -372,13 +381,27 @@ def _fit(slab_bytes: int, options: Sequence[Sequence[_Cut]], remainder_limit: fl
 
 def _fit_given(slab_bytes: int, options: Sequence[Sequence[_Cut]]) -> list[_Cut]:
     """The best cut per group for a slab size that was given."""
-    if slab_bytes < OFFSET_UNIT_BYTES or slab_bytes % OFFSET_UNIT_BYTES:
-        raise LayoutError(f"slab_bytes must be a positive multiple of {OFFSET_UNIT_BYTES}, not {slab_bytes:,}")
+    align_bytes = _slab_align_bytes(options)
+    if slab_bytes < 1 or slab_bytes % align_bytes:
+        raise LayoutError(f"slab_bytes must be a positive multiple of {align_bytes}, not {slab_bytes:,}")
     fit = _fit(slab_bytes, options, remainder_limit=1.0)
     if fit is None:
         need = max(min(cut.page_bytes for cut in cuts) for cuts in options)
         raise LayoutError(f"a slab of {slab_bytes:,} B cannot hold one page of every group; it takes {need:,} B")
     return fit.cuts
+
+
+def _align_bytes(slices: Sequence[Slice]) -> int:
+    """What pages must be multiples of: the offset unit, and whole rows of every width, since TMA counts rows.
+
+    The slice of a layer may start anywhere in a page, because each layer has a descriptor of its own.
+    """
+    rows = {width for s in slices if isinstance(s.cache, TokenCache) for width in s.row_bytes}
+    return math.lcm(OFFSET_UNIT_BYTES, *rows)
+
+
+def _slab_align_bytes(options: Sequence[Sequence[_Cut]]) -> int:
+    return math.lcm(*(cuts[0].align_bytes for cuts in options))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -25,6 +25,11 @@ from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 
 Demand = Sequence[int]  # pages per group
 
+# When fewer slabs than this share are free, gaps beyond GAP_LIMIT of the arena are closed, some pages a step.
+SCARCE = 0.1
+GAP_LIMIT = 0.02
+TIDY_PAGES_PER_STEP = 32
+
 
 class ReservationError(Exception):
     """The pages asked for are not there. Ask `can_reserve` first."""
@@ -192,6 +197,7 @@ class KVManager:
 
     def take_changes(self) -> Changes:
         """Close the step being put together. What it alone still reads is free for the steps after it."""
+        self._tidy()
         changes = self._log.close(self.tables, self._outgoing)
         for (g, _, _), offsets in self._outgoing.items():
             self._drop_slot_pages(g, np.array(offsets, dtype=np.int32))
@@ -329,7 +335,9 @@ class KVManager:
         table = self.tables[g]
         pages = len(columns) * table.group.stripes
         self._spend(g, slot, pages)
-        table.put(slot, columns, self._take(g, pages, self._cursors[g][slot]))
+        offsets = self._take(g, pages, self._cursors[g][slot])
+        table.put(slot, columns, offsets)
+        self.arena.tag(g, offsets, table.places(slot, columns))
         if replaced:
             late = np.isin(columns, replaced)
             self._log.entries(g, slot, columns[late], late=True)
@@ -345,7 +353,9 @@ class KVManager:
         cursor = self._cursors[g][slot]
         while not self.arena.available_pages(g):
             self._make_room()
-        table.entries[slot, column, 0] = self.arena.take_one(g, cursor)
+        offset = self.arena.take_one(g, cursor)
+        table.entries[slot, column, 0] = offset
+        self.arena.tag_one(g, offset, slot * table.columns + column)
         table.filled[slot] += 1
         self._log.entry(g, slot, column)
 
@@ -361,20 +371,30 @@ class KVManager:
     def _take(self, g: int, pages: int, cursor: Cursor) -> Offsets:
         while self.arena.available_pages(g) < pages:
             self._make_room()
+        # Rather than scatter over the gaps of many others, which would pin all their slabs, win slabs for these pages.
+        while self.arena.free_slabs * self.arena.pages_per_slab[g] < pages and self._compact_any():
+            pass
         return self.arena.take(g, pages, cursor)
 
     def _make_room(self) -> None:
         """Win one slab, or at least one page: move stranded pages together, else give up the oldest restore point."""
-        for g in range(len(self.tables)):
-            moves = self.arena.compact(g)
-            if moves:
-                self._apply_moves(g, moves)
-                return
+        if self._compact_any():
+            return
         for kept in self._retained.values():
             if kept is not self._resuming and self._frees_something(kept):
                 self.drop(kept)
                 return
         raise AssertionError("a promised page is not there: the accounting is broken")
+
+    def _compact_any(self) -> int:
+        """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+        groups = range(len(self.tables))
+        for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
+            moves = self.arena.compact(g)
+            if moves:
+                self._apply_moves(g, moves)
+                return len(moves)
+        return 0
 
     def _frees_something(self, kept: Retained) -> bool:
         return any(
@@ -383,24 +403,44 @@ class KVManager:
             for o in offsets.tolist()
         )
 
+    def _tidy(self) -> None:
+        """Close gaps while slabs are scarce, a few pages a step: that costs next to nothing and keeps waste small."""
+        arena = self.arena
+        moved = 0
+        while arena.free_slabs < SCARCE * arena.num_slabs and moved < TIDY_PAGES_PER_STEP:
+            gap_bytes = sum(arena.gap_bytes(g) for g in range(len(self.tables)))
+            if gap_bytes <= GAP_LIMIT * arena.total_bytes:
+                return
+            won = self._compact_any()
+            if not won:
+                return
+            moved += won
+
     def _apply_moves(self, g: int, moves: list[Move]) -> None:
         self.moved_pages += len(moves)
         self._log.copies += moves
-        sources = np.array([m.source for m in moves], dtype=np.int32)
-        targets = np.array([m.target for m in moves], dtype=np.int32)
-        for slot, column in zip(*(at.tolist() for at in self.tables[g].rewrite(sources, targets)), strict=True):
-            self._log.entry(g, slot, column)
+        table, shared = self.tables[g], self._shared[g]
+        own = [m for m in moves if m.source not in shared]
+        places = self.arena.tags(g, np.array([m.target for m in own], dtype=np.int32))
+        for move, place in zip(own, places.tolist(), strict=True):
+            self._log.entry(g, *table.place_page(place, move.target))
+        if len(own) < len(moves):
+            self._rename_shared(g, {m.source: m.target for m in moves if m.source in shared})
+
+    def _rename_shared(self, g: int, renamed: dict[int, int]) -> None:
+        """Rewrite moved pages that several hold, wherever they stand."""
+        sources, targets = (np.fromiter(o, dtype=np.int32) for o in (renamed.keys(), renamed.values()))
+        for slot, columns in self.tables[g].rewrite(sources, targets):
+            self._log.entries(g, slot, columns)
         shared = self._shared[g]
-        renamed = {m.source: m.target for m in moves if m.source in shared}
-        if renamed:
-            for (group, slot, column), outgoing in self._outgoing.items():
-                if group == g and not renamed.keys().isdisjoint(outgoing):
-                    outgoing[:] = [renamed.get(o, o) for o in outgoing]
-                    self._log.moved_read((g, slot, column))
-            for source, target in renamed.items():
-                shared[target] = shared.pop(source)
-            for kept in self._retained.values():
-                kept.pages[g] = np.array([renamed.get(o, o) for o in kept.pages[g].tolist()], dtype=np.int32)
+        for source, target in renamed.items():
+            shared[target] = shared.pop(source)
+        for kept in self._retained.values():
+            kept.pages[g] = np.array([renamed.get(o, o) for o in kept.pages[g].tolist()], dtype=np.int32)
+        for (group, slot, column), outgoing in self._outgoing.items():
+            if group == g and not renamed.keys().isdisjoint(outgoing):
+                outgoing[:] = [renamed.get(o, o) for o in outgoing]
+                self._log.moved_read((g, slot, column))
 
     def _let_go(self, g: int, slot: int, columns: Columns) -> list[int]:
         """Empty the columns whose shared pages this step slides past; the pages stay until the step is behind us."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.kv.layout import Group
+from windowpane.kv.layout import TILE_TOKENS, Group
 from windowpane.kv.retention import Chunk, Cross, Full, State, Window, ceil_div
 
 NO_PAGE = -1
@@ -34,8 +34,10 @@ class PageTable:
         self.columns = group.max_pages(max_model_len, rollback_tokens) // group.stripes
         # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, `filled` says how
         # far.
+        # Kernels read the entries of whole tiles, so rows end with a whole one.
+        width = _whole_tiles(self.columns, self.block_tokens) if self.grows else self.columns
         make = np.zeros if self.grows else _no_pages
-        self.entries: NDArray[np.int32] = make((num_slots, self.columns, group.stripes), dtype=np.int32)
+        self.entries: NDArray[np.int32] = make((num_slots, width, group.stripes), dtype=np.int32)
         self.filled = [0] * num_slots  # columns that hold a page
         self.pinned = [0] * num_slots  # ring columns that hold a page shared with a restore point
 
@@ -65,7 +67,7 @@ class PageTable:
         if self.grows:
             return block if block >= self.filled[slot] else None
         column = block % self.columns
-        if self.entries[slot, column, 0] != NO_PAGE or not self.columns_to_write(position, position + 1):
+        if self.entries[slot, column, 0] != NO_PAGE or not self._is_held(position, position + 1):
             return None
         return column
 
@@ -77,9 +79,13 @@ class PageTable:
 
     def _continues_block(self, length: int) -> bool:
         """Whether the next token goes into a page that already holds tokens of its block."""
+        return length % self.block_tokens != 0 and self._is_held(length - 1, length)
+
+    def _is_held(self, position: int, length: int) -> bool:
+        """Whether a sequence of `length` tokens can still be asked for the one at `position`."""
         retention = self.group.retention
         assert not isinstance(retention, State | Cross)
-        return length % self.block_tokens != 0 and len(retention.held(length, self.rollback_tokens)) > 0
+        return retention.first_visible(max(0, length - self.rollback_tokens)) <= position
 
     def held_columns(self, length: int) -> Columns:
         """Columns that hold what a sequence of `length` tokens can still be asked for, oldest block first."""
@@ -128,20 +134,40 @@ class PageTable:
         self.filled[slot] = 0
         self.pinned[slot] = 0
 
-    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> tuple[Columns, Columns]:
-        """Replace moved offsets wherever they stand; returns the slots and columns that changed.
+    def places(self, slot: int, columns: Columns) -> Columns:
+        """One number per page of these columns, stripes innermost: where in the table it stands."""
+        stripes = self.group.stripes
+        first: Columns = (slot * self.columns + columns) * stripes
+        return (first[:, None] + np.arange(stripes)).reshape(-1)
 
-        Columns of a growing table beyond `filled` hold leftovers; rewriting those too does no harm.
-        """
+    def place_page(self, place: int, offset: int) -> tuple[int, int]:
+        """Put a page where `places` said; returns its slot and column."""
+        at, stripe = divmod(place, self.group.stripes)
+        slot, column = divmod(at, self.columns)
+        self.entries[slot, column, stripe] = offset
+        return slot, column
+
+    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, Columns]]:
+        """Replace moved offsets wherever they stand; returns the columns that changed, slot by slot."""
         order = np.argsort(sources)
         sources, targets = sources[order], targets[order]
-        region = self.entries[:, : max(self.filled)] if self.grows else self.entries
-        near = np.flatnonzero((region >= sources[0]) & (region <= sources[-1]))
-        at = np.unravel_index(near, region.shape)
-        index = np.minimum(np.searchsorted(sources, region[at]), len(sources) - 1)
-        moved = sources[index] == region[at]
-        region[tuple(axis[moved] for axis in at)] = targets[index[moved]]
-        return at[0][moved], at[1][moved]
+        changed = []
+        for slot, filled in enumerate(self.filled):
+            if not filled:
+                continue
+            row = (self.entries[slot, :filled] if self.grows else self.entries[slot]).reshape(-1)
+            near = np.flatnonzero((row >= sources[0]) & (row <= sources[-1]))
+            if len(near):
+                index = np.minimum(np.searchsorted(sources, row[near]), len(sources) - 1)
+                moved = sources[index] == row[near]
+                row[near[moved]] = targets[index[moved]]
+                changed.append((slot, np.unique(near[moved] // self.group.stripes)))
+        return changed
+
+
+def _whole_tiles(columns: int, block_tokens: int) -> int:
+    per_tile = max(1, TILE_TOKENS // block_tokens)
+    return ceil_div(columns, per_tile) * per_tile
 
 
 def _no_pages(shape: tuple[int, ...], dtype: type[np.int32]) -> NDArray[np.int32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from functools import cache
@@ -88,7 +87,9 @@ def _readers() -> dict[str, Callable[[Config, str], ModelSpec]]:
 
 
 def _not_found(source: str) -> str:
-    close = difflib.get_close_matches(source.lower().rsplit("/", 1)[-1], shipped_names(), n=3, cutoff=0.5)
+    from difflib import get_close_matches  # only here: a model that is found does not pay for it
+
+    close = get_close_matches(source.lower().rsplit("/", 1)[-1], shipped_names(), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return (
         f"no model directory, config.json or shipped model {source!r}{hint} (`windowpane models` lists shipped names)"

@@ -46,8 +46,9 @@ def _fits(sizing: Sizing, card: str, concurrency: int) -> CardFit | None:
         return None
     assert capacity is not None
     limit = sizing.config.max_model_len or sizing.spec.max_position
-    longest = capacity.longest(concurrency)
-    if longest is not None and longest < (sizing.config.max_model_len or 1):
+    memory_limit = capacity.longest(concurrency)
+    longest = limit if memory_limit is None else min(memory_limit, limit)
+    if longest < (sizing.config.max_model_len or 1):
         return None
     typed = card if sizing.ranks == 1 else f"{sizing.ranks}x{card}"
-    return CardFit(typed, capacity.kv_bytes, capacity.sequences(limit), limit if longest is None else min(longest, limit))
+    return CardFit(typed, capacity.kv_bytes, capacity.sequences(limit), longest)

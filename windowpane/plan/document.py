@@ -22,7 +22,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "model": sizing.spec.name,
         "architecture": sizing.spec.architecture,
-        "device": plan.device.name if plan.device else None,
+        "device": (plan.device.name or None) if plan.device else None,
         "tensor_parallel_size": sizing.ranks,
         "max_num_seqs": sizing.config.max_num_seqs,
         "max_num_batched_tokens": sizing.config.batched_tokens,
@@ -33,7 +33,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "compute_dtype": sizing.compute_dtype,
         "kv_cache_bytes_per_rank": plan.kv_bytes,
         "weights_bytes_per_rank": sizing.weights_bytes,
-        "memory": asdict(plan.budget) | {"kv_bytes": plan.budget.kv_bytes} if plan.budget else None,
+        "memory": asdict(plan.budget) | {"kv_bytes": plan.kv_bytes} if plan.budget else None,
         "groups": [_group(plan, group) for group in sizing.layout.groups],
         "slab_bytes": sizing.layout.slab_bytes,
         "arena_bytes": capacity.arena_bytes if capacity else None,
@@ -53,8 +53,7 @@ def document(plan: Plan) -> dict[str, Any]:
 
 
 def _peer(peer: PeerReport, async_scheduling: bool) -> dict[str, Any]:
-    """`same_flags`: the newest release, scheduling as the user asked."""
-    return asdict(peer) | {"note": peer.note, "same_flags": peer.async_scheduling is async_scheduling}
+    return asdict(peer) | {"note": peer.note, "same_flags": peer.has_flags(async_scheduling)}
 
 
 def _group(plan: Plan, group: Group) -> dict[str, Any]:

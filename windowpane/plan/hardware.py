@@ -162,8 +162,8 @@ def _unknown(text: str, squeezed: str) -> str:
     spellings = {_squeeze(card.name): card.name for card in _CARDS}
     sizes = [name for spelling, name in spellings.items() if squeezed and spelling.startswith(squeezed)]
     close = sizes or [spellings[s] for s in get_close_matches(squeezed, spellings, n=3, cutoff=0.7)]
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
     return (
-        f"unknown GPU {text!r}; {hint}Known: {', '.join(GPUS)}. "
+        f"unknown GPU {text!r}{hint} Known: cpu, {', '.join(GPUS)}. "
         "For any other card give its memory with --gpu-memory, for example --gpu-memory 24GiB"
     )

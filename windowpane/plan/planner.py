@@ -100,10 +100,15 @@ def make_plan(
 
 def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
-    caches = rank_caches(spec, config, ranks)
+    try:
+        caches = rank_caches(spec, config, ranks)
+        weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
+    except ShardingError as error:
+        works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
+        problem = rank_problem(spec, ranks) or error
+        raise PlanError(f"{problem}; --tensor-parallel-size works with {', '.join(works)}") from None
     formats = resolve_formats(config.kv_cache_dtype, group_caches(caches), compute_dtype)
     layout = plan_layout(caches, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
-    weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
     activations = activation_bytes(spec, config, ranks, compute_dtype)
     return Sizing(spec, config, ranks, compute_dtype, weights, activations, layout)
 
@@ -131,10 +136,12 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
 
 
 def _too_large(sizing: Sizing, budget: Budget, usable: str) -> WeightsTooLarge:
+    who = "it" if sizing.ranks == 1 else f"each of {sizing.ranks} ranks"
+    runtime = f", {format_bytes(budget.runtime_bytes)} runtime" if budget.runtime_bytes else ""
     return WeightsTooLarge(
-        f"{sizing.spec.name} does not fit: each rank needs {format_bytes(budget.before_kv_bytes)} before any KV "
-        f"({format_bytes(budget.weights_bytes)} weights, {format_bytes(budget.activation_bytes)} activations, "
-        f"{format_bytes(budget.runtime_bytes)} runtime), and its device gives {usable}"
+        f"{sizing.spec.name} does not fit: {who} needs {format_bytes(budget.before_kv_bytes)} before any KV "
+        f"({format_bytes(budget.weights_bytes)} weights, {format_bytes(budget.activation_bytes)} activations{runtime}) "
+        f"and has {usable}"
     )
 
 
@@ -147,20 +154,18 @@ def _more_cards(sizing: Sizing, gpu: str | None, gpu_memory_bytes: int | None) -
             if ranks <= sizing.ranks or rank_problem(sizing.spec, ranks):
                 continue
             try:
-                fit(size_up(sizing.spec, config, ranks), _card(card, gpu_memory_bytes))
+                _, capacity = fit(size_up(sizing.spec, config, ranks), _card(card, gpu_memory_bytes))
             except PlanError:
+                continue
+            if capacity is None or capacity.sequences(config.max_model_len or 1) == 0:
                 continue
             also = f" --tensor-parallel-size {ranks}" if sizing.config.tensor_parallel_size else ""
             return f"It fits on --gpu {ranks}x{card.name}{also}"
-    return "Use more or larger cards (--gpu), a quantized checkpoint, or a smaller --max-num-batched-tokens"
+    return "Use more memory, a quantized checkpoint, or a smaller --max-num-batched-tokens"
 
 
 def rank_caches(spec: ModelSpec, config: EngineConfig, ranks: int) -> list[Cache]:
     """The caches of one rank under these flags."""
-    problem = rank_problem(spec, ranks)
-    if problem:
-        works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
-        raise PlanError(f"{problem}; --tensor-parallel-size works with {', '.join(works)}")
     caches = [cache.shard(ranks) for cache in spec.caches]
     if config.swa_full:
         caches = [
@@ -171,7 +176,7 @@ def rank_caches(spec: ModelSpec, config: EngineConfig, ranks: int) -> list[Cache
 
 
 def rank_problem(spec: ModelSpec, ranks: int) -> str | None:
-    """Why neither caches nor weights divide over so many ranks; None if they do."""
+    """Why caches or weights do not divide over so many ranks; None if they do."""
     try:
         for cache in spec.caches:
             cache.shard(ranks)
@@ -187,7 +192,7 @@ def _check_concurrency(config: EngineConfig, concurrency: int | None) -> None:
         raise PlanError(f"--concurrency must be at least 1, not {concurrency}")
     if concurrency > config.max_num_seqs:
         raise PlanError(
-            f"--concurrency {concurrency} is more than run at once; raise --max-num-seqs ({config.max_num_seqs}) as well"
+            f"--concurrency {concurrency} is more than --max-num-seqs {config.max_num_seqs} lets run; raise that too"
         )
 
 
@@ -255,22 +260,23 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, capacity: Capacity | N
         fit = "one sequence fits" if sequences == 1 else f"{sequences} sequences fit"
         return longest, f"the longest at which {fit}; the model's own limit is {spec.max_position:,}"
     need = capacity.slabs_for(sequences, length) * capacity.layout.slab_bytes
-    many = "one sequence" if sequences == 1 else f"{sequences} sequences"
+    many = "one sequence needs" if sequences == 1 else f"{sequences} sequences need"
     way_out = f"The longest that fits is --max-model-len {longest}; or give" if longest else "No length fits: give"
     raise PlanError(
-        f"{many} of {length:,} tokens need{'s' if sequences == 1 else ''} {format_bytes(need)} of KV per rank, and there "
-        f"are {format_bytes(capacity.kv_bytes)}. {way_out} more memory, or a smaller --kv-cache-dtype"
+        f"at {length:,} tokens {many} {format_bytes(need)} of KV per rank, and there are "
+        f"{format_bytes(capacity.kv_bytes)}. "
+        f"{way_out} more memory, or a smaller --kv-cache-dtype"
     )
 
 
 def _peers(sizing: Sizing, device: Device | None, kv_bytes: int, max_model_len: int) -> tuple[PeerReport, ...]:
-    """What vLLM would do with the same KV bytes and flags."""
+    """What vLLM would do with the same KV bytes and flags; --swa-full is its --disable-hybrid-kv-cache-manager."""
     spec, config = sizing.spec, sizing.config
     if device is not None and device.is_cpu:
         return ()
     return vllm.reports(
         vllm.Setting(
-            caches=tuple(cache.shard(sizing.ranks) for cache in spec.caches),
+            caches=tuple(rank_caches(spec, config, sizing.ranks)),
             kv_cache_dtype=config.kv_cache_dtype,
             compute_dtype=sizing.compute_dtype,
             kv_cache_bytes=kv_bytes,

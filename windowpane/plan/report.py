@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import Group as KVGroup
+from windowpane.kv.retention import Chunk, Window
 from windowpane.plan.cards import CardFit
+from windowpane.plan.memory import ArenaUse, Device
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.planner import Plan
 from windowpane.plan.sizes import format_bytes
 
 BAR_CELLS = 60
+GIB = 2**30
 
 
-def print_report(console: Console, plan: Plan, cards: list[CardFit], *, explain: bool = False) -> None:
-    for part in _parts(plan, cards, explain):
-        console.print(part)
+def print_report(console: Console, plan: Plan, cards: Sequence[CardFit], *, explain: bool = False) -> None:
+    """Print the plan; `cards` are the suggestions shown where no memory was given."""
+    print_trimmed(console, Group(*_parts(console.width, plan, cards, explain)))
 
 
-def _parts(plan: Plan, cards: list[CardFit], explain: bool) -> list[RenderableType]:
+def print_trimmed(console: Console, part: RenderableType) -> None:
+    """Print without the blanks that tables and padding leave at the end of a line."""
+    trimmed: list[Segment] = []
+    for line in console.render_lines(part, pad=False):
+        while line and not line[-1].text.strip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        trimmed += [*line, Segment.line()]
+    console.print(Segments(trimmed), end="")
+
+
+def _parts(width: int, plan: Plan, cards: Sequence[CardFit], explain: bool) -> list[RenderableType]:
     parts: list[RenderableType] = [_headline(plan), ""]
-    if plan.budget:
-        parts += [_section("Where the memory of one rank goes"), _memory(plan), ""]
-    parts += [_section("KV groups"), _groups(plan), _sequence_cost(plan), ""]
-    if explain:
-        parts += [
-            _section("Why this layout"),
-            *(Padding(line, (0, 0, 0, 2)) for line in plan.sizing.layout.explain()),
-            "",
-        ]
     if plan.capacity:
-        parts += [_section("How many fit, by length"), _curve(plan), ""]
+        whose = "" if plan.sizing.ranks == 1 else " of one rank"
+        parts += [_section(f"Where the memory{whose} goes"), _memory(plan, width), ""]
+    parts += [_section("What the layers keep"), _groups(plan), _sequence_cost(plan), ""]
+    if explain:
+        parts += [_section("Why"), *(_indented(line) for line in _why(plan)), ""]
+    if plan.capacity:
+        parts += [_section("How many sequences fit, by length"), _curve(plan, width), ""]
     else:
         parts += [_section("Cards that hold it"), _cards(cards, plan), ""]
     if plan.peers:
-        parts += [_section("The same flags elsewhere"), _peers(plan.peers)]
+        parts += [_section("The same KV memory and flags elsewhere"), _peers(plan), ""]
     parts += [Text(f"Note: {note}", style="dim") for note in plan.sizing.spec.notes]
+    if parts[-1] == "":
+        parts.pop()
     return parts
 
 
@@ -48,73 +65,125 @@ def _section(title: str) -> RenderableType:
     return Rule(Text(title, style="bold"), align="left", style="dim")
 
 
+def _indented(line: str | Text) -> RenderableType:
+    return Padding(line, (0, 0, 0, 2), expand=False)
+
+
+def _plain_table(*columns: str, left: Sequence[str] = ()) -> Table:
+    """Numbers to the right; only the last column may wrap."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for at, name in enumerate(columns):
+        is_last = at == len(columns) - 1
+        table.add_column(name, justify="left" if at == 0 or name in left else "right", no_wrap=not is_last)
+    return table
+
+
 def _headline(plan: Plan) -> RenderableType:
-    where = plan.device.name if plan.device else "no device given"
-    if plan.sizing.ranks > 1:
-        where = f"{plan.sizing.ranks} × {where}, tensor parallel"
+    spec = plan.sizing.spec
+    weights = spec.weight_scheme or spec.dtype
     lines = [
-        Text.assemble(
-            (plan.sizing.spec.name, "bold"),
-            f"  {plan.sizing.spec.num_layers} layers, {plan.sizing.compute_dtype}, {where}",
-        )
+        Text.assemble((spec.name, "bold"), f" · {_where(plan.device, plan.sizing.ranks)}"),
+        Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
     ]
+    return Group(*lines, *(_fits(plan) if plan.capacity else [_takes(plan)]))
+
+
+def _takes(plan: Plan) -> RenderableType:
+    """What is known without any memory given."""
     length = plan.max_model_len
-    if plan.capacity is None:
-        lines.append(Text(f"{length:,} tokens a sequence ({plan.max_model_len_note})"))
-    else:
-        count = plan.capacity.sequences(length)
-        many = "1 sequence" if count == 1 else f"{count:,} sequences"
-        lines.append(
-            Text.assemble(
-                ("fits  ", "bold green"),
-                f"{many} of {length:,} tokens at once (byte ratio {plan.capacity.byte_ratio(length):.2f})",
-            )
-        )
-        lines.append(Text(f"      {length:,} tokens: {plan.max_model_len_note}", style="dim"))
-        if count > plan.sizing.config.max_num_seqs:
-            lines.append(
-                Text(f"      --max-num-seqs {plan.sizing.config.max_num_seqs} runs fewer than fit", style="yellow")
-            )
-    return Group(*lines)
+    limit = f" ({plan.max_model_len_note})" if plan.max_model_len_note else ""
+    need = format_bytes(plan.sizing.per_sequence.bytes_at(length))
+    return Text(f"{format_bytes(plan.sizing.weights_bytes)} of weights; {need} of KV for {length:,} tokens{limit}")
 
 
-def _memory(plan: Plan) -> RenderableType:
-    budget = plan.budget
-    assert budget is not None
-    kv = plan.kv_bytes or 0
-    used = budget.weights_bytes + budget.activation_bytes + budget.runtime_bytes + kv
-    rows = [
-        ("weights", "blue", budget.weights_bytes, "text weights" + _scheme(plan)),
-        (
-            "activations",
-            "magenta",
-            budget.activation_bytes,
-            f"estimate, largest step: {plan.sizing.config.batched_tokens:,} tokens",
-        ),
-        ("runtime", "yellow", budget.runtime_bytes, "context, workspaces, graphs (assumed)"),
-        (
-            "KV arena",
-            "green",
-            kv,
-            "--kv-cache-memory-bytes" if plan.sizing.config.kv_cache_memory_bytes else "what is left",
-        ),
-        ("left alone", "bright_black", budget.device_bytes - used, _left_alone(plan)),
-    ]
+def _fits(plan: Plan) -> list[RenderableType]:
+    length, capacity, config = plan.max_model_len, plan.capacity, plan.sizing.config
+    assert capacity is not None
+    count = capacity.sequences(length)
+    many = f"{_many(count, 'sequence')} of {length:,} tokens at once"
+    answer = Text.assemble(("fits  ", "bold green"), (many, "bold"), f", {capacity.byte_ratio(length):.2f} by bytes")
+    asides = [Text(_verdict(peer)) for peer in plan.peers if peer.has_flags(config.async_scheduling)]
+    if plan.max_model_len_note:
+        asides.append(Text(f"{length:,} tokens is {plan.max_model_len_note}", style="dim"))
+    if count > config.max_num_seqs:
+        asides.append(Text(f"--max-num-seqs {config.max_num_seqs} runs fewer than fit", style="yellow"))
+    return [answer, *(Padding(aside, (0, 0, 0, len("fits  ")), expand=False) for aside in asides)]
+
+
+def _where(device: Device | None, ranks: int) -> str:
+    many = "" if ranks == 1 else f"{ranks} × "
+    parallel = "" if ranks == 1 else ", tensor parallel"
+    if device is None:
+        return "no card given" if ranks == 1 else f"{ranks} tensor-parallel ranks, no card given"
+    name = device.name or ("a card" if ranks == 1 else "card")
+    return f"{many}{name} ({format_bytes(device.memory_bytes)}){parallel}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def _verdict(peer: PeerReport) -> str:
+    if peer.concurrency is None:
+        return f"{_peer_name(peer)} would not start"
+    return f"{_peer_name(peer)}: {peer.concurrency:.2f}, reported as {peer.reported_tokens:,} tokens"
+
+
+def _memory(plan: Plan, width: int) -> RenderableType:
+    """A bar and a row per purpose; the arena is broken down further, as it is when full."""
+    capacity, budget, config = plan.capacity, plan.budget, plan.sizing.config
+    assert capacity is not None
+    use = ArenaUse.of(capacity, plan.max_model_len)
+    fixed = "as given" if config.kv_cache_memory_bytes else "what is left"
+    rows = [("KV arena", "green", capacity.arena_bytes, f"{fixed}; holding {_many(use.sequences, 'sequence')}:")]
+    if budget:
+        estimate = f"estimate of the largest step, {config.batched_tokens:,} tokens"
+        left_bytes = budget.device_bytes - budget.before_kv_bytes - capacity.arena_bytes
+        rows = [
+            ("weights", "blue", budget.weights_bytes, "of the text model"),
+            ("activations", "magenta", budget.activation_bytes, estimate),
+            ("runtime", "yellow", budget.runtime_bytes, "context, workspaces and graphs, assumed"),
+            *rows,
+            ("left alone", "bright_black", left_bytes, _left_alone(plan)),
+        ]
     table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for name, style, size, note in rows:
         if size:
-            table.add_row(Text.assemble(("█ ", style), name), format_bytes(size), note)
-    bar = Text()
-    for _, style, size, _ in rows:
-        bar.append("█" * round(BAR_CELLS * max(size, 0) / max(budget.device_bytes, 1)), style=style)
-    return Group(Padding(bar, (0, 0, 0, 2)), Padding(table, (0, 0, 0, 2)))
+            table.add_row(Text.assemble(("█ ", style), name), _gib(size), note)
+        if name == "KV arena":
+            for part, part_bytes, part_note in _arena_rows(plan, use):
+                table.add_row(f"    {part}", _gib(part_bytes), part_note)
+    bar = _bar([(style, size) for _, style, size, _ in rows], min(BAR_CELLS, width - 4))
+    return Group(*([_indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
 
 
-def _scheme(plan: Plan) -> str:
-    return f", {plan.sizing.spec.weight_scheme}" if plan.sizing.spec.weight_scheme else ""
+def _arena_rows(plan: Plan, use: ArenaUse) -> list[tuple[str, int, str]]:
+    one = {g.name: g.max_pages(plan.max_model_len) * g.page_bytes for g in plan.sizing.layout.groups}
+    rows = [(name, size, f"{use.sequences:,} × {format_bytes(one[name])}") for name, size in use.group_bytes.items()]
+    room = "growth and restore points" if plan.sizing.config.enable_prefix_caching else "growth"
+    rows.append(("stranded", use.stranded_bytes, "slab remainders and partly filled slabs"))
+    rows.append(("free", use.free_bytes, f"room for {room}"))
+    return rows
+
+
+def _gib(size_bytes: int) -> str:
+    """One unit for the whole table, so that rows can be compared and added."""
+    return f"{size_bytes / GIB:.2f} GiB"
+
+
+def _bar(shares: Sequence[tuple[str, int]], cells: int) -> Text:
+    """Shares of one whole; ends are rounded, not lengths, so that the bar is exactly `cells` wide."""
+    bar, total, at = Text(), max(1, sum(size for _, size in shares)), 0
+    drawn = 0
+    for style, size in shares:
+        at += size
+        end = round(cells * at / total)
+        bar.append("█" * (end - drawn), style=style)
+        drawn = end
+    return bar
 
 
 def _left_alone(plan: Plan) -> str:
@@ -124,110 +193,143 @@ def _left_alone(plan: Plan) -> str:
 
 
 def _groups(plan: Plan) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("  group", "layers", "keeps", "stored as", "page", "one sequence"):
-        table.add_column(name, header_style="dim", justify="right" if name == "layers" else "left")
+    table = _plain_table(
+        "\n  layers", "page\ntokens", "\nbytes", "sequence\npages", "\nbytes", "\nstored as", left=("\nstored as",)
+    )
     for group in plan.sizing.layout.groups:
+        pages = group.max_pages(plan.max_model_len)
         table.add_row(
-            f"  {group.name}",
-            str(group.layers),
-            _keeps(group),
+            f"  {group.layers} {group.name}",
+            f"{group.block_tokens}" if group.block_tokens else "–",
+            format_bytes(group.page_bytes),
+            f"{pages:,}",
+            format_bytes(pages * group.page_bytes),
             _stored_as(group, plan),
-            _page(group),
-            _held(group, plan.max_model_len),
         )
     return table
 
 
-def _keeps(group: KVGroup) -> str:
-    tokens = getattr(group.retention, "tokens", 0)
-    return {
-        "full": "every token",
-        "window": f"the last {tokens:,} tokens",
-        "chunk": f"its chunk of {tokens:,} tokens",
-        "state": "one state, two slots",
-        "cross": f"{tokens:,} encoder tokens",
-    }[group.retention.kind]
-
-
 def _stored_as(group: KVGroup, plan: Plan) -> str:
     if group.kv_format is None:
-        return "state"
+        return "2 slots per layer"
     kinds = {"latent" if cache.latent else "pair" for s in group.slices if isinstance(cache := s.cache, TokenCache)}
     text = f"{group.kv_format.name} {' and '.join(sorted(kinds))}"
+    if group.stripes > 1:
+        text += f", {group.stripes} stripes"
     verdict = plan.gates.get(group.name)
-    return f"{text}, in software" if verdict and verdict.verdict == "software" and not _on_cpu(plan) else text
-
-
-def _on_cpu(plan: Plan) -> bool:
-    return plan.device is not None and plan.device.is_cpu
-
-
-def _page(group: KVGroup) -> str:
-    unit = f"{group.block_tokens} tokens" if group.block_tokens else "1 layer"
-    stripes = f" × {group.stripes} stripes" if group.stripes > 1 and group.block_tokens else ""
-    return f"{unit} = {format_bytes(group.page_bytes)}{stripes}"
-
-
-def _held(group: KVGroup, length: int) -> str:
-    pages = group.max_pages(length)
-    return f"{pages:,} pages = {format_bytes(pages * group.page_bytes)}"
+    return f"{text}, decoded in software" if verdict and verdict.verdict == "software" else text
 
 
 def _sequence_cost(plan: Plan) -> RenderableType:
-    cost = plan.sizing.per_sequence
-    grows = f"{cost.bytes_per_token:,.0f} B per token" if cost.bytes_per_token else "nothing per token"
-    slab = format_bytes(plan.sizing.layout.slab_bytes)
-    left_over = max(
-        plan.sizing.layout.remainder_bytes(g) / plan.sizing.layout.slab_bytes for g in plan.sizing.layout.groups
-    )
-    return Text.assemble(
-        "  a long sequence costs ",
-        (f"{format_bytes(cost.fixed_bytes_per_sequence)} + {grows}", "bold"),
-        f" per rank; slabs of {slab}, at most {left_over:.2%} left over",
-    )
+    cost, layout = plan.sizing.per_sequence, plan.sizing.layout
+    fixed = f"{format_bytes(cost.fixed_bytes_per_sequence)} once" if cost.fixed_bytes_per_sequence else ""
+    grows = f"{cost.bytes_per_token:,.0f} B per token" if cost.bytes_per_token else ""
+    left_over = max(layout.remainder_bytes(g) for g in layout.groups) / layout.slab_bytes
+    where = "" if plan.sizing.ranks == 1 else " on each rank"
+    costs = Text.assemble("a sequence costs ", (" + ".join(filter(None, (fixed, grows))), "bold"), where)
+    rest = f"up to {left_over:.2%} left over" if left_over else "nothing left over"
+    lines = [costs, Text(f"slabs of {format_bytes(layout.slab_bytes)}, {rest}", style="dim")]
+    spec = plan.sizing.spec
+    if without := spec.num_layers - len({cache.layer for cache in spec.caches}):
+        lines.append(Text(f"{without} of {spec.num_layers} layers keep nothing of their own", style="dim"))
+    return Group(*map(_indented, lines))
 
 
-def _curve(plan: Plan) -> RenderableType:
+def _why(plan: Plan) -> list[str]:
+    gates = [f"{name}: {gate.verdict}: {gate.why}" for name, gate in plan.gates.items()]
+    return [*plan.sizing.layout.explain(), *gates]
+
+
+def _curve(plan: Plan, width: int) -> RenderableType:
     assert plan.capacity is not None
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    curve = plan.capacity.curve(plan.max_model_len)[-8:]
-    table.add_column("  tokens", style="dim")
-    for length, _ in curve:
-        table.add_column(f"{length:,}", justify="right")
-    table.add_row("  sequences", *(f"{count:,}" for _, count in curve))
+    points = [(_tokens(length), f"{count:,}") for length, count in plan.capacity.curve(plan.max_model_len)]
+    label_width = len("  sequences")
+    # The longest lengths are the ones that decide; short ones go where the line is full.
+    while len(points) > 1 and label_width + sum(2 + max(map(len, point)) for point in points) > width:
+        points.pop(0)
+    table = _plain_table("  tokens", *(length for length, _ in points))
+    table.add_row("  sequences", *(count for _, count in points))
     longest = plan.capacity.longest(1)
-    alone = "no limit from memory" if longest is None else f"up to {longest:,} tokens"
-    return Group(table, Text(f"  one sequence alone: {alone} of KV", style="dim"))
+    if longest is None:
+        alone = "a sequence of any length fits: no layer looks back further than its window"
+    else:
+        alone = f"memory ends at one sequence of {longest:,} tokens"
+    return Group(table, _indented(Text(alone, style="dim")))
 
 
-def _cards(cards: list[CardFit], plan: Plan) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("  cards", "KV per rank", "sequences", "longest alone"):
-        table.add_column(name, justify="left" if name == "  cards" else "right")
-    for fit in cards:
-        table.add_row(f"  --gpu {fit.gpu}", format_bytes(fit.kv_bytes), f"{fit.sequences:,}", fit.longest_text)
+def _tokens(length: int) -> str:
+    """Powers of two as --max-model-len takes them (128K), other lengths in full."""
+    for unit, letter in ((2**20, "M"), (2**10, "K")):
+        if length % unit == 0:
+            return f"{length // unit}{letter}"
+    return f"{length:,}"
+
+
+def _cards(cards: Sequence[CardFit], plan: Plan) -> RenderableType:
     if not cards:
-        return Text("  none of the common cards, up to eight of them: see --gpu-memory and --tensor-parallel-size")
-    return Group(table, Text(f"  sequences of {plan.max_model_len:,} tokens; pick one for the whole plan", style="dim"))
+        return _indented("none of the common cards, up to eight of them; try a shorter --max-model-len")
+    table = _plain_table("  fewest cards", "KV per rank", "sequences", "longest")
+    for fit in cards:
+        table.add_row(f"  --gpu {fit.gpu}", format_bytes(fit.kv_bytes), f"{fit.sequences:,}", f"{fit.longest_tokens:,}")
+    hint = f"sequences of {plan.max_model_len:,} tokens; add one of these to the command for the whole plan"
+    return Group(table, _indented(Text(hint, style="dim")))
 
 
-def _peers(peers: tuple[PeerReport, ...]) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("  engine", "reports", "concurrency", "one request"):
-        table.add_column(name, justify="left" if name == "  engine" else "right")
-    notes: dict[str, str] = {}
-    for peer in peers:
-        label = _peer_label(peer)
-        tokens = f"{peer.reported_tokens:,} tokens" if peer.reported_tokens is not None else "does not start"
-        ratio = f"{peer.concurrency:.2f}×" if peer.concurrency is not None else "–"
-        charge = format_bytes(peer.bytes_per_request) if peer.bytes_per_request else "–"
-        table.add_row(f"  {label}", tokens, ratio, charge)
-        notes[peer.error or peer.note] = notes.get(peer.error or peer.note, "") or label
-    lines = [Padding(Text.assemble((f"{label}: ", "bold"), note), (0, 0, 0, 2)) for note, label in notes.items()]
-    return Group(table, "", *lines)
+def _peers(plan: Plan) -> RenderableType:
+    capacity, config = plan.capacity, plan.sizing.config
+    assert capacity is not None
+    length = plan.max_model_len
+    table = _plain_table("  engine", "reports", "concurrency", "one request", "", left=("",))
+    table.add_row(
+        Text("  Windowpane", style="bold"),
+        _many(capacity.sequences(length), "sequence"),
+        f"{capacity.byte_ratio(length):.2f}×",
+        format_bytes(capacity.bytes_at(length)),
+    )
+    for peer in plan.peers:
+        mine = peer.has_flags(config.async_scheduling)
+        table.add_row(
+            Text(f"{'›' if mine else ' '} {_peer_name(peer)}", style="bold" if mine else ""),
+            "does not start" if peer.reported_tokens is None else f"{peer.reported_tokens:,} tokens",
+            "–" if peer.concurrency is None else f"{peer.concurrency:.2f}×",
+            format_bytes(peer.bytes_per_request) if peer.bytes_per_request else "–",
+            "your flags" if mine else "",
+        )
+    return Group(table, "", *(_indented(line) for line in _peer_notes(plan)))
 
 
-def _peer_label(peer: PeerReport) -> str:
-    mode = {True: ", async", False: ", sync", None: ""}[peer.async_scheduling]
-    return f"{peer.engine} {peer.version}{mode}"
+def _peer_notes(plan: Plan) -> list[Text]:
+    """Each sentence once, with the releases it is true of."""
+    said: dict[str, list[PeerReport]] = {}
+    for sentences in (
+        [(peer, f"{peer.error}." if peer.error else peer.charge_note) for peer in plan.peers],
+        [(peer, peer.report_note) for peer in plan.peers],
+    ):
+        for peer, sentence in sentences:
+            if sentence:
+                said.setdefault(sentence, []).append(peer)
+    notes = [
+        Text.assemble(("all" if len(peers) == len(plan.peers) else _releases(peers), "bold"), f": {sentence}")
+        for sentence, peers in said.items()
+    ]
+    if plan.sizing.config.swa_full:
+        notes.append(Text("--swa-full is --disable-hybrid-kv-cache-manager there.", style="dim"))
+    local = any(isinstance(cache.retention, Window | Chunk) for cache in plan.sizing.spec.caches)
+    if local and any(peer.groups for peer in plan.peers) and plan.sizing.config.max_num_batched_tokens is None:
+        tokens = f"--max-num-batched-tokens {plan.peers[0].max_num_batched_tokens}"
+        notes.append(Text(f"vLLM is taken to run with its own default, {tokens}.", style="dim"))
+    return notes
+
+
+def _releases(peers: Sequence[PeerReport]) -> str:
+    """Where sync and async agree, the release is named once."""
+    modes = [peer.covers for peer in peers]
+    return ", ".join(dict.fromkeys(p.covers if modes.count(p.covers) > 1 else _release(p) for p in peers))
+
+
+def _peer_name(peer: PeerReport) -> str:
+    return f"{peer.engine} {_release(peer)}"
+
+
+def _release(peer: PeerReport) -> str:
+    return peer.covers + {True: " async", False: " sync", None: ""}[peer.async_scheduling]

@@ -46,3 +46,7 @@ class PeerReport:
     @property
     def note(self) -> str:
         return f"Would not start: {self.error}." if self.error else f"{self.charge_note} {self.report_note}"
+
+    def has_flags(self, async_scheduling: bool) -> bool:
+        """Whether this is the row of someone who runs the newest release with this flag."""
+        return self.async_scheduling is async_scheduling

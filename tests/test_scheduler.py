@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.kv.device import Device
+from tests.kv.strategies import layouts
+from tests.kv.test_layout import layout_of
+from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.capacity import Capacity
+from windowpane.kv.manager import KVManager
+from windowpane.kv.retention import Full, Window
+from windowpane.request import FinishReason, Request, SamplingParams
+from windowpane.scheduler import MAX_PREEMPTIONS, PATIENCE, Batch, RequestTooLong, Scheduler
+
+STOP = 7
+LONG = os.environ.get("WINDOWPANE_LONG")  # examples to run instead of the fast slice, e.g. 20000 for a million steps
+
+
+def next_token(history: tuple[int, ...]) -> int:
+    """The model: any deterministic function of the whole history, now and then a stop token."""
+    return hash(history) % 60
+
+
+def solo_output(request: Request) -> list[int]:
+    """What the request answers when it runs alone, without pages or batches."""
+    history, output = tuple(request.prompt.tolist()), []
+    while len(output) < request.params.max_tokens:
+        token = next_token(history)
+        output.append(token)
+        history += (token,)
+        if token in request.params.stop_token_ids and len(output) >= request.params.min_tokens:
+            break
+    return output
+
+
+class Engine:
+    """A scheduler over the device model. Steps run in order, each at some time between its schedule and its commit."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.device = Device(scheduler.manager)
+        self.history: dict[int, tuple[int, ...]] = {}
+        self.sampled: dict[int, int] = {}
+        self.pending: list[Batch] = []
+        self.done: list[list[int]] = []
+
+    def schedule(self) -> bool:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        self.pending.append(batch)
+        return True
+
+    def run_step(self) -> None:
+        batch = self.pending.pop(0)
+        self.device.apply(batch.changes, self.scheduler.manager)
+        state_slots = batch.state_slots.tolist()
+        tokens = []
+        for slot, position in zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True):
+            assert position == len(self.history[slot])
+            self._compute(slot, (self.sampled[slot],), state_slots.pop(0))
+            tokens.append(self._sample(slot))
+        for chunk in batch.chunks:
+            if chunk.start == 0:
+                self.history[chunk.slot] = ()
+                self.device.write_encoder(chunk.slot)
+            assert chunk.start == len(self.history[chunk.slot])
+            self._compute(chunk.slot, tuple(chunk.tokens.tolist()), state_slots.pop(0))
+            if chunk.samples:
+                tokens.append(self._sample(chunk.slot))
+        self.device.after_step(batch.changes)
+        self.done.append(tokens)
+
+    def commit(self) -> list[Request]:
+        while not self.done:
+            self.run_step()
+        return self.scheduler.commit(self.done.pop(0))
+
+    def run(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if self.scheduler.steps_in_flight < 2 and not self.schedule() and not self.scheduler.steps_in_flight:
+                break
+            self.commit()
+        assert not self.scheduler.has_work, "work is left but nothing can be scheduled"
+
+    def _compute(self, slot: int, tokens: tuple[int, ...], state_slot: int) -> None:
+        old = len(self.history[slot])
+        self.history[slot] += tokens
+        self.device.step(slot, self.history[slot], old, old + len(tokens), state_slot)
+
+    def _sample(self, slot: int) -> int:
+        self.sampled[slot] = next_token(self.history[slot])
+        return self.sampled[slot]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, are cancelled and preempted while up to two steps are in flight; answers never change."""
+
+    @initialize(
+        layout=layouts(),
+        share=st.integers(60, 400),
+        slots=st.integers(1, 5),
+        budget=st.integers(5, 80),
+        growth=st.integers(1, 40),
+    )
+    def begin(self, layout, share, slots, budget, growth):
+        whole = Capacity(layout, 0).slabs_for(1, 120)
+        manager = KVManager(layout, max(1, whole * share // 100), slots, 120)
+        self.engine = Engine(Scheduler(manager, max(budget, slots), growth))
+        self.requests: list[Request] = []
+
+    @rule(
+        prompt=st.lists(st.integers(100, 110), min_size=1, max_size=60),
+        max_tokens=st.integers(1, 60),
+        min_tokens=st.integers(0, 3),
+        stops=st.sampled_from([(), (STOP,), tuple(range(6))]),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, prompt, max_tokens, min_tokens, stops, priority):
+        params = SamplingParams(max_tokens, min(min_tokens, max_tokens), stops)
+        request = Request(str(len(self.requests)), np.array(prompt), params, priority)
+        try:
+            self.engine.scheduler.add(request)
+        except RequestTooLong:
+            return
+        self.requests.append(request)
+
+    @rule(pick=st.integers(0, 100))
+    def cancel(self, pick):
+        if self.requests:
+            self.engine.scheduler.cancel(self.requests[pick % len(self.requests)])
+
+    @rule()
+    def schedule(self):
+        if self.engine.scheduler.steps_in_flight < 2:
+            self.engine.schedule()
+
+    @rule()
+    def run_step(self):
+        if self.engine.pending:
+            self.engine.run_step()
+
+    @rule()
+    def commit(self):
+        if self.engine.scheduler.steps_in_flight:
+            self.engine.commit()
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.manager.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.engine.scheduler
+        self.engine.run()
+        while scheduler.steps_in_flight:
+            self.engine.commit()
+        assert scheduler.manager.free_bytes == scheduler.manager.arena.total_bytes, "idle, but bytes are held"
+        for request in self.requests:
+            assert request.preemptions <= MAX_PREEMPTIONS
+            expected = solo_output(request)
+            if request.finish_reason is FinishReason.CANCELLED:
+                assert request.output == expected[: len(request.output)]
+            else:
+                assert request.output == expected
+                stopped = expected[-1] in request.params.stop_token_ids and len(expected) >= request.params.min_tokens
+                assert request.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=int(LONG) if LONG else 60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+FULL_AND_WINDOW = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(64), 1, 64, 64)]
+
+
+def engine_for(
+    sequences: int, length: int, *, slots: int = 64, budget: int = 256, growth: int = 32, caches=None
+) -> Engine:
+    """An engine whose arena holds so many sequences of this length."""
+    layout = layout_of(caches or FULL_AND_WINDOW, block_tokens=16)
+    slabs = Capacity(layout, 0).slabs_for(sequences, length)
+    return Engine(Scheduler(KVManager(layout, slabs, slots, 100_000), budget, growth))
+
+
+def request(name: str, prompt_tokens: int, max_tokens: int = 8, **kwargs) -> Request:
+    return Request(name, np.arange(prompt_tokens) + 1000, SamplingParams(max_tokens), **kwargs)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    engine = engine_for(1, 1000)
+    with pytest.raises(RequestTooLong, match=r"2007 tokens need [\d,]+ bytes of KV and the arena has [\d,]+"):
+        engine.scheduler.add(request("huge", 2000))
+    with pytest.raises(RequestTooLong, match="exceed max_model_len 100000"):
+        engine.scheduler.add(request("endless", 99_999, max_tokens=5))
+
+
+def test_admission_does_not_thrash_and_renewal_alone_preempts():
+    """Four sequences that outgrow the arena together: some are sent back, all end, answers unchanged."""
+    engine = engine_for(2, 320, growth=16)
+    requests = [request(str(i), 100, max_tokens=200) for i in range(4)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run()
+    assert engine.scheduler.preemptions > 0
+    assert all(r.preemptions <= MAX_PREEMPTIONS for r in requests)
+    assert [r.output for r in requests] == [solo_output(r) for r in requests]
+
+
+def test_the_first_in_line_is_never_preempted():
+    engine = engine_for(2, 320, growth=16)
+    requests = [request(str(i), 100, max_tokens=200) for i in range(4)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run()
+    assert requests[0].preemptions == 0
+
+
+def test_a_large_request_does_not_hold_up_small_ones_behind_it():
+    engine = engine_for(1, 1000)
+    engine.scheduler.add(request("running", 300, max_tokens=200))
+    engine.schedule(), engine.commit()
+    large, small = request("large", 900), request("small", 10)
+    engine.scheduler.add(large)
+    engine.scheduler.add(small)
+    for _ in range(20):
+        engine.schedule(), engine.commit()
+    assert small.finish_reason is not None
+    assert large.finish_reason is None
+
+
+def test_nor_does_it_starve_behind_an_endless_stream_of_small_ones():
+    engine = engine_for(1, 1000)
+    large = request("large", 900)
+    engine.scheduler.add(request("first", 400, max_tokens=30))
+    engine.schedule(), engine.commit()
+    engine.scheduler.add(large)
+    overtaken = 0
+    for step in range(2000):
+        small = request(f"small {step}", 100, max_tokens=60)
+        engine.scheduler.add(small)
+        engine.schedule(), engine.commit()
+        if large.output:
+            break
+        overtaken = large.bypassed
+    assert large.output, "the large request starves"
+    assert overtaken <= PATIENCE
+
+
+def test_priority_is_worth_places_in_the_queue_but_not_for_ever():
+    scheduler = engine_for(1, 1000).scheduler
+    low, high = request("low", 10, priority=1), request("high", 10, priority=0)
+    scheduler.add(low)
+    scheduler.add(high)
+    assert scheduler.waiting == [high, low]
+    for i in range(1100):
+        scheduler.add(request(f"late {i}", 10))
+    assert scheduler.waiting.index(low) < 1100
+
+
+def test_prompts_longer_than_all_memory_for_windows_run():
+    engine = engine_for(1, 1100, budget=128)
+    r = request("long", 1000, max_tokens=64)
+    engine.scheduler.add(r)
+    engine.run()
+    assert r.output == solo_output(r)
+
+
+def test_no_deadlock_with_every_request_half_prefilled():
+    """Admission reserves whole prompts: never do two half-prefilled ones wait for each other's memory."""
+    engine = engine_for(2, 1032, budget=100, slots=8)
+    requests = [request(str(i), 1000) for i in range(8)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run()
+    assert engine.scheduler.preemptions == 0
+    assert [r.output for r in requests] == [solo_output(r) for r in requests]
+
+
+def test_cancelling_at_any_moment_returns_every_byte():
+    for steps in range(12):
+        engine = engine_for(4, 500, budget=64)
+        requests = [request(str(i), 150, max_tokens=50) for i in range(4)]
+        for r in requests:
+            engine.scheduler.add(r)
+        for i in range(steps):
+            if engine.scheduler.steps_in_flight == 2 or not engine.schedule():
+                engine.commit()
+            if i % 3 == 2:
+                engine.commit()
+        for r in requests:
+            engine.scheduler.cancel(r)
+        while engine.scheduler.steps_in_flight:
+            engine.commit()
+        manager = engine.scheduler.manager
+        assert manager.free_bytes == manager.arena.total_bytes
+        assert not engine.scheduler.has_work
+
+
+def test_a_page_is_not_freed_while_a_step_in_flight_reads_it():
+    engine = engine_for(4, 500)
+    r = request("r", 100)
+    engine.scheduler.add(r)
+    engine.schedule()
+    engine.scheduler.cancel(r)
+    manager = engine.scheduler.manager
+    assert sum(manager.live_pages) > 0
+    engine.commit()
+    assert sum(manager.live_pages) == 0
+
+
+def test_a_stop_found_one_step_late_drops_the_token_after_it():
+    engine = engine_for(4, 500)
+    r = Request("r", np.arange(50) + 1000, SamplingParams(200, stop_token_ids=tuple(range(20))))
+    engine.scheduler.add(r)
+    engine.schedule()
+    while r.finish_reason is None:
+        engine.schedule()
+        engine.commit()
+    assert r.output == solo_output(r)
+    engine.commit()
+    assert r.output == solo_output(r)
+    assert not engine.scheduler.has_work
+
+
+def test_a_state_model_keeps_the_state_before_the_token_in_flight():
+    caches = [StateCache(i, (StatePart("recurrent", 4, 256),)) for i in range(3)]
+    engine = engine_for(4, 500, caches=[*caches, TokenCache(3, Full(), 1, 64, 64)], budget=100)
+    requests = [request(str(i), 130 + i, max_tokens=40) for i in range(6)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run()
+    assert [r.output for r in requests] == [solo_output(r) for r in requests]
+
+
+def test_a_step_serves_decoding_and_prefill_together_under_the_budget():
+    engine = engine_for(8, 2000, budget=100)
+    engine.scheduler.add(request("decoding", 20, max_tokens=50))
+    engine.schedule(), engine.commit()
+    engine.scheduler.add(request("prefilling", 300))
+    batch = engine.scheduler.schedule()
+    assert len(batch.decode_slots) == 1
+    assert [len(c.tokens) for c in batch.chunks] == [99]
+
+
+def test_too_small_a_budget_is_refused():
+    layout = layout_of(FULL_AND_WINDOW)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(4\) must be at least max_num_seqs \(8\)"):
+        Scheduler(KVManager(layout, 10, 8, 100), max_num_batched_tokens=4)
+
+
+def test_a_third_step_in_flight_is_refused():
+    engine = engine_for(4, 500)
+    engine.scheduler.add(request("r", 100))
+    engine.schedule(), engine.schedule()
+    with pytest.raises(RuntimeError, match="commit one first"):
+        engine.scheduler.schedule()
+
+
+@pytest.mark.parametrize(("max_tokens", "min_tokens"), [(0, 0), (5, 6), (5, -1)])
+def test_impossible_sampling_parameters_are_refused(max_tokens, min_tokens):
+    with pytest.raises(ValueError, match="tokens must"):
+        SamplingParams(max_tokens, min_tokens)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="empty prompt"):
+        Request("r", np.array([]))

@@ -1,0 +1,1 @@
+"""Traffic for the real scheduler and manager, without a model behind them."""
