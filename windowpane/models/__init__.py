@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from windowpane.models.config import Config
+from windowpane.models.gguf import hf_config, is_gguf, read_header
 from windowpane.models.spec import ModelError, ModelSpec
 
-__all__ = ["ModelError", "ModelSpec", "load", "shipped_names"]
+__all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_names"]
 
 # One module each, with `ARCHITECTURES` and `read`.
 FAMILIES = (
@@ -32,7 +33,10 @@ _SHIPPED = Path(__file__).parent / "shipped"
 
 
 def load(source: str | Path) -> ModelSpec:
-    """Read a model from a directory with a config.json, a config.json itself, or a shipped name; raises ModelError."""
+    """Read a model from a directory with a config.json, a config.json itself, a GGUF file, or a shipped name.
+
+    Raises ModelError where there is no such model or it cannot be read.
+    """
     path = Path(source)
     try:
         is_directory, is_file = path.is_dir(), path.is_file()
@@ -40,6 +44,8 @@ def load(source: str | Path) -> ModelSpec:
         raise ModelError(f"cannot read {source}: {error}") from None
     if is_directory:
         return _read(_read_file(path / "config.json"), path.resolve().name)
+    if is_file and is_gguf(path):
+        return from_config(hf_config(read_header(path)), path.stem)
     if is_file:
         # A bare config.json takes the name of the model's directory.
         return _read(_read_file(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
@@ -69,6 +75,11 @@ def _read(text: str, name: str) -> ModelSpec:
         raise ModelError(f"the config of {name} is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ModelError(f"the config of {name} must be a JSON object, not {type(fields).__name__}")
+    return from_config(fields, name)
+
+
+def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
+    """Read a model from the fields of a config in Hugging Face form."""
     config = Config(fields)
     architectures = config.texts("architectures")
     if not architectures:
@@ -92,5 +103,6 @@ def _not_found(source: str) -> str:
     close = get_close_matches(source.lower().rsplit("/", 1)[-1], shipped_names(), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return (
-        f"no model directory, config.json or shipped model {source!r}{hint} (`windowpane models` lists shipped names)"
+        f"no model directory, config.json, GGUF file or shipped model {source!r}{hint} "
+        "(`windowpane models` lists shipped names)"
     )

@@ -37,6 +37,17 @@ class Config:
             raise ModelError(f"{self.where}{key} is {value}, but must be at least {minimum}")
         return value
 
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; required where no default is given."""
+        value = self.fields.get(key)
+        if value is None:
+            if default is None:
+                raise ModelError(f"the config has no {self.where}{key}, which is needed to run the model")
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.wrong_type(key, "a number")
+        return float(value)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.fields.get(key)
         if value is None:

@@ -37,8 +37,7 @@ def read(config: Config, name: str) -> ModelSpec:
     text = config.section("text_config") if nested else config
     causal_only(text)
     shape = read_shape(config, text, tied=True, defaults=DEFAULTS)
-    interval = text.integer("sliding_window_pattern", 6)
-    kinds = text.layer_types(shape.layers, (FULL, SLIDING), every(interval, FULL, SLIDING, shape.layers))
+    kinds = layer_kinds(text, shape.layers)
     width = text.integer("intermediate_size")
     bias = text.flag("attention_bias", False)
     wrapper = "language_model." if nested else ""
@@ -55,3 +54,8 @@ def read(config: Config, name: str) -> ModelSpec:
     if nested and config.has("vision_config"):
         tensors += towers.gemma3(config, shape.hidden)
     return model_spec(config, text, shape, name=name, family="gemma3", widest_mlp=width, caches=caches, tensors=tensors)
+
+
+def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
+    interval = text.integer("sliding_window_pattern", 6)
+    return text.layer_types(layers, (FULL, SLIDING), every(interval, FULL, SLIDING, layers))

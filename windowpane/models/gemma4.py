@@ -47,7 +47,7 @@ def read(config: Config, name: str) -> ModelSpec:
     unified = (config.texts("architectures") or ("",))[0] in UNIFIED
     causal_only(text, allowed=("vision",))
     shape = read_shape(config, text, tied=True, defaults=UNIFIED_DEFAULTS if unified else DEFAULTS)
-    kinds = _kinds(text, shape.layers)
+    kinds = layer_kinds(text, shape.layers)
     full_shape = _full_layer_shape(text, shape)
     one_projection = text.flag("attention_k_eq_v", False)
     first_shared = first_kv_shared_layer(text, shape.layers)
@@ -93,7 +93,7 @@ def read(config: Config, name: str) -> ModelSpec:
     )
 
 
-def _kinds(text: Config, layers: int) -> tuple[str, ...]:
+def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
     kinds = text.layer_types(layers, (FULL, SLIDING), every(6, FULL, SLIDING, layers))
     # The model code makes the last layer full whatever the config says.
     return (*kinds[:-1], FULL)

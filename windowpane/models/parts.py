@@ -146,6 +146,7 @@ def model_spec(
         max_position=shape.max_position,
         caches=tuple(caches),
         tensors=tuple(tensors),
+        text=text,
         quantization=read_quantization(config),
         notes=(*assumed, *notes, *((provenance,) if provenance else ())),
     )

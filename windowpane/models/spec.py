@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from windowpane.kv.caches import Cache, ShardingError, StateCache, TokenCache
 
 if TYPE_CHECKING:
+    from windowpane.models.config import Config
     from windowpane.models.quantization import Quantization
 
 
@@ -91,7 +92,8 @@ class ModelSpec:
     `widest_mlp` is the most intermediate values one token has in a layer: the MLP's width, or those of all experts it
     visits. `query_heads` must divide evenly over tensor-parallel ranks. `weight_scheme` (int4, int8, fp8, mxfp4) and
     `kv_cache_scheme` (fp8_e4m3, else the config's own words) are what the checkpoint's quantization says, None where it
-    says nothing. `notes` are doubts worth telling a user.
+    says nothing. `text` is the config of the text model, for what only running it needs (norms, rotation, scales).
+    `notes` are doubts worth telling a user.
     """
 
     name: str
@@ -106,6 +108,7 @@ class ModelSpec:
     max_position: int
     caches: tuple[Cache, ...]
     tensors: tuple[TensorSpec, ...] = field(repr=False)
+    text: Config = field(repr=False, compare=False)
     quantization: Quantization | None = None
     notes: tuple[str, ...] = ()
 

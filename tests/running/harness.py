@@ -1,0 +1,97 @@
+"""Greedy generation through the real scheduler, manager and runner, with every knob that must not matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tests.running.small_models import spec_of, weights_of
+from windowpane.kv.caches import Cache, TokenCache
+from windowpane.kv.capacity import Capacity
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
+from windowpane.kv.manager import KVManager
+from windowpane.kv.retention import Full
+from windowpane.request import Request, SamplingParams
+from windowpane.runner import Runner
+from windowpane.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What paging and batching may vary. `room` is in sequences of the longest request: below 1 forces preemption."""
+
+    chunk_tokens: int = 4096
+    block_tokens: int | None = None
+    slab_bytes: int | None = None
+    num_slots: int = 8
+    room: float = 8.0
+    growth_tokens: int = 32
+    swa_full: bool = False
+    kv_cache_dtype: str = "auto"
+    poison: bool = True
+
+
+@dataclass
+class Run:
+    outputs: list[list[int]]
+    logits: list[list[torch.Tensor]]
+    scheduler: Scheduler
+    runner: Runner
+    peak_pages: list[int]
+
+
+def layout_of(caches: list[Cache], knobs: Knobs) -> Layout:
+    if knobs.swa_full:
+        caches = [replace(c, retention=Full()) if isinstance(c, TokenCache) else c for c in caches]
+    formats = resolve_formats(knobs.kv_cache_dtype, group_caches(caches), "float32")
+    return plan_layout(caches, formats, "float32", block_tokens=knobs.block_tokens, slab_bytes=knobs.slab_bytes)
+
+
+def generate(name: str, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
+    """Greedy continuations of all prompts, run together, and the logits of every sampled token."""
+    spec = spec_of(name)
+    layout = layout_of(list(spec.caches), knobs)
+    longest = max(len(p) for p in prompts) + max_tokens
+    slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
+    manager = KVManager(layout, slabs, knobs.num_slots, longest)
+    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens)
+    device = torch.device("cpu")
+    runner = Runner(spec, weights_of(name), layout, slabs, knobs.num_slots, longest, device=device, dtype=torch.float32)
+    requests = [Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(prompts)]
+    for request in requests:
+        scheduler.add(request)
+    run = Run([r.output for r in requests], [[] for _ in requests], scheduler, runner, [0] * len(layout.groups))
+    while scheduler.has_work:
+        _step(run, requests, knobs)
+    return run
+
+
+def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
+    scheduler, runner = run.scheduler, run.runner
+    batch = scheduler.schedule()
+    assert batch is not None
+    run.peak_pages = [max(a, b) for a, b in zip(run.peak_pages, scheduler.manager.live_pages, strict=True)]
+    slots = [*batch.decode_slots.tolist(), *(c.slot for c in batch.chunks if c.samples)]
+    asking = [requests.index(scheduler.running[slot]) for slot in slots]
+    logits = runner.forward(batch).logits
+    for index, row in zip(asking, logits, strict=True):
+        run.logits[index].append(row.clone())
+    tokens = logits.argmax(dim=-1)
+    runner.take_sampled(torch.tensor(slots, dtype=torch.int64), tokens)
+    scheduler.commit(tokens.numpy())
+    if knobs.poison:
+        poison_unheld(run)
+
+
+def poison_unheld(run: Run) -> None:
+    """Fill every byte that no sequence holds with NaN patterns: whoever reads them shows it."""
+    manager, arena = run.scheduler.manager, run.runner.arena
+    held = torch.zeros(len(arena), dtype=torch.bool)
+    for g, table in enumerate(manager.tables):
+        page_bytes = manager.layout.groups[g].page_bytes
+        for slot in range(manager.num_slots):
+            for offset in table.page_offsets(slot).tolist():
+                held[offset * 256 : offset * 256 + page_bytes] = True
+    arena[~held] = 0xFF

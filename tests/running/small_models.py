@@ -1,0 +1,127 @@
+"""Small random models of every family that runs, built by transformers, and the same weights for the runner.
+
+Untied embeddings and large weights: tied random models echo a few tokens, and equality of those proves little.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from windowpane.models import ModelSpec, from_config
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW = 24
+
+_BASE: dict[str, Any] = {
+    "dtype": "float32",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GEMMA4 = {
+    **_BASE,
+    "model_type": "gemma4_text",
+    "architectures": ["Gemma4ForCausalLM"],
+    "initializer_range": 0.08,
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "sliding_window": WINDOW,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 160,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0,
+    "use_bidirectional_attention": None,
+}
+_PLE = {"hidden_size_per_layer_input": 16}
+_SHARED = {"num_hidden_layers": 9, "layer_types": [SLIDING, SLIDING, FULL] * 3, "num_kv_shared_layers": 5}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_BASE,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "initializer_range": 0.3,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "rope_theta": 10000.0,
+    },
+    "llama with biases": {
+        **_BASE,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "initializer_range": 0.3,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mistral": {**_BASE, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": WINDOW},
+    "qwen3": {**_BASE, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "gemma3": {
+        **_BASE,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "initializer_range": 0.2,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 32,
+    },
+    "gemma4": _GEMMA4,
+    "gemma4 K = V": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4 per-layer embeddings": {**_GEMMA4, **_PLE},
+    "gemma4 shared KV": {**_GEMMA4, **_SHARED, "use_double_wide_mlp": True},
+    "gemma4 everything": {
+        **_GEMMA4,
+        **_SHARED,
+        **_PLE,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "use_double_wide_mlp": True,
+    },
+}
+
+
+@cache
+def reference(name: str) -> torch.nn.Module:
+    """transformers' own model, float32, with norms and scalars away from their trivial initial values."""
+    torch.manual_seed(7)
+    fields = dict(CONFIGS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.architectures = CONFIGS[name]["architectures"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if "norm" in key or "layer_scalar" in key:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+            if "q_norm" in key and name.startswith("gemma4"):
+                tensor.mul_(0.3)  # its attention has no scale: trained norms keep scores small
+    return model
+
+
+def spec_of(name: str) -> ModelSpec:
+    return from_config(CONFIGS[name], name)
+
+
+def weights_of(name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor.detach().clone() for key, tensor in reference(name).state_dict().items()}

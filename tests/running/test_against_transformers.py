@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.running.harness import Knobs, generate
+from tests.running.small_models import CONFIGS, WINDOW, reference
+
+PROMPT_TOKENS = 3 * WINDOW + 5
+NEW_TOKENS = 64
+
+
+def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+    return torch.randint(3, 160, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def reference_logits(name: str, tokens: list[int]) -> torch.Tensor:
+    """Logits of every position, computed at once, without any cache."""
+    return reference(name)(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_greedy_tokens_equal_the_reference(name):
+    start = prompt(seed=1)
+    run = generate(name, [start], NEW_TOKENS, Knobs(chunk_tokens=50))
+    output = run.outputs[0]
+    expected = reference_logits(name, [*start, *output])[len(start) - 1 : -1]
+    computed = torch.stack(run.logits[0])
+    assert (computed - expected).abs().max() <= 1e-4
+    assert output == expected.argmax(dim=-1).tolist()
+    assert len(set(output)) > 10, "a model that echoes a few tokens proves little"

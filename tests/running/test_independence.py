@@ -1,0 +1,72 @@
+"""Greedy output does not depend on paging, chunking, batching or preemption; freed pages are poisoned throughout."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.running.harness import Knobs, Run, generate
+from tests.running.small_models import WINDOW
+from tests.running.test_against_transformers import prompt
+
+NEW_TOKENS = 24
+MIXES = ("gemma3", "gemma4 K = V", "gemma4 shared KV", "gemma4 everything")
+CHUNKS = (1, 2, 15, 16, 17, 100, WINDOW - 1, WINDOW, WINDOW + 1, 4096)
+
+
+@cache
+def alone(name: str, seed: int, tokens: int, new_tokens: int) -> tuple[list[int], torch.Tensor]:
+    run = generate(name, [prompt(seed, tokens)], new_tokens, Knobs())
+    return run.outputs[0], torch.stack(run.logits[0])
+
+
+def assert_same(run: Run, name: str, prompts: list[tuple[int, int]], new_tokens: int = NEW_TOKENS) -> None:
+    """Equal logits and tokens. Where the top two logits are too close to call, the outputs may part there."""
+    for index, (seed, tokens) in enumerate(prompts):
+        output, logits = alone(name, seed, tokens, new_tokens)
+        same = [a == b for a, b in zip(run.outputs[index], output, strict=True)]
+        parted_at = same.index(False) if False in same else new_tokens
+        assert parted_at >= 8, "hardly anything is equal"
+        if parted_at < new_tokens:
+            first, second = logits[parted_at].topk(2).values
+            assert first - second <= 2e-4, f"token {parted_at} differs although its margin is clear"
+        computed = torch.stack(run.logits[index][:parted_at])
+        assert (computed - logits[:parted_at]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_chunk_sizes_change_nothing(name, chunk_tokens):
+    knobs = Knobs(chunk_tokens=chunk_tokens, num_slots=1)
+    assert_same(generate(name, [prompt(1, 77)], NEW_TOKENS, knobs), name, [(1, 77)])
+
+
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(("block_tokens", "slab_bytes"), [(1, None), (16, None), (32, None), (64, None), (16, 2**20)])
+def test_block_and_slab_sizes_change_nothing(name, block_tokens, slab_bytes):
+    knobs = Knobs(chunk_tokens=33, block_tokens=block_tokens, slab_bytes=slab_bytes)
+    assert_same(generate(name, [prompt(1, 77)], NEW_TOKENS, knobs), name, [(1, 77)])
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_batch_mates_change_nothing(name):
+    prompts = [(1, 77), (2, 5), (3, 130), (4, 1), (5, WINDOW)]
+    run = generate(name, [prompt(*p) for p in prompts], NEW_TOKENS, Knobs(chunk_tokens=40))
+    assert_same(run, name, prompts)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_preemption_changes_nothing(name):
+    prompts = [(seed, 10) for seed in range(1, 7)]
+    knobs = Knobs(chunk_tokens=64, block_tokens=16, room=2.2, growth_tokens=4)
+    run = generate(name, [prompt(*p) for p in prompts], 70, knobs)
+    assert run.scheduler.preemptions > 0, "this test is about preemption"
+    assert_same(run, name, prompts, new_tokens=70)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_sliding_layers_at_full_length_change_nothing(name):
+    run = generate(name, [prompt(1, 77)], NEW_TOKENS, Knobs(chunk_tokens=50, swa_full=True))
+    assert_same(run, name, [(1, 77)])

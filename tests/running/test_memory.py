@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import torch
+
+from tests.running.harness import Knobs, generate, layout_of
+from tests.running.small_models import WINDOW, spec_of
+from tests.running.test_against_transformers import prompt
+from windowpane.kv.capacity import Capacity
+
+CANARY = 0xA5
+
+
+def test_only_pages_that_were_handed_out_are_written(monkeypatch):
+    """Fill the arena with a canary; afterwards changed bytes lie only in pages that the manager gave to someone."""
+    from windowpane.kv import arena as arena_module
+
+    handed_out: set[tuple[int, int]] = set()
+    take, take_one = arena_module.Arena.take, arena_module.Arena.take_one
+
+    def recording_take(self, group, pages, cursor):
+        offsets = take(self, group, pages, cursor)
+        handed_out.update((group, int(o)) for o in offsets)
+        return offsets
+
+    def recording_take_one(self, group, cursor):
+        offset = take_one(self, group, cursor)
+        handed_out.add((group, offset))
+        return offset
+
+    monkeypatch.setattr(arena_module.Arena, "take", recording_take)
+    monkeypatch.setattr(arena_module.Arena, "take_one", recording_take_one)
+    monkeypatch.setattr(torch, "zeros", _canary_zeros(torch.zeros))
+    run = generate("gemma4 everything", [prompt(1, 77), prompt(2, 30)], 20, Knobs(chunk_tokens=40, poison=False))
+    layout = run.scheduler.manager.layout
+    allowed = torch.zeros(len(run.runner.arena), dtype=torch.bool)
+    for group, offset in handed_out:
+        allowed[offset * 256 : offset * 256 + layout.groups[group].page_bytes] = True
+    changed = run.runner.arena != CANARY
+    assert changed.any()
+    assert not (changed & ~allowed).any()
+
+
+def _canary_zeros(zeros):
+    def make(*size, dtype=None, **kwargs):
+        made = zeros(*size, dtype=dtype, **kwargs)
+        return made.fill_(CANARY) if dtype == torch.uint8 else made
+
+    return make
+
+
+def test_peak_pages_are_what_the_plan_says():
+    for name in ("gemma3", "gemma4 everything"):
+        prompt_tokens, new_tokens = 5 * WINDOW, 30
+        run = generate(name, [prompt(1, prompt_tokens)], new_tokens, Knobs(chunk_tokens=17, block_tokens=16))
+        layout = layout_of(list(spec_of(name).caches), Knobs(block_tokens=16))
+        # The last sampled token is never computed.
+        assert run.peak_pages == Capacity(layout, 0).pages(prompt_tokens + new_tokens - 1)
+
+
+def test_a_long_prefill_owns_no_more_window_pages_than_a_short_one():
+    peaks = []
+    for prompt_tokens in (2 * WINDOW, 40 * WINDOW):
+        run = generate("gemma3", [prompt(1, prompt_tokens)], 4, Knobs(block_tokens=16, poison=False))
+        layout = run.scheduler.manager.layout
+        peaks.append(run.peak_pages[layout.groups.index(layout.group(f"window-{WINDOW}"))])
+    assert peaks[0] == peaks[1]
+
+
+def test_the_present_passes_through_the_kv_format():
+    """With bfloat16 pages under float32 compute, chunking still changes nothing."""
+    outputs = [
+        generate("gemma3", [prompt(1, 77)], 16, Knobs(chunk_tokens=chunk, kv_cache_dtype="bfloat16"))
+        for chunk in (4096, 7)
+    ]
+    difference = (torch.stack(outputs[0].logits[0]) - torch.stack(outputs[1].logits[0])).abs().max()
+    assert difference <= 1e-4
+    exact = generate("gemma3", [prompt(1, 77)], 16, Knobs())
+    assert (torch.stack(outputs[0].logits[0]) - torch.stack(exact.logits[0])).abs().max() > 1e-4

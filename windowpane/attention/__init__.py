@@ -1,0 +1,1 @@
+"""Attention: past from pages, present from activations."""

@@ -1,0 +1,123 @@
+"""The arena's memory, and reading and writing rows of it in plain torch, on any device.
+
+Tables are kept twice. Steps read through `reading` and write through `writing`; they differ while a step slides past a
+page it shares (see `windowpane.kv.changes`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from windowpane.kv.caches import TokenCache
+from windowpane.kv.changes import Changes
+from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
+from windowpane.kv.tables import PageTable
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVPages:
+    """All pages of one device, addressed by layer."""
+
+    def __init__(
+        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.arena = torch.zeros(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
+        self._columns = [max(t.columns, 1) for t in tables]
+        self.reading: list[NDArray[np.int32]] = [np.maximum(t.entries, 0) for t in tables]
+        self.writing = [entries.copy() for entries in self.reading]
+        self.layers = {
+            s.cache.layer: LayerPages(self, index, s)
+            for index, g in enumerate(layout.groups)
+            for s in g.slices
+            if isinstance(s.cache, TokenCache)
+        }
+
+    def before_step(self, changes: Changes) -> None:
+        for move in changes.copies:
+            page_bytes = self.layout.groups[move.group].page_bytes
+            source, target = move.source * OFFSET_UNIT_BYTES, move.target * OFFSET_UNIT_BYTES
+            self.arena[target : target + page_bytes] = self.arena[source : source + page_bytes]
+        for update in (*changes.entries, *changes.moved_reads):
+            self.reading[update.group][update.slots, update.columns] = update.offsets
+        for update in (*changes.entries, *changes.late):
+            self.writing[update.group][update.slots, update.columns] = update.offsets
+
+    def after_step(self, changes: Changes) -> None:
+        for update in changes.late:
+            self.reading[update.group][update.slots, update.columns] = update.offsets
+
+    def columns(self, group: int) -> int:
+        return self._columns[group]
+
+
+class LayerPages:
+    """The slices of one layer. `past` and `write` work on token positions of a slot."""
+
+    def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
+        spec = pages.layout.groups[group]
+        assert isinstance(piece.cache, TokenCache) and spec.kv_format is not None and spec.block_tokens is not None
+        if spec.kv_format.name not in TORCH_DTYPES:
+            raise ValueError(
+                f"KV format {spec.kv_format.name} cannot be run yet; use auto, float32, bfloat16 or float16"
+            )
+        self.dtype = TORCH_DTYPES[spec.kv_format.name]
+        self.block_tokens = spec.block_tokens
+        self.retention = spec.retention
+        self._pages = pages
+        self._group = group
+        self._stripe = piece.stripe
+        self._views = [
+            _page_view(pages.arena.view(self.dtype), offset, width, piece.cache.kv_heads, spec.block_tokens, dim)
+            for offset, width, dim in zip(piece.data_offsets, piece.row_bytes, piece.cache.row_dims, strict=True)
+        ]
+
+    def past(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Tokens [start, stop): K and V, or one latent, each [heads, tokens, dim]."""
+        first_block = start // self.block_tokens
+        offsets = self._offsets(self._pages.reading, slot, np.arange(first_block, -(-stop // self.block_tokens)))
+        skip = start - first_block * self.block_tokens
+        found = []
+        for view in self._views:
+            blocks = view.index_select(0, offsets)  # [blocks, heads, block_tokens, dim]
+            rows = blocks.transpose(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
+            found.append(rows[:, skip : skip + stop - start])
+        return found
+
+    def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
+        """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
+        positions = np.arange(start, start + len(rows[0]))
+        offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
+        within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
+        for view, values in zip(self._views, rows, strict=True):
+            view[offsets, :, within] = values.to(self.dtype)
+
+    def through_format(self, x: torch.Tensor) -> torch.Tensor:
+        """What `x` is once stored and loaded: the present is attended as the past will be."""
+        return x if x.dtype == self.dtype else x.to(self.dtype).to(x.dtype)
+
+    def first_written(self, start: int, stop: int) -> int:
+        """The first of tokens [start, stop) that a later one can see."""
+        held = self.retention.held(stop)  # type: ignore[union-attr]  # token groups only
+        return max(start, held.start)
+
+    def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
+        columns = blocks % self._pages.columns(self._group)
+        entries = tables[self._group][slot, columns, self._stripe].astype(np.int64)
+        return torch.from_numpy(entries).to(self._pages.device)
+
+
+def _page_view(
+    arena: torch.Tensor, offset_bytes: int, row_bytes: int, heads: int, block_tokens: int, dim: int
+) -> torch.Tensor:
+    """[page offset, head, token, dim]: pages overlap in this view, since any offset unit may start one."""
+    item = arena.element_size()
+    unit, row, first = OFFSET_UNIT_BYTES // item, row_bytes // item, offset_bytes // item
+    slice_elements = heads * block_tokens * row
+    starts = max((arena.numel() - first - slice_elements) // unit + 1, 0)
+    return arena.as_strided((starts, heads, block_tokens, dim), (unit, block_tokens * row, row, 1), first)

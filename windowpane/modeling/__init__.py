@@ -1,0 +1,1 @@
+"""Models in torch, built from the torch-free specs in `windowpane.models`."""

@@ -1,0 +1,304 @@
+"""One decoder for every recipe: embeds, runs layers over pages and activations, and returns the logits asked for.
+
+Work that leaves no trace is skipped: the last layer that owns KV computes K and V for all tokens but everything else,
+like all layers after it, only for tokens whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from windowpane.attention.pages import KVPages, LayerPages
+from windowpane.attention.reference import attend
+from windowpane.attention.step import Queries, Step
+from windowpane.modeling.recipe import LayerRecipe, Recipe
+from windowpane.modeling.rope import Rope, rotate
+
+Weights = dict[str, torch.Tensor]
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The state of one forward pass. `present` keeps K and V of layers that others share until the last has read it."""
+
+    step: Step
+    pages: KVPages
+    queries: list[Queries]
+    query_positions: torch.Tensor
+    narrowed: bool = False
+    present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class Decoder:
+    """Takes its tensors out of `weights`, so that fused copies do not double the memory."""
+
+    def __init__(self, recipe: Recipe, weights: Weights) -> None:
+        self.recipe = recipe
+        self._ropes = _RopeTables()
+        take = _Taker(weights, recipe)
+        self.embedding = weights.pop(f"{recipe.prefix}embed_tokens.weight")
+        self.head = weights.pop(recipe.head) if recipe.head else self.embedding
+        self.final_norm = take.norm("norm")
+        self._per_layer = _PerLayerInputs(recipe, take) if recipe.per_layer_width else None
+        shared = {layer.kv_layer for layer in recipe.layers if layer.kv_layer != layer.index}
+        self.layers: list[_Layer] = []
+        for layer in recipe.layers:
+            owner = None if layer.kv_layer == layer.index else self.layers[layer.kv_layer]
+            self.layers.append(_Layer(recipe, layer, take, self._ropes, owner, is_shared=layer.index in shared))
+
+    def forward(self, step: Step, pages: KVPages) -> torch.Tensor:
+        """float32 logits [wanted rows, vocabulary]."""
+        recipe = self.recipe
+        embedded = F.embedding(step.tokens, self.embedding)
+        if recipe.embedding_scale != 1.0:
+            embedded = embedded * torch.tensor(recipe.embedding_scale, dtype=embedded.dtype)
+        per_layer = self._per_layer(step.tokens, embedded) if self._per_layer else None
+        state = _Pass(step, pages, step.all_queries(), step.positions)
+        hidden = embedded
+        for layer in self.layers:
+            if state.narrowed and not len(hidden):
+                break  # a chunk in the middle of a prompt: nobody asks for more
+            hidden = layer(hidden, state, None if per_layer is None else per_layer[:, layer.recipe.index])
+        for owner, rows in state.present.items():
+            _write(pages.layers[owner], step, rows)
+        return self.logits(_rms_norm(hidden, self.final_norm, recipe.norm_eps))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self.head).float()
+        cap = self.recipe.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class _Layer:
+    """One decoder layer. `owner` is the layer whose KV it shares, None where it owns its own.
+
+    `is_shared`: later layers read its present K and V, so they are written after those.
+    """
+
+    def __init__(
+        self,
+        model: Recipe,
+        recipe: LayerRecipe,
+        take: _Taker,
+        ropes: _RopeTables,
+        owner: _Layer | None,
+        *,
+        is_shared: bool,
+    ) -> None:
+        self.model, self.recipe = model, recipe
+        self.owns_kv = owner is None
+        self.is_shared = is_shared
+        self._ropes = ropes
+        at = f"layers.{recipe.index}."
+        self.input_norm = take.norm(f"{at}input_layernorm")
+        self.post_attention_norm = take.norm(f"{at}post_attention_layernorm")
+        if model.sandwich:
+            self.pre_mlp_norm = take.norm(f"{at}pre_feedforward_layernorm")
+            self.post_mlp_norm = take.norm(f"{at}post_feedforward_layernorm")
+        names = ["q_proj"]
+        if self.owns_kv:
+            names += ["k_proj"] if recipe.latent else ["k_proj", "v_proj"]
+        self.qkv, self.qkv_bias = take.linear(*(f"{at}self_attn.{name}" for name in names))
+        self.out, self.out_bias = take.linear(f"{at}self_attn.o_proj")
+        if model.qk_norm:
+            self.q_norm = take.norm(f"{at}self_attn.q_norm")
+            self.k_norm: torch.Tensor = take.norm(f"{at}self_attn.k_norm") if owner is None else owner.k_norm
+        self.gate_up, self.gate_up_bias = take.linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
+        self.down, self.down_bias = take.linear(f"{at}mlp.down_proj")
+        self.activation = _ACTIVATIONS[model.activation]
+        self.scalar = take.tensor(f"{at}layer_scalar") if model.layer_scalars else None
+        if model.per_layer_width:
+            self.per_layer_gate, _ = take.linear(f"{at}per_layer_input_gate")
+            self.per_layer_out, _ = take.linear(f"{at}per_layer_projection")
+            self.per_layer_norm = take.norm(f"{at}post_per_layer_input_norm")
+
+    def __call__(self, hidden: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None) -> torch.Tensor:
+        eps = self.model.norm_eps
+        normed = _rms_norm(hidden, self.input_norm, eps)
+        present = self._present(normed, state) if self.owns_kv else state.present[self.recipe.kv_layer]
+        if self.recipe.index == self.model.last_kv_owner and not state.narrowed:
+            hidden, normed = self._narrow(hidden, normed, state)
+        if per_layer is not None and state.narrowed:
+            per_layer = per_layer[state.step.wanted]
+        attended = F.linear(self._attend(normed, present, state), self.out, self.out_bias)
+        if self.owns_kv:
+            self._keep(present, state)
+        return self._feed_forward(hidden, attended, per_layer)
+
+    def _feed_forward(
+        self, hidden: torch.Tensor, attended: torch.Tensor, per_layer: torch.Tensor | None
+    ) -> torch.Tensor:
+        eps = self.model.norm_eps
+        if self.model.sandwich:
+            hidden = hidden + _rms_norm(attended, self.post_attention_norm, eps)
+            hidden = hidden + _rms_norm(self._mlp(_rms_norm(hidden, self.pre_mlp_norm, eps)), self.post_mlp_norm, eps)
+        else:
+            hidden = hidden + attended
+            hidden = hidden + self._mlp(_rms_norm(hidden, self.post_attention_norm, eps))
+        if per_layer is not None:
+            gated = self.activation(F.linear(hidden, self.per_layer_gate)) * per_layer
+            hidden = hidden + _rms_norm(F.linear(gated, self.per_layer_out), self.per_layer_norm, eps)
+        return hidden if self.scalar is None else hidden * self.scalar
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return F.linear(self.activation(gate) * up, self.down, self.down_bias)
+
+    def _narrow(self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """From here on only wanted rows go on."""
+        state.narrowed = True
+        state.queries = state.step.wanted_queries()
+        state.query_positions = state.step.positions[state.step.wanted]
+        return hidden[state.step.wanted], normed[state.step.wanted]
+
+    # -- attention -------------------------------------------------------------------------------------------------
+
+    def _queries(self, normed: torch.Tensor, state: _Pass) -> torch.Tensor:
+        """Rotated queries [rows, heads, dim]."""
+        recipe = self.recipe
+        width = recipe.query_heads * recipe.head_dim
+        bias = None if self.qkv_bias is None else self.qkv_bias[:width]
+        q = F.linear(normed, self.qkv[:width], bias).view(-1, recipe.query_heads, recipe.head_dim)
+        if self.model.qk_norm:
+            q = _rms_norm(q, self.q_norm, self.model.norm_eps)
+        return self._rotate(q, state.query_positions)
+
+    def _present(self, normed: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
+        """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
+        recipe = self.recipe
+        first = recipe.query_heads * recipe.head_dim
+        bias = None if self.qkv_bias is None else self.qkv_bias[first:]
+        heads = F.linear(normed, self.qkv[first:], bias).view(len(normed), -1, recipe.head_dim)
+        stored = state.pages.layers[recipe.index]
+        eps = self.model.norm_eps
+        if recipe.latent:
+            return [stored.through_format(_rms_norm(heads, None, eps))]
+        k, v = heads[:, : recipe.kv_heads], heads[:, recipe.kv_heads :]
+        if self.model.qk_norm:
+            k = _rms_norm(k, self.k_norm, eps)
+        if self.model.v_norm:
+            v = _rms_norm(v, None, eps)
+        k = self._rotate(k, state.step.positions)
+        return [stored.through_format(k), stored.through_format(v)]
+
+    def _attend(self, normed: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
+        recipe = self.recipe
+        queries = self._queries(normed, state)
+        stored = state.pages.layers[recipe.kv_layer]
+        outputs = []
+        for segment, asked in zip(state.step.segments, state.queries, strict=True):
+            if asked.first == asked.last:
+                continue
+            past_from = 0 if recipe.window_tokens is None else max(0, segment.start - recipe.window_tokens + 1)
+            rows = slice(segment.row, segment.end_row)
+            parts = [x[rows].transpose(0, 1) for x in present]
+            if past_from < segment.start:
+                past = stored.past(segment.slot, past_from, segment.start)
+                parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
+            keys, values = self._keys_and_values(parts, past_from)
+            q = queries[asked.first : asked.last]
+            outputs.append(attend(q, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale))
+        return torch.cat(outputs).flatten(1) if outputs else queries.flatten(1)
+
+    def _keys_and_values(self, parts: list[torch.Tensor], first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[heads, tokens, dim] each, from what is stored; a latent's K is rebuilt from it."""
+        if not self.recipe.latent:
+            return parts[0], parts[1]
+        latent = parts[0]
+        positions = torch.arange(first, first + latent.shape[1], device=latent.device)
+        keys = (latent.float() * self.k_norm).to(latent.dtype)
+        return self._rotate(keys.transpose(0, 1), positions).transpose(0, 1), latent
+
+    def _keep(self, present: list[torch.Tensor], state: _Pass) -> None:
+        """Write now, unless a later layer still reads these tokens from the activations."""
+        if self.is_shared:
+            state.present[self.recipe.index] = present
+        else:
+            _write(state.pages.layers[self.recipe.index], state.step, present)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rope = self.recipe.rope
+        if rope.kind is None:
+            return x
+        cos, sin = self._ropes.at(rope, positions)
+        return rotate(x.float(), cos, sin).to(x.dtype) if x.dtype != torch.float32 else rotate(x, cos, sin)
+
+
+def _write(layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
+    """Store what the future can see of each segment."""
+    for s in step.segments:
+        first = layer.first_written(s.start, s.stop)
+        if first < s.stop:
+            kept = slice(s.row + first - s.start, s.end_row)
+            layer.write(s.slot, first, [x[kept] for x in rows])
+
+
+class _PerLayerInputs:
+    """Gemma's per-layer embeddings: a second embedding of each token, one part per layer."""
+
+    def __init__(self, recipe: Recipe, take: _Taker) -> None:
+        self.recipe = recipe
+        self.table = take.tensor("embed_tokens_per_layer.weight")
+        self.projection, _ = take.linear("per_layer_model_projection")
+        self.norm = take.norm("per_layer_projection_norm")
+
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """[tokens, layers, width]."""
+        width = self.recipe.per_layer_width
+        shape = (len(tokens), len(self.recipe.layers), width)
+        looked_up = F.embedding(tokens, self.table) * torch.tensor(width**0.5, dtype=embedded.dtype)
+        projected = F.linear(embedded, self.projection) * self.recipe.hidden_size**-0.5
+        normed = _rms_norm(projected.view(shape), self.norm, self.recipe.norm_eps)
+        return (normed + looked_up.view(shape)) * 2**-0.5
+
+
+class _RopeTables:
+    """cos and sin by position, grown as sequences do; layers that rotate alike share one."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._positions: dict[Rope, int] = {}
+
+    def at(self, rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        needed = int(positions.max()) + 1 if len(positions) else 1
+        if self._positions.get(rope, 0) < needed:
+            self._positions[rope] = max(1024, 2 * needed)
+            self._tables[rope] = rope.table(self._positions[rope], positions.device, torch.float32)
+        cos, sin = self._tables[rope]
+        return cos[positions], sin[positions]
+
+
+class _Taker:
+    """Takes tensors out of the checkpoint by their name below the text model's prefix."""
+
+    def __init__(self, weights: Weights, recipe: Recipe) -> None:
+        self._weights = weights
+        self._prefix = recipe.prefix
+        self._norms_add_one = recipe.norms_add_one
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._weights.pop(self._prefix + name)
+
+    def norm(self, name: str) -> torch.Tensor:
+        """In float32, as norms are computed."""
+        weight = self.tensor(f"{name}.weight").float()
+        return weight + 1.0 if self._norms_add_one else weight
+
+    def linear(self, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of these projections of one input, stacked."""
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names if f"{self._prefix}{name}.bias" in self._weights]
+        bias = torch.cat(biases) if biases else None
+        return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)

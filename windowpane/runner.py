@@ -1,0 +1,104 @@
+"""The runner: turns a `Batch` into logits on one device. Two calls, so that sampling may wait for a grammar mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from windowpane.attention.pages import KVPages
+from windowpane.attention.step import Segment, Step
+from windowpane.kv.layout import Layout
+from windowpane.modeling.decoder import Decoder
+from windowpane.modeling.recipe import read_recipe
+from windowpane.models.spec import ModelSpec
+from windowpane.scheduler import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`logits`: one float32 row per decoding row, then per chunk that samples. `prompt_logits`: all rows of a chunk."""
+
+    logits: torch.Tensor
+    prompt_logits: dict[int, torch.Tensor]
+
+
+class Runner:
+    """One model, its weights and its arena on one device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: dict[str, torch.Tensor],
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.values())
+        self.model = Decoder(read_recipe(spec), weights)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    @property
+    def arena(self) -> torch.Tensor:
+        return self.pages.arena
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
+        """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
+        step = self._step(batch, all_logits_slots)
+        self.pages.before_step(batch.changes)
+        logits = self.model.forward(step, self.pages)
+        self.pages.after_step(batch.changes)
+        return _split(logits, batch, all_logits_slots)
+
+    def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Remember what each slot sampled last: its next decoding row computes that token."""
+        self._sampled[slots] = tokens
+
+    def _step(self, batch: Batch, all_logits_slots: frozenset[int]) -> Step:
+        decoding = torch.from_numpy(batch.decode_slots).to(self.device)
+        tokens = [self._sampled[decoding]]
+        positions = [torch.from_numpy(np.ascontiguousarray(batch.decode_positions)).to(self.device)]
+        segments = [
+            Segment(slot, position, position + 1, row)
+            for row, (slot, position) in enumerate(
+                zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True)
+            )
+        ]
+        wanted = list(range(len(segments)))
+        row = len(segments)
+        for chunk in batch.chunks:
+            stop = chunk.start + len(chunk.tokens)
+            tokens.append(torch.from_numpy(chunk.tokens.astype(np.int64)).to(self.device))
+            positions.append(torch.arange(chunk.start, stop, device=self.device))
+            segments.append(Segment(chunk.slot, chunk.start, stop, row))
+            row += len(chunk.tokens)
+            if chunk.slot in all_logits_slots:
+                wanted += range(row - len(chunk.tokens), row)
+            elif chunk.samples:
+                wanted.append(row - 1)
+        wanted_rows = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        return Step(torch.cat(tokens), torch.cat(positions), tuple(segments), wanted_rows)
+
+
+def _split(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
+    """Pick the rows that sample out of all rows that were wanted."""
+    row = len(batch.decode_slots)
+    sampling = list(range(row))
+    prompt_logits: dict[int, torch.Tensor] = {}
+    for chunk in batch.chunks:
+        rows = len(chunk.tokens) if chunk.slot in all_logits_slots else int(chunk.samples)
+        if chunk.slot in all_logits_slots:
+            prompt_logits[chunk.slot] = logits[row : row + rows]
+        row += rows
+        if chunk.samples:
+            sampling.append(row - 1)
+    return StepOutput(logits[sampling] if len(sampling) < len(logits) else logits, prompt_logits)
