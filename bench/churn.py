@@ -122,13 +122,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", help="only this one of the built-in cases")
     args = parser.parse_args()
+    cases = [case for case in CASES if args.model in (None, case[0])]
+    if not cases:
+        parser.error(f"no case {args.model!r}; there are {', '.join(sorted({case[0] for case in CASES}))}")
     table = Table(title=f"{args.hours:g} h of chat at {LOAD:.0%} load\n{machine_line()}", title_justify="left")
     for column in ("model", "KV", "finished", "live", "stranded", "worst", "preempted", "moved pages"):
         table.add_column(column, justify="left" if column == "model" else "right")
     results = {}
     with Progress(transient=True) as progress:
-        for model, dtype, gib in CASES:
+        for model, dtype, gib in cases:
             result = churn(layout_of(model, dtype), int(gib * 2**30), args.hours, args.seed, progress)
             name = model if dtype == "auto" else f"{model}, {dtype}"
             results[name] = result

@@ -64,17 +64,12 @@ class Runner:
         self._sampled[slots] = tokens
 
     def _step(self, batch: Batch, all_logits_slots: frozenset[int]) -> Step:
-        decoding = torch.from_numpy(batch.decode_slots).to(self.device)
-        tokens = [self._sampled[decoding]]
-        positions = [torch.from_numpy(np.ascontiguousarray(batch.decode_positions)).to(self.device)]
-        segments = [
-            Segment(slot, position, position + 1, row)
-            for row, (slot, position) in enumerate(
-                zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True)
-            )
-        ]
-        wanted = list(range(len(segments)))
-        row = len(segments)
+        decode_positions = np.ascontiguousarray(batch.decode_positions)
+        tokens = [self._sampled[torch.from_numpy(batch.decode_slots).to(self.device)]]
+        positions = [torch.from_numpy(decode_positions).to(self.device)]
+        segments = []
+        row = len(batch.decode_slots)
+        wanted = list(range(row))
         for chunk in batch.chunks:
             stop = chunk.start + len(chunk.tokens)
             tokens.append(torch.from_numpy(chunk.tokens.astype(np.int64)).to(self.device))
@@ -86,7 +81,9 @@ class Runner:
             elif chunk.samples:
                 wanted.append(row - 1)
         wanted_rows = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        return Step(torch.cat(tokens), torch.cat(positions), tuple(segments), wanted_rows)
+        return Step(
+            torch.cat(tokens), torch.cat(positions), tuple(segments), wanted_rows, batch.decode_slots, decode_positions
+        )
 
 
 def _split(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:

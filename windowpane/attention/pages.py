@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
+from windowpane.kv.retention import Full, Window
 from windowpane.kv.tables import PageTable
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +30,9 @@ class KVPages:
         self.arena = torch.zeros(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
         tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
         self._columns = [max(t.columns, 1) for t in tables]
-        self.reading: list[NDArray[np.int32]] = [np.maximum(t.entries, 0) for t in tables]
+        # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
+        shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
+        self.reading: list[NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for shape in shapes]
         self.writing = [entries.copy() for entries in self.reading]
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
@@ -89,6 +92,41 @@ class LayerPages:
             found.append(rows[:, skip : skip + stop - start])
         return found
 
+    def past_of_many(
+        self, slots: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Tokens [start, stop) of several slots at once, padded to the longest.
+
+        Returns K and V (or one latent), each [slots, heads, tokens, dim], the positions [slots, tokens] of the columns,
+        and which of them count. Values that do not count are 0, whatever their memory holds.
+        """
+        block = self.block_tokens
+        first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
+        blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
+        columns = np.minimum(blocks, last_blocks[:, None]) % self._pages.columns(self._group)
+        entries = self._pages.reading[self._group][slots[:, None], columns, self._stripe].astype(np.int64)
+        offsets = torch.from_numpy(entries.reshape(-1)).to(self._pages.device)
+        positions = (blocks[:, :, None] * block + np.arange(block)).reshape(len(slots), -1)
+        counts = (positions >= starts[:, None]) & (positions < stops[:, None])
+        unused = tuple(torch.from_numpy(axis).to(self._pages.device) for axis in np.nonzero(~counts))
+        found = []
+        for view in self._views:
+            pages = view.index_select(0, offsets).view(*blocks.shape, *view.shape[1:])
+            rows = pages.transpose(1, 2).reshape(len(slots), view.shape[1], -1, view.shape[3])
+            rows[unused[0], :, unused[1]] = 0
+            found.append(rows)
+        device = self._pages.device
+        return found, torch.from_numpy(positions).to(device), torch.from_numpy(counts).to(device)
+
+    def write_one_each(self, slots: NDArray[np.int64], positions: NDArray[np.int64], rows: list[torch.Tensor]) -> None:
+        """Store one row ([slots, heads, dim] each) per slot."""
+        columns = positions // self.block_tokens % self._pages.columns(self._group)
+        entries = self._pages.writing[self._group][slots, columns, self._stripe].astype(np.int64)
+        offsets = torch.from_numpy(entries).to(self._pages.device)
+        within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
+        for view, values in zip(self._views, rows, strict=True):
+            view[offsets, :, within] = values.to(self.dtype)
+
     def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
         """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
         positions = np.arange(start, start + len(rows[0]))
@@ -105,6 +143,12 @@ class LayerPages:
         """The first of tokens [start, stop) that a later one can see."""
         held = self.retention.held(stop)  # type: ignore[union-attr]  # token groups only
         return max(start, held.start)
+
+    def kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+        """Which of these last tokens of their sequences a later one can see."""
+        if isinstance(self.retention, Full) or (isinstance(self.retention, Window) and self.retention.tokens > 1):
+            return slice(0, len(positions))
+        return np.flatnonzero([self.first_written(p, p + 1) <= p for p in positions.tolist()])
 
     def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
         columns = blocks % self._pages.columns(self._group)

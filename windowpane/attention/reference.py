@@ -1,7 +1,7 @@
 """Attention in plain torch, for any device and dtype: the yardstick for every kernel.
 
-Each sequence is attended on its own. Queries are taken in blocks, and keys are cut to what a block can see, so that a
-window costs what it sees and not what was prefilled.
+A chunk of a prompt is attended on its own: queries are taken in blocks, and keys are cut to what a block can see, so
+that a window costs what it sees and not what was prefilled. Decoding sequences, one token each, are attended together.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ def attend(
     queries [tokens, query heads, dim] at ascending `positions`; keys and values [KV heads, tokens, dim] of consecutive
     positions from `first_key` on, reaching at least to the last query. Returns [tokens, query heads, dim].
     """
-    if len(queries) == 1:
-        return _attend_one(queries, int(positions[0]), keys, values, first_key, window_tokens, scale)
     blocks = []
     for at in range(0, len(queries), QUERY_BLOCK):
         block = slice(at, at + QUERY_BLOCK)
@@ -35,21 +33,28 @@ def attend(
     return torch.cat(blocks)
 
 
-def _attend_one(
-    query: torch.Tensor,
-    position: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    first_key: int,
-    window_tokens: int | None,
+def attend_decoding(
+    queries: torch.Tensor,
+    past_keys: torch.Tensor,
+    past_values: torch.Tensor,
+    counts: torch.Tensor,
+    present_keys: torch.Tensor,
+    present_values: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """One token needs no mask: it sees every key it is given, once they are cut to its window."""
-    keys, values = _visible(keys, values, position, position, first_key, window_tokens)
-    heads = keys.shape[0]
-    grouped = query.view(heads, -1, query.shape[-1]) * scale
-    weights = torch.softmax((grouped @ keys.transpose(1, 2)).float(), dim=-1).to(values.dtype)
-    return (weights @ values).view(1, -1, values.shape[-1])
+    """One token of each of several sequences: its past, and itself.
+
+    queries [sequences, query heads, dim]; past [sequences, KV heads, tokens, dim], of which only `counts` [sequences,
+    tokens] count; present [sequences, KV heads, dim]. Returns [sequences, query heads, dim].
+    """
+    sequences, query_heads, dim = queries.shape
+    heads = past_keys.shape[1]
+    grouped = queries.view(sequences, heads, -1, dim) * scale
+    past = (grouped @ past_keys.transpose(2, 3)).float().masked_fill(~counts[:, None, None], float("-inf"))
+    itself = (grouped @ present_keys[..., None]).float()
+    weights = torch.softmax(torch.cat([past, itself], dim=-1), dim=-1).to(queries.dtype)
+    out = weights[..., :-1] @ past_values + weights[..., -1:] * present_values[:, :, None]
+    return out.view(sequences, query_heads, -1)
 
 
 def _attend_block(

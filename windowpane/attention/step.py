@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +34,29 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`wanted` are the rows whose logits are asked for; `narrow` gives the queries once only those go on."""
+    """`wanted` are the rows whose logits are asked for.
+
+    The first rows are decoding ones, one token per slot, all of them wanted; `segments` are the chunks behind them.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     segments: tuple[Segment, ...]
     wanted: torch.Tensor
+    decode_slots: NDArray[np.int64]
+    decode_positions: NDArray[np.int64]
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.decode_slots)
 
     def all_queries(self) -> list[Queries]:
-        return [
-            Queries(s.row, s.row + s.stop - s.start, self.positions[s.row : s.row + s.stop - s.start])
-            for s in self.segments
-        ]
+        """The rows of each segment."""
+        return [Queries(s.row, s.end_row, self.positions[s.row : s.end_row]) for s in self.segments]
 
     def wanted_queries(self) -> list[Queries]:
-        """As `all_queries`, for the rows of `wanted` alone; segments that want nothing have none."""
-        queries, first = [], 0
+        """As `all_queries`, once only the rows of `wanted` go on; segments that want nothing have none."""
+        queries, first = [], self.num_decoding
         for s in self.segments:
             inside = self.wanted[(self.wanted >= s.row) & (self.wanted < s.end_row)]
             queries.append(Queries(first, first + len(inside), self.positions[inside]))

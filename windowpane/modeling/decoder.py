@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from windowpane.attention.pages import KVPages, LayerPages
-from windowpane.attention.reference import attend
-from windowpane.attention.step import Queries, Step
+from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.step import Queries, Segment, Step
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
 
@@ -35,6 +36,7 @@ class _Pass:
     query_positions: torch.Tensor
     narrowed: bool = False
     present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class Decoder:
@@ -121,14 +123,22 @@ class _Layer:
             self.per_layer_norm = take.norm(f"{at}post_per_layer_input_norm")
 
     def __call__(self, hidden: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None) -> torch.Tensor:
-        eps = self.model.norm_eps
-        normed = _rms_norm(hidden, self.input_norm, eps)
-        present = self._present(normed, state) if self.owns_kv else state.present[self.recipe.kv_layer]
-        if self.recipe.index == self.model.last_kv_owner and not state.narrowed:
+        normed = _rms_norm(hidden, self.input_norm, self.model.norm_eps)
+        if self.recipe.index == self.model.last_kv_owner and len(state.step.wanted) < len(hidden):
+            present = self._store_form(F.linear(normed, *self._kv_weights()), state)
             hidden, normed = self._narrow(hidden, normed, state)
+            queries = self._queries(F.linear(normed, *self._q_weights()), state)
+        elif self.owns_kv:
+            projected = F.linear(normed, self.qkv, self.qkv_bias)
+            width = self.recipe.query_heads * self.recipe.head_dim
+            queries = self._queries(projected[:, :width], state)
+            present = self._store_form(projected[:, width:], state)
+        else:
+            queries = self._queries(F.linear(normed, self.qkv, self.qkv_bias), state)
+            present = state.present[self.recipe.kv_layer]
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[state.step.wanted]
-        attended = F.linear(self._attend(normed, present, state), self.out, self.out_bias)
+        attended = F.linear(self._attend(queries, present, state), self.out, self.out_bias)
         if self.owns_kv:
             self._keep(present, state)
         return self._feed_forward(hidden, attended, per_layer)
@@ -157,28 +167,31 @@ class _Layer:
         state.narrowed = True
         state.queries = state.step.wanted_queries()
         state.query_positions = state.step.positions[state.step.wanted]
+        state.angles = {}
         return hidden[state.step.wanted], normed[state.step.wanted]
 
     # -- attention -------------------------------------------------------------------------------------------------
 
-    def _queries(self, normed: torch.Tensor, state: _Pass) -> torch.Tensor:
+    def _q_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        width = self.recipe.query_heads * self.recipe.head_dim
+        return self.qkv[:width], None if self.qkv_bias is None else self.qkv_bias[:width]
+
+    def _kv_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        width = self.recipe.query_heads * self.recipe.head_dim
+        return self.qkv[width:], None if self.qkv_bias is None else self.qkv_bias[width:]
+
+    def _queries(self, projected: torch.Tensor, state: _Pass) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
-        recipe = self.recipe
-        width = recipe.query_heads * recipe.head_dim
-        bias = None if self.qkv_bias is None else self.qkv_bias[:width]
-        q = F.linear(normed, self.qkv[:width], bias).view(-1, recipe.query_heads, recipe.head_dim)
+        q = projected.reshape(-1, self.recipe.query_heads, self.recipe.head_dim)
         if self.model.qk_norm:
             q = _rms_norm(q, self.q_norm, self.model.norm_eps)
-        return self._rotate(q, state.query_positions)
+        return self._rotate_now(q, state)
 
-    def _present(self, normed: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
+    def _store_form(self, projected: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
-        recipe = self.recipe
-        first = recipe.query_heads * recipe.head_dim
-        bias = None if self.qkv_bias is None else self.qkv_bias[first:]
-        heads = F.linear(normed, self.qkv[first:], bias).view(len(normed), -1, recipe.head_dim)
+        recipe, eps = self.recipe, self.model.norm_eps
+        heads = projected.reshape(len(projected), -1, recipe.head_dim)
         stored = state.pages.layers[recipe.index]
-        eps = self.model.norm_eps
         if recipe.latent:
             return [stored.through_format(_rms_norm(heads, None, eps))]
         k, v = heads[:, : recipe.kv_heads], heads[:, recipe.kv_heads :]
@@ -186,36 +199,51 @@ class _Layer:
             k = _rms_norm(k, self.k_norm, eps)
         if self.model.v_norm:
             v = _rms_norm(v, None, eps)
-        k = self._rotate(k, state.step.positions)
-        return [stored.through_format(k), stored.through_format(v)]
+        return [stored.through_format(self._rotate_now(k, state)), stored.through_format(v)]
 
-    def _attend(self, normed: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
-        recipe = self.recipe
-        queries = self._queries(normed, state)
-        stored = state.pages.layers[recipe.kv_layer]
+    def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         outputs = []
+        if state.step.num_decoding:
+            outputs.append(self._attend_decoding(queries[: state.step.num_decoding], present, state))
         for segment, asked in zip(state.step.segments, state.queries, strict=True):
-            if asked.first == asked.last:
-                continue
-            past_from = 0 if recipe.window_tokens is None else max(0, segment.start - recipe.window_tokens + 1)
-            rows = slice(segment.row, segment.end_row)
-            parts = [x[rows].transpose(0, 1) for x in present]
-            if past_from < segment.start:
-                past = stored.past(segment.slot, past_from, segment.start)
-                parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
-            keys, values = self._keys_and_values(parts, past_from)
-            q = queries[asked.first : asked.last]
-            outputs.append(attend(q, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale))
+            if asked.first < asked.last:
+                outputs.append(self._attend_chunk(queries[asked.first : asked.last], asked, segment, present, state))
         return torch.cat(outputs).flatten(1) if outputs else queries.flatten(1)
 
-    def _keys_and_values(self, parts: list[torch.Tensor], first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[heads, tokens, dim] each, from what is stored; a latent's K is rebuilt from it."""
+    def _attend_chunk(
+        self, queries: torch.Tensor, asked: Queries, segment: Segment, present: list[torch.Tensor], state: _Pass
+    ) -> torch.Tensor:
+        recipe = self.recipe
+        past_from = 0 if recipe.window_tokens is None else max(0, segment.start - recipe.window_tokens + 1)
+        parts = [x[segment.row : segment.end_row].transpose(0, 1) for x in present]
+        if past_from < segment.start:
+            past = state.pages.layers[recipe.kv_layer].past(segment.slot, past_from, segment.start)
+            parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
+        positions = torch.arange(past_from, segment.stop, device=queries.device)
+        keys, values = self._keys_and_values(parts, positions)
+        return attend(queries, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale)
+
+    def _attend_decoding(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
+        recipe, step = self.recipe, state.step
+        stops = step.decode_positions
+        starts = (
+            np.zeros_like(stops) if recipe.window_tokens is None else np.maximum(0, stops - recipe.window_tokens + 1)
+        )
+        past, positions, counts = state.pages.layers[recipe.kv_layer].past_of_many(step.decode_slots, starts, stops)
+        past = [x.to(queries.dtype) for x in past]
+        past_keys, past_values = self._keys_and_values(past, positions)
+        now = [x[: step.num_decoding, :, None] for x in present]
+        keys, values = self._keys_and_values(now, step.positions[: step.num_decoding, None])
+        return attend_decoding(queries, past_keys, past_values, counts, keys[:, :, 0], values[:, :, 0], recipe.scale)
+
+    def _keys_and_values(self, parts: list[torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[…, heads, tokens, dim] each, from what is stored; K of a latent is rebuilt for […, tokens] positions."""
         if not self.recipe.latent:
             return parts[0], parts[1]
         latent = parts[0]
-        positions = torch.arange(first, first + latent.shape[1], device=latent.device)
-        keys = (latent.float() * self.k_norm).to(latent.dtype)
-        return self._rotate(keys.transpose(0, 1), positions).transpose(0, 1), latent
+        cos, sin = self._ropes.at(self.recipe.rope, positions)
+        keys = rotate(latent.float() * self.k_norm, cos[..., None, :, :], sin[..., None, :, :])
+        return keys.to(latent.dtype), latent
 
     def _keep(self, present: list[torch.Tensor], state: _Pass) -> None:
         """Write now, unless a later layer still reads these tokens from the activations."""
@@ -224,16 +252,22 @@ class _Layer:
         else:
             _write(state.pages.layers[self.recipe.index], state.step, present)
 
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _rotate_now(self, x: torch.Tensor, state: _Pass) -> torch.Tensor:
+        """Turn heads of this step's rows, once narrowed of those that still ask, by their positions."""
         rope = self.recipe.rope
         if rope.kind is None:
             return x
-        cos, sin = self._ropes.at(rope, positions)
-        return rotate(x.float(), cos, sin).to(x.dtype) if x.dtype != torch.float32 else rotate(x, cos, sin)
+        if rope not in state.angles:
+            state.angles[rope] = self._ropes.at(rope, state.query_positions)
+        cos, sin = state.angles[rope]
+        return rotate(x.float(), cos[:, None], sin[:, None]).to(x.dtype)
 
 
 def _write(layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
-    """Store what the future can see of each segment."""
+    """Store what the future can see of each token."""
+    if step.num_decoding:
+        kept = layer.kept_rows(step.decode_positions)
+        layer.write_one_each(step.decode_slots[kept], step.decode_positions[kept], [x[kept] for x in rows])
     for s in step.segments:
         first = layer.first_written(s.start, s.stop)
         if first < s.stop:

@@ -59,9 +59,8 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn heads x [tokens, heads, head_dim] by angles given as cos and sin [tokens, head_dim / 2]."""
+    """Turn the pairs of x's last dimension by angles given as cos and sin of half its width, broadcast to it."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
