@@ -86,10 +86,12 @@ class GgufHeader:
 
 def is_gguf(path: Path) -> bool:
     """Whether a file says that it is GGUF, whatever its name."""
-    if not path.is_file():
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        # A directory, or a file whose own reader will say why it cannot be read.
         return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_header(path: str | Path) -> GgufHeader:
@@ -124,17 +126,15 @@ def hf_config(header: GgufHeader) -> dict[str, object]:
 
 def _common(header: GgufHeader) -> dict[str, object]:
     prefix = f"{header.text('general.architecture')}."
-    heads, hidden = header.integer(f"{prefix}attention.head_count"), header.integer(f"{prefix}embedding_length")
-    head_dim = header.integer(f"{prefix}attention.key_length") or (hidden // heads if hidden and heads else None)
     embedding = header.tensors.get("token_embd.weight")
     return {
         "vocab_size": embedding.shape[0] if embedding else header.integer(f"{prefix}vocab_size"),
-        "hidden_size": hidden,
+        "hidden_size": header.integer(f"{prefix}embedding_length"),
         "intermediate_size": header.integer(f"{prefix}feed_forward_length"),
         "num_hidden_layers": header.integer(f"{prefix}block_count"),
-        "num_attention_heads": heads,
+        "num_attention_heads": header.integer(f"{prefix}attention.head_count"),
         "num_key_value_heads": header.integer(f"{prefix}attention.head_count_kv"),
-        "head_dim": head_dim,
+        "head_dim": _head_dim(header, prefix),
         "max_position_embeddings": header.integer(f"{prefix}context_length"),
         "rms_norm_eps": header.number(f"{prefix}attention.layer_norm_rms_epsilon"),
         "rope_theta": header.number(f"{prefix}rope.freq_base"),
@@ -154,11 +154,21 @@ def _common(header: GgufHeader) -> dict[str, object]:
 _FILE_DTYPES: dict[int | None, str] = {0: "float32", 1: "float16"}
 
 
+def _head_dim(header: GgufHeader, prefix: str) -> int | None:
+    return header.integer(f"{prefix}attention.key_length") or _even_head_dim(header, prefix)
+
+
+def _even_head_dim(header: GgufHeader, prefix: str) -> int | None:
+    heads, hidden = header.integer(f"{prefix}attention.head_count"), header.integer(f"{prefix}embedding_length")
+    return hidden // heads if hidden and heads else None
+
+
 def _gemma3(header: GgufHeader) -> dict[str, object]:
     layers = header.integer("gemma3.block_count") or 0
-    head_dim = header.integer("gemma3.attention.key_length")
     # llama.cpp fixes what the file does not say: every sixth layer is full, sliding layers rotate with base 10,000.
     interval = header.integer("gemma3.attention.sliding_window_pattern") or 6
+    # Queries are scaled by the head size, but for the 27B model (62 layers), which takes hidden / heads.
+    scalar = _even_head_dim(header, "gemma3.") if layers == 62 else _head_dim(header, "gemma3.")
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -168,21 +178,18 @@ def _gemma3(header: GgufHeader) -> dict[str, object]:
         "layer_types": list(every(interval, FULL, SLIDING, layers)),
         "rope_theta": header.number("gemma3.rope.freq_base") or 1_000_000.0,
         "rope_local_base_freq": header.number("gemma3.rope.freq_base_swa") or 10_000.0,
-        "query_pre_attn_scalar": _gemma3_query_scalar(header, layers, head_dim),
+        "query_pre_attn_scalar": scalar,
         "final_logit_softcapping": header.number("gemma3.final_logit_softcapping"),
     }
-
-
-def _gemma3_query_scalar(header: GgufHeader, layers: int, head_dim: int | None) -> int | None:
-    """The head size, but for the 27B model (62 layers), whose queries are scaled by hidden / heads."""
-    heads, hidden = header.integer("gemma3.attention.head_count"), header.integer("gemma3.embedding_length")
-    return hidden // heads if layers == 62 and hidden and heads else head_dim
 
 
 def _llama(header: GgufHeader) -> dict[str, object]:
     file = header.path.name
     if "blk.0.ffn_gate_exps.weight" in header.tensors:
         raise ModelError(f"{file}: Llama with experts is not read from GGUF; use its Hugging Face directory")
+    rotated, head_dim = header.integer("llama.rope.dimension_count"), _head_dim(header, "llama.")
+    if rotated is not None and rotated != head_dim:
+        raise ModelError(f"{file} rotates {rotated} of {head_dim} dimensions per head; Llama rotates all of them")
     theta = header.number("llama.rope.freq_base") or 10_000.0
     scaling = _llama3_scaling(header, theta) if "rope_freqs.weight" in header.tensors else None
     return {

@@ -1,0 +1,180 @@
+"""A GGUF file's header amounts to the Hugging Face config of the same model."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from windowpane.embedded import embedded_path
+from windowpane.models import ModelError, load
+from windowpane.models.gguf import hf_config, read_header
+
+LLAMA: dict[str, Any] = {
+    "block_count": 2,
+    "embedding_length": 64,
+    "feed_forward_length": 128,
+    "context_length": 512,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+GEMMA3 = {**LLAMA, "attention.key_length": 16, "attention.sliding_window": 8}
+
+
+def write_gguf(
+    path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, np.ndarray] | None = None
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in fields.items():
+        name = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{key}"
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(name, value)
+    for name, tensor in ({"token_embd.weight": np.zeros((96, 64), np.float32)} | (tensors or {})).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_embedded_gemma_is_the_shipped_model() -> None:
+    ours, shipped = load(embedded_path("gemma-3-270m")), load("gemma-3-270m")
+    assert replace(ours, name=shipped.name, notes=shipped.notes) == shipped
+
+
+def test_the_embedded_gemma_says_how_to_run() -> None:
+    config = hf_config(read_header(embedded_path("gemma-3-270m")))
+    expected = {
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 512,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert "rope_scaling" not in config
+
+
+def test_the_embedded_smollm2_is_a_llama() -> None:
+    path = embedded_path("smollm2-135m-instruct")
+    spec, config = load(path), hf_config(read_header(path))
+    assert (spec.family, spec.num_layers, spec.query_heads, spec.hidden_size) == ("llama", 30, 9, 576)
+    assert {cache.kv_heads for cache in spec.token_caches} == {3}
+    assert (config["rope_theta"], config["rms_norm_eps"], config["hidden_act"]) == (100_000.0, 1e-5, "silu")
+    assert config["tie_word_embeddings"] is True
+
+
+def test_gemma_3_27b_scales_queries_by_its_width(tmp_path: Path) -> None:
+    fields = {**GEMMA3, "block_count": 62, "embedding_length": 96}
+    assert hf_config(read_header(write_gguf(tmp_path / "m.gguf", "gemma3", fields)))["query_pre_attn_scalar"] == 24
+
+
+def test_an_output_matrix_means_untied_embeddings(tmp_path: Path) -> None:
+    head = {"output.weight": np.zeros((96, 64), np.float32)}
+    assert "lm_head.weight" in {t.name for t in load(write_gguf(tmp_path / "m.gguf", "llama", LLAMA, head)).tensors}
+
+
+def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
+    fields = {**GEMMA3, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    config = hf_config(read_header(write_gguf(tmp_path / "m.gguf", "gemma3", fields)))
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+def llama3_factors(theta: float, factor: float, count: int) -> np.ndarray:
+    """As llama.cpp's converter writes them."""
+    out = []
+    for index in range(count):
+        wavelength = 2 * math.pi * theta ** (index / count)
+        if wavelength < 8192 / 4:
+            out.append(1.0)
+        elif wavelength > 8192 / 1:
+            out.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_rope_scaling_is_recovered_from_its_factors(tmp_path: Path, factor: float) -> None:
+    fields = {**LLAMA, "attention.key_length": 128, "rope.freq_base": 500_000.0}
+    factors = {"rope_freqs.weight": llama3_factors(500_000.0, factor, 64)}
+    config = hf_config(read_header(write_gguf(tmp_path / "m.gguf", "llama", fields, factors)))
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight.*Hugging Face directory"):
+        load(write_gguf(tmp_path / "m.gguf", "llama", LLAMA, factors))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        ("mamba", LLAMA, "unknown GGUF architecture 'mamba'; known: gemma3, llama"),
+        ("llama", {**LLAMA, "split.count": 3}, "one of 3 parts"),
+        ("llama", {**LLAMA, "rope.scaling.type": "yarn"}, "unknown value 'yarn'; known: linear, none"),
+        ("llama", {**LLAMA, "rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
+        ("llama", {**LLAMA, "block_count": "two"}, "llama.block_count must be a whole number, not 'two'"),
+        ("llama", {k: v for k, v in LLAMA.items() if k != "block_count"}, "no num_hidden_layers"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, architecture: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(write_gguf(tmp_path / "m.gguf", architecture, fields))
+
+
+@pytest.mark.parametrize("kept", [8, 30, 200])
+def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path, kept: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ModelError, match=r"m\.gguf"):
+        load(path)
+
+
+def test_an_unknown_version_is_an_error(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA)
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
+    with pytest.raises(ModelError, match="GGUF version 1"):
+        load(path)
+
+
+def test_tensors_lie_where_the_reference_reader_finds_them(tmp_path: Path) -> None:
+    tensors = {"blk.0.attn_q.weight": np.ones((3, 64), np.float16), "output_norm.weight": np.ones(5, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors)
+    theirs = {t.name: (tuple(reversed(t.shape.tolist())), t.data_offset) for t in gguf.GGUFReader(path).tensors}
+    assert {t.name: (t.shape, t.offset) for t in read_header(path).tensors.values()} == theirs
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA)
+    assert load(path).num_layers == 2
+    write_gguf(path, "llama", {**LLAMA, "block_count": 3, "general.name": "longer"})
+    assert load(path).num_layers == 3
+
+
+def test_reading_a_gguf_model_needs_neither_torch_nor_the_gguf_package(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA)
+    code = f"import sys, windowpane.models as m; m.load({str(path)!r}); print({{'torch', 'gguf'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

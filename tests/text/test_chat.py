@@ -1,0 +1,125 @@
+"""Chat templates render as transformers renders them, and cannot reach out of their sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.text.models import GEMMA, SMOLLM2, embedded_tokenizer
+from windowpane.text import ChatTemplate, TextError, Tokenizer
+
+HELLO = [{"role": "user", "content": "Hello <b>"}]
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
+
+# In the manner of Gemma 3's: BOS by name, a system message folded into the first turn, roles checked.
+GEMMA_LIKE = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set first = messages[0]['content'] + '\n\n' -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set first = '' -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{% for message in rest %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate") }}
+    {%- endif -%}
+    {{ '<start_of_turn>' + message['role'] + '\n' + (first if loop.first else '') + message['content'] | trim }}
+    {%- generation %}<end_of_turn>{% endgeneration %}
+{% endfor %}
+{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}
+{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}
+{% for word in ["a", "b"] %}{% if word == "b" %}{% break %}{% endif %}{{ word }}{% endfor %}"""
+
+
+def template(text: str | None, special: Mapping[str, str] = SPECIAL) -> ChatTemplate:
+    files = SimpleNamespace(source="test-model", special_tokens=special, chat_template=text)
+    return ChatTemplate(cast(Tokenizer, SimpleNamespace(files=files)))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        HELLO,
+        [{"role": "system", "content": "Be brief."}, *HELLO],
+        [*HELLO, {"role": "assistant", "content": " Hi ü "}, *HELLO],
+    ],
+)
+@pytest.mark.parametrize("generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f<é>"}}]])
+def test_renders_as_transformers_does(messages: list[dict[str, str]], generation_prompt: bool, tools: Any) -> None:
+    ours = template(GEMMA_LIKE).render(messages, add_generation_prompt=generation_prompt, tools=tools)
+    theirs, _ = render_jinja_template(
+        [messages], tools, chat_template=GEMMA_LIKE, add_generation_prompt=generation_prompt, **SPECIAL
+    )
+    assert ours == theirs[0]
+
+
+def test_smollm2_chats() -> None:
+    tokenizer = embedded_tokenizer(SMOLLM2)
+    prompt = ChatTemplate(tokenizer).render(HELLO)
+    assert prompt == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert ids.count(1) == 3 and ids.count(2) == 2
+
+
+def test_a_base_model_says_what_to_use_instead() -> None:
+    chat = ChatTemplate(embedded_tokenizer(GEMMA))
+    assert not chat.exists
+    with pytest.raises(TextError, match=r"has no chat template.*`generate`"):
+        chat.render(HELLO)
+
+
+def test_a_template_may_refuse_with_its_reason() -> None:
+    with pytest.raises(TextError, match=r"test-model refuses.*roles must alternate"):
+        template(GEMMA_LIKE).render([*HELLO, *HELLO])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace(__init__=1) %}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ dict.__subclasses__() }}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(attack: str) -> None:
+    with pytest.raises(TextError):
+        template(attack).render(HELLO)
+
+
+def test_functions_show_nothing_of_this_program() -> None:
+    assert template("{{ raise_exception.__globals__ }}{{ dict.__globals__ }}").render(HELLO) == ""
+
+
+def test_variables_reach_the_template() -> None:
+    assert template("{{ enable_thinking }}").render(HELLO, enable_thinking=False) == "False"
+
+
+def test_the_date_can_be_asked_for() -> None:
+    assert len(template("{{ strftime_now('%Y-%m-%d') }}").render(HELLO)) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "message"),
+    [
+        ("{% if %}", HELLO, "cannot be read"),
+        ("{{ messages[0]['content'] + 1 }}", HELLO, "fails on these messages"),
+        ("x", [], "at least one message"),
+    ],
+)
+def test_other_failures_name_the_model_and_the_reason(text: str, messages: list[Any], message: str) -> None:
+    with pytest.raises(TextError, match=message):
+        template(text).render(messages)

@@ -1,0 +1,143 @@
+"""GGUF weights are those of the Hugging Face model: names, row order and norms put back.
+
+`golden_sums.json` holds, for tensors of both embedded models, Σ|w| and a sum weighted by position, which notices rows
+in a wrong order, over some 100,000 values spread evenly. They were taken from transformers 5.22.2:
+
+    AutoModelForCausalLM.from_pretrained(directory, gguf_file=file, dtype=torch.float32,
+                                         quantization_config=GgufConfig(dequantize=True))
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.models.test_gguf import GEMMA3, LLAMA, write_gguf
+from windowpane.embedded import EMBEDDED, embedded_path
+from windowpane.models import load
+from windowpane.models.weights import text_tensors
+from windowpane.weights import WeightsError, load_weights
+from windowpane.weights import gguf as gguf_weights
+
+CPU = torch.device("cpu")
+GOLDEN = json.loads((Path(__file__).parent / "golden_sums.json").read_text())
+
+BLOCK = {
+    "attn_q": (64, 64),
+    "attn_k": (32, 64),
+    "attn_v": (32, 64),
+    "attn_output": (64, 64),
+    "ffn_gate": (128, 64),
+    "ffn_up": (128, 64),
+    "ffn_down": (64, 128),
+    "attn_norm": (64,),
+    "ffn_norm": (64,),
+}
+GEMMA_NORMS = {"attn_q_norm": (16,), "attn_k_norm": (16,), "post_attention_norm": (64,), "post_ffw_norm": (64,)}
+
+
+def made_up(parts: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    shapes = {"token_embd.weight": (96, 64), "output_norm.weight": (64,)}
+    shapes |= {f"blk.{layer}.{part}.weight": shape for layer in range(2) for part, shape in parts.items()}
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def read(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return load_weights(path, load(path), dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_weights_are_those_that_transformers_loads(name: str) -> None:
+    path = embedded_path(name)
+    spec = load(path)
+    loaded = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    assert loaded.keys() == {tensor.name for tensor in text_tensors(spec)}
+    for tensor, (magnitude, weighted) in GOLDEN[name].items():
+        flat = loaded[tensor].flatten()
+        flat = flat[:: len(flat) // 100_003 + 1].double()
+        position = torch.arange(1, len(flat) + 1, dtype=torch.float64) / len(flat)
+        assert flat.abs().sum().item() == pytest.approx(magnitude, rel=1e-6, abs=1e-3), tensor
+        assert (flat * position).sum().item() == pytest.approx(weighted, rel=1e-6, abs=1e-3), tensor
+
+
+def test_llama_rows_are_put_back_where_the_converter_took_them(tmp_path: Path) -> None:
+    tensors = made_up(BLOCK)
+    loaded = read(write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors))
+
+    def as_converted(weight: torch.Tensor, heads: int) -> np.ndarray:
+        rows, columns = weight.shape
+        halves = weight.numpy().reshape(heads, 2, rows // heads // 2, columns)
+        return halves.swapaxes(1, 2).reshape(rows, columns)
+
+    for part, heads in (("q", 4), ("k", 2)):
+        weight = loaded[f"model.layers.1.self_attn.{part}_proj.weight"]
+        assert np.array_equal(as_converted(weight, heads), tensors[f"blk.1.attn_{part}.weight"])
+    for ours, theirs in (("self_attn.v_proj", "attn_v"), ("post_attention_layernorm", "ffn_norm")):
+        assert np.array_equal(loaded[f"model.layers.0.{ours}.weight"].numpy(), tensors[f"blk.0.{theirs}.weight"])
+
+
+def test_gemma_norms_lose_the_one_before_they_lose_precision(tmp_path: Path) -> None:
+    tensors = made_up(BLOCK | GEMMA_NORMS)
+    path = write_gguf(tmp_path / "m.gguf", "gemma3", GEMMA3, tensors)
+    for ours, theirs in (
+        ("input_layernorm", "attn_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("self_attn.q_norm", "attn_q_norm"),
+    ):
+        expected = torch.from_numpy(tensors[f"blk.0.{theirs}.weight"] - 1).to(torch.bfloat16)
+        assert torch.equal(read(path, torch.bfloat16)[f"model.layers.0.{ours}.weight"], expected)
+    q_proj = read(path)["model.layers.0.self_attn.q_proj.weight"]
+    assert np.array_equal(q_proj.numpy(), tensors["blk.0.attn_q.weight"])
+
+
+def test_types_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = made_up(BLOCK)["blk.0.ffn_up.weight"]
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in LLAMA.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+    for name, tensor in made_up(BLOCK).items():
+        if name == "blk.0.ffn_up.weight":
+            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(gguf_weights, "PIECE_BYTES", 5 * 64 * 4)
+    loaded = read(path)
+    expected = gguf.dequantize(gguf.quantize(values, kind), kind)
+    assert np.array_equal(loaded["model.layers.0.mlp.up_proj.weight"].numpy(), expected)
+    assert np.allclose(loaded["model.embed_tokens.weight"].numpy(), made_up(BLOCK)["token_embd.weight"], atol=2e-3)
+
+
+def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:
+    tensors = made_up(BLOCK)
+    tensors["blk.0.mystery.weight"] = tensors.pop("blk.1.ffn_down.weight")
+    with pytest.raises(WeightsError) as caught:
+        read(write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors))
+    assert "missing: model.layers.1.mlp.down_proj.weight" in str(caught.value)
+    assert "unexpected: blk.0.mystery.weight" in str(caught.value)
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, made_up(BLOCK))
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(WeightsError, match="cut short"):
+        read(path)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, made_up(BLOCK))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(WeightsError, match="pip install 'gguf"):
+        read(path)

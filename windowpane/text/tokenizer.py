@@ -1,0 +1,238 @@
+"""Text to token ids and back, from a Hugging Face directory or a GGUF file.
+
+Encoding is the `tokenizers` library's. Decoding is done here, in bytes: every token stands for a fixed string of bytes,
+so that a text is the tokens' bytes joined and read as UTF-8, and a stream can be cut at any token (see `detokenizer`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windowpane.models.gguf import GgufHeader, is_gguf, read_header
+from windowpane.models.spec import ModelError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Tokens that end a turn. GGUF files have no generation_config.json to list them.
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
+
+
+class TextError(ValueError):
+    """A tokenizer, chat template or stop rule cannot be used; the message says why and what works instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a tokenizer comes with besides its vocabulary. `special_tokens` are texts by role, such as `bos_token`."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+    stop_ids: frozenset[int]
+    chat_template: str | None
+
+
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory (with a tokenizer.json) or a GGUF file; raises TextError."""
+    path = Path(source)
+    try:
+        return _from_gguf(read_header(path)) if is_gguf(path) else _from_directory(path)
+    except ModelError as error:
+        raise TextError(str(error)) from None
+
+
+class Tokenizer:
+    """Encode and decode. `stop_ids` are all tokens that end a generation; `files` holds what chat templates need."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+        self.files = files
+        self._backend = backend
+        self._spelling = _Spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+        self._added = backend.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        self.stop_ids = files.stop_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are; a model's embedding may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with BOS in front where the model wants it.
+
+        Special tokens written out in `text` are found either way. A chat template writes its own BOS, so its result is
+        encoded without `add_special_tokens`.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, from its beginning; bytes that are no UTF-8 become U+FFFD."""
+        text = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self._spelling.prefix_space else text
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        """What one token stands for; nothing for special tokens that are skipped and for ids without a token."""
+        added = self._added.get(token_id)
+        if added is not None and added.special:
+            return b"" if skip_special_tokens else added.content.encode()
+        known = self._bytes.get(token_id)
+        if known is None:
+            piece = self._backend.id_to_token(token_id)
+            # An added token is text as it stands, whatever the vocabulary's spelling.
+            known = b"" if piece is None else self._spelling.to_bytes(piece, added is not None)
+            self._bytes[token_id] = known
+        return known
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact spelling, such as `<end_of_turn>`; None where there is none."""
+        index: int | None = self._backend.token_to_id(token)
+        return index
+
+    def _special_id(self, role: str) -> int | None:
+        token = self.files.special_tokens.get(role)
+        return None if token is None else self.token_id(token)
+
+
+class _Spelling:
+    """How a vocabulary writes bytes, read off the decoder that comes with it."""
+
+    def __init__(self, decoder: dict[str, Any] | None) -> None:
+        steps = [] if decoder is None else decoder.get("decoders", [decoder])
+        kinds = [step["type"] for step in steps]
+        self.byte_level = "ByteLevel" in kinds
+        self.byte_fallback = "ByteFallback" in kinds
+        replacements = [(s["pattern"].get("String", ""), s["content"]) for s in steps if s["type"] == "Replace"]
+        metaspace = [step for step in steps if step["type"] == "Metaspace"]
+        replacements += [(step["replacement"], " ") for step in metaspace]
+        self.replacements = replacements
+        # Written in front of every text when encoding, and so taken off again.
+        self.prefix_space = any(s["type"] == "Strip" and s["start"] for s in steps) or any(
+            step.get("prepend_scheme", "always") != "never" for step in metaspace
+        )
+        unknown = set(kinds) - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}
+        if unknown or not steps:
+            raise TextError(
+                f"the tokenizer's decoder {', '.join(sorted(unknown)) or 'is missing'} is not known; byte-level and "
+                "SentencePiece tokenizers are"
+            )
+
+    def to_bytes(self, piece: str, added: bool) -> bytes:
+        if self.byte_level:
+            return piece.encode() if added else _byte_level_bytes(piece)
+        if self.byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        for pattern, content in self.replacements:
+            piece = piece.replace(pattern, content)
+        return piece.encode()
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    alphabet = _byte_alphabet()
+    # A piece outside the alphabet is text that was put into the vocabulary as it is.
+    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest follows U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _from_gguf(header: GgufHeader) -> Tokenizer:
+    from windowpane.text.gguf_tokenizer import adds_bos, build
+
+    tokens = header.texts("tokenizer.ggml.tokens")
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {role: header.integer(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    special = {role: tokens[index] for role, index in ids.items() if index is not None and index < len(tokens)}
+    backend = build(header)
+    if adds_bos(header):
+        _put_bos_in_front(backend, special.get("bos_token"), header.path.name)
+    stops = {header.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    stops |= {backend.token_to_id(token) for token in _TURN_ENDS}
+    files = TokenizerFiles(
+        source=header.path.name,
+        special_tokens=special,
+        stop_ids=frozenset(stop for stop in stops if stop is not None),
+        chat_template=header.text("tokenizer.chat_template"),
+    )
+    return Tokenizer(backend, files)
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    import tokenizers
+
+    if not (path / "tokenizer.json").is_file():
+        raise TextError(
+            f"{path} holds no tokenizer.json; save the tokenizer in that form, or use a GGUF file, which holds its own"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise TextError(f"cannot read {path / 'tokenizer.json'}: {error}") from None
+    config = _read_json(path / "tokenizer_config.json")
+    special = {role: text for role in config if role.endswith("_token") and (text := _token_text(config[role]))}
+    if config.get("add_bos_token") is True:
+        _put_bos_in_front(backend, special.get("bos_token"), str(path))
+    stops = [_read_json(path / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
+    stops += [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
+    files = TokenizerFiles(
+        source=str(path),
+        special_tokens=special,
+        stop_ids=frozenset(i for stop in stops for i in (stop if isinstance(stop, list) else [stop]) if i is not None),
+        chat_template=_chat_template(path, config),
+    )
+    return Tokenizer(backend, files)
+
+
+def _put_bos_in_front(backend: tokenizers.Tokenizer, bos: str | None, source: str) -> None:
+    """Make encoding begin with BOS, unless it does already."""
+    from tokenizers.processors import TemplateProcessing
+
+    index = None if bos is None else backend.token_to_id(bos)
+    if bos is None or index is None:
+        raise TextError(f"the tokenizer of {source} wants BOS in front of text, but names no BOS token")
+    if backend.encode("", add_special_tokens=True).ids[:1] != [index]:
+        backend.post_processor = TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, index)]
+        )
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own wins; in tokenizer_config.json there may be several, of which `default` is meant."""
+    own_file = path / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _token_text(token: object) -> str | None:
+    """Configs write a token as its text, or as an object that holds it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise TextError(f"cannot read {path}: {error}") from None
+    if not isinstance(fields, dict):
+        raise TextError(f"{path} must hold a JSON object, not {type(fields).__name__}")
+    return fields

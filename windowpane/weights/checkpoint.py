@@ -1,0 +1,103 @@
+"""What a checkpoint file offers, and how its names are matched with the spec's: the one place that knows the variants.
+
+The same text model is stored under several prefixes, depending on which class saved it:
+
+    model.layers.…                  the text model alone
+    language_model.model.layers.…   inside a multimodal model, as published by Gemma 3 and Llama 4
+    model.language_model.layers.…   inside a multimodal model, as current classes save it
+
+All three are read for any of the three. Vision and audio towers and draft layers (MTP) are not text and are skipped,
+and so are rotary tables, which some old checkpoints carry, and the K and V projections of layers that share KV, which
+are there but never used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from windowpane.models.spec import ModelSpec
+from windowpane.models.weights import text_tensors
+
+MAX_NAMES = 20
+
+# A piece is read, converted and copied at once; it bounds what the host holds besides the weights.
+PIECE_BYTES = 64 * 1024**2
+
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_NOT_TEXT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|audio_tower"
+    r"|embed_vision|embed_audio|mtp[^.]*)\."
+)
+_UNUSED_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")
+_KV_OF_LAYER = re.compile(r"(.*\.layers\.\d+\.self_attn\.)(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$")
+
+
+class WeightsError(ValueError):
+    """The weights do not fit the model or cannot be read; the message names the tensors and the way out."""
+
+
+class Checkpoint(Protocol):
+    """Tensors in a file, under Hugging Face names."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor of the file."""
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor on the host, cut along its first axis into consecutive pieces of about `PIECE_BYTES`."""
+
+
+def match_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The file's name of each tensor that the spec wants; raises one WeightsError for all that does not fit."""
+    stored: dict[str, str] = {}
+    problems: list[str] = []
+    for name in shapes:
+        plain = plain_name(name)
+        if plain in stored:
+            problems.append(f"twice: {stored[plain]} and {name}")
+        stored[plain] = name
+    entries = {name: shape for tensor in text_tensors(spec) for name, shape in tensor.checkpoint_entries()}
+    wanted = {plain_name(name) for name in entries}
+    for name, shape in entries.items():
+        found = stored.get(plain_name(name))
+        if found is None:
+            problems.append(f"missing: {name} {list(shape)}")
+        elif shapes[found] != shape:
+            problems.append(f"misshapen: {found} is {list(shapes[found])}, not {list(shape)}")
+    problems += [f"unexpected: {stored[plain]}" for plain in stored if _is_extra(plain, wanted)]
+    if problems:
+        raise WeightsError(_listed(f"the weights do not fit {spec.name}", problems))
+    return {name: stored[plain_name(name)] for name in entries}
+
+
+def plain_name(name: str) -> str:
+    """`name` as the text model alone would be stored."""
+    for prefix, plain in _PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def _is_extra(plain: str, wanted: set[str]) -> bool:
+    if plain in wanted or _NOT_TEXT.match(plain) or _UNUSED_BUFFER.search(plain):
+        return False
+    if plain == "lm_head.weight":
+        # With tied embeddings the spec lists no head, and a stored copy of the embedding is harmless. An untied spec
+        # lists it, so that it cannot come here.
+        return False
+    shared = _KV_OF_LAYER.match(plain)
+    # A layer with queries but without keys of its own shares another layer's.
+    return not (shared and f"{shared[1]}q_proj.weight" in wanted and f"{shared[1]}k_proj.weight" not in wanted)
+
+
+def _listed(what: str, problems: list[str]) -> str:
+    more = [f"… and {len(problems) - MAX_NAMES} more"] if len(problems) > MAX_NAMES else []
+    return "\n  ".join([f"{what} ({len(problems)} tensors):", *problems[:MAX_NAMES], *more])

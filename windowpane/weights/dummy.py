@@ -1,0 +1,40 @@
+"""Random weights in real shapes: for measuring without a checkpoint.
+
+The same name and seed give the same tensor on the same kind of device, whatever else is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from windowpane.models.spec import ModelSpec, TensorSpec
+
+# What transformers initialises Linear and Embedding with, in every family here.
+STANDARD_DEVIATION = 0.02
+
+# These multiply by 1 + w, so that a neutral norm is stored as 0.
+_NORMS_AROUND_ZERO = ("gemma2", "gemma3", "qwen3_next")
+
+
+def random_tensor(
+    tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
+    """One tensor, made on the device. Linear weights lie around 0, norms and scales around what changes nothing."""
+    generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
+    out = torch.empty(tensor.shape, dtype=dtype, device=device)
+    return out.normal_(_mean(tensor, spec.family), STANDARD_DEVIATION, generator=generator)
+
+
+def _mean(tensor: TensorSpec, family: str) -> float:
+    if tensor.linear or len(tensor.shape) > 1 or tensor.name.endswith(("bias", "A_log")):
+        return 0.0
+    gated = ".linear_attn.norm." in tensor.name
+    # Qwen's linear-attention layers norm with w itself, beside the 1 + w of its other norms.
+    return 0.0 if family in _NORMS_AROUND_ZERO and not gated else 1.0
+
+
+def _seed(name: str, seed: int) -> int:
+    """Python's own hash differs from run to run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
