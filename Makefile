@@ -7,10 +7,9 @@ STAMP := $(VENV)/.installed
 
 .PHONY: serve test lint types check clean
 
-# The engine is not here yet: until it is, its main job is to say what would fit.
+# The server is not here yet: until it is, the main job is one answer from the embedded model.
 serve: $(STAMP)
-	@echo "The server is not built yet (see CHANGELOG.md). What it would hold for its default model on this machine:"
-	@$(BIN)/windowpane plan gemma-3-270m --gpu cpu --max-model-len 8192
+	$(BIN)/windowpane generate --prompt "The capital of France is" --max-tokens 24 --temperature 0 --max-model-len 4096
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -389,3 +390,135 @@ def test_a_terminal_without_block_characters_gets_question_marks() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "6 sequences" in done.stdout
+
+
+class TestRunningAModel:
+    """`generate`, `chat` and `bench` on a small random model."""
+
+    FLAGS = (
+        *("--device", "cpu", "--load-format", "dummy", "--kv-cache-memory-bytes", "4MiB"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
+    )
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> str:
+        from tests.test_llm import make_model
+
+        return str(make_model(tmp_path / "tiny"))
+
+    def test_generate_prints_the_text_on_stdout_and_the_plan_on_stderr(self, terminal: Terminal, model: str) -> None:
+        from windowpane import LLM, SamplingParams
+
+        words = ("generate", model, "--prompt", "Hello", "--max-tokens", "12", *self.FLAGS)
+        code, out, err = terminal.run(*words)
+        flags = {"device": "cpu", "load_format": "dummy", "kv_cache_memory_bytes": 4 * 2**20, "max_num_seqs": 8}
+        llm = LLM(model, max_num_batched_tokens=64, **flags)
+        expected = llm.generate("Hello", SamplingParams(max_tokens=12, temperature=0))[0].text
+        assert (code, out) == (0, f"{expected}\n")
+        assert "predicted" in err and "12 tokens in" in err
+
+    def test_a_seed_repeats_what_was_drawn(self, terminal: Terminal, model: str) -> None:
+        words = ("generate", model, "--prompt", "Hello", "--max-tokens", "20", "--temperature", "1", *self.FLAGS)
+        first, again, other = (terminal.run(*words, "--seed", seed)[1] for seed in ("1", "1", "2"))
+        assert first == again != other
+
+    def test_a_prompt_can_be_piped_in(self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = terminal.run("generate", model, "--prompt", "Hello", "--max-tokens", "5", *self.FLAGS)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+        piped = terminal.run("generate", model, "--max-tokens", "5", *self.FLAGS)
+        assert piped[:2] == given[:2]
+
+    def test_chat_answers_each_line_and_remembers(
+        self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from windowpane.llm import LLM
+
+        heard = []
+        encode = LLM.encode
+
+        def listen(llm: LLM, prompt: Any) -> list[int]:
+            heard.append([message["content"] for message in prompt])
+            return encode(llm, prompt)
+
+        monkeypatch.setattr(LLM, "encode", listen)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nAnd then?\n"))
+        words = ("chat", model, "--system", "Be brief.", "--max-tokens", "4", "--temperature", "0")
+        code, out, _ = terminal.run(*words, *self.FLAGS)
+        assert code == 0
+        system, first, answer, second = heard[-1]
+        assert (system, first, second) == ("Be brief.", "Hi", "And then?")
+        assert out.startswith(f"{answer}\n")
+
+    def test_a_chat_that_is_full_says_so(self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 100 + "\n"))
+        code, _, err = terminal.run("chat", model, "--max-model-len", "64", *self.FLAGS)
+        assert code == 2
+        assert err.splitlines()[-1] == "windowpane: this chat has filled --max-model-len 64; start a new one"
+
+    @pytest.mark.parametrize(
+        ("words", "rounds", "output_tokens"),
+        [
+            (["--output-len", "8", "--input-len", "20"], 1, 8),
+            (["--workload", "serve", "--requests", "5", "--input-len", "10-40", "--output-len", "6"], 1, 30),
+            (["--workload", "turns", "--requests", "3", "--input-len", "50", "--more-len", "20"], 2, 2 * 3 * 64),
+        ],
+    )
+    def test_bench_ends_with_one_json_line(
+        self, terminal: Terminal, model: str, words: list[str], rounds: int, output_tokens: int
+    ) -> None:
+        code, out, _ = terminal.run("bench", model, *words, *self.FLAGS)
+        results = json.loads(out.splitlines()[-1])
+        assert code == 0
+        assert (len(results["round_seconds"]), results["output_tokens"]) == (rounds, output_tokens)
+        for name in ("output_tokens_per_second", "read_gb_per_second", "roof_gb_per_second"):
+            assert results[name] > 0
+        assert results["ttft_ms"]["median"] <= results["ttft_ms"]["p99"]
+        for word in ("tok/s", "TTFT", "ITL", "GB/s", "of the roof", results["device"], results["torch"]):
+            assert word in out
+
+    def test_bench_counts_the_bytes_that_a_step_must_read(self, model: str) -> None:
+        """One token at 19 past ones: weights without the looked-up embedding, 7 window tokens and 19 full ones."""
+        from windowpane.bench.measure import past_bytes, read_weights_bytes
+        from windowpane.config import EngineConfig
+        from windowpane.models import load
+        from windowpane.models.weights import parameter_count
+        from windowpane.plan.planner import size_up
+
+        spec = load(model)
+        assert read_weights_bytes(spec, 4) == 4 * (parameter_count(spec) - 258 * 64)
+        layout = size_up(spec, EngineConfig(), 1, on_cpu=True).layout
+        per_token = {g.name: g.bytes_per_token for g in layout.groups}
+        assert past_bytes(layout, 19) == 7 * per_token["window-8"] + 19 * per_token["full"]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["generate", "{model}", "--prompt", "x", "--temperature", "-1"], "temperature must be 0"),
+            (["generate", "{model}", "--prompt", "x", "--device", "tpu"], "use auto, cpu, cuda or cuda:1"),
+            (["generate", "{model}", "--prompt", "x", "--max-model-len", "many"], "cannot read token count 'many'"),
+            (["generate", "{model}", "--prompt", "x", "--max-model-len", "9999"], "its limit is 512"),
+            (["generate", "{model}", "--prompt", "x", "--max-tokens", "900"], "exceed max_model_len 512"),
+            (["generate", "{model}/nowhere", "--prompt", "x"], "no model directory"),
+            (["generate", "gemma-4-31b", "--prompt", "x"], "a shape without weights"),
+            (["bench", "{model}", "--workload", "sprint"], "unknown workload 'sprint'; there are serve, turns, b1"),
+            (["bench", "{model}", "--input-len", "9-3"], "write 512, or 100-1024 for a range"),
+            (["bench", "{model}", "--input-len", "600"], "shorten --input-len or --output-len"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(
+        self, terminal: Terminal, model: str, words: list[str], message: str
+    ) -> None:
+        flags = () if "gemma-4-31b" in words else self.FLAGS[2:]
+        code, out, err = terminal.run(*(word.replace("{model}", model) for word in words), *flags)
+        assert (code, out) == (2, "")
+        last = err.splitlines()[-1]
+        assert last.startswith("windowpane: ") and message in last
+
+    def test_a_missing_package_names_its_command(
+        self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "torch", None)
+        monkeypatch.delitem(sys.modules, "windowpane.llm", raising=False)
+        monkeypatch.delitem(sys.modules, "windowpane.engine", raising=False)
+        code, _, err = terminal.run("generate", model, "--prompt", "x")
+        assert (code, err) == (2, "windowpane: running a model needs the package torch: pip install torch\n")

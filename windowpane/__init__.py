@@ -1,3 +1,28 @@
 """Windowpane: an inference engine for hybrid-attention models. A layer pays only for the tokens it can still see."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windowpane.llm import LLM, Completion, RequestFailed, Stream
+    from windowpane.request import FinishReason, SamplingParams, TokenLogprobs
+
 __version__ = "0.1.0"
+
+__all__ = ["LLM", "Completion", "FinishReason", "RequestFailed", "SamplingParams", "Stream", "TokenLogprobs"]
+
+_HOMES = dict.fromkeys(("LLM", "Completion", "RequestFailed", "Stream"), "windowpane.llm")
+_HOMES |= dict.fromkeys(("FinishReason", "SamplingParams", "TokenLogprobs"), "windowpane.request")
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: `import windowpane` costs no torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import sys
-from typing import Annotated
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from windowpane.llm import LLM, Stream
 
 app = typer.Typer(
     add_completion=False,
@@ -17,6 +24,7 @@ app = typer.Typer(
 )
 
 MEMORY, SCHEDULING, DEVICE, OUTPUT = "Memory", "Scheduling", "Device", "Output"
+SAMPLING, WORKLOAD = "Sampling", "Workload"
 
 
 class UserError(Exception):
@@ -165,3 +173,295 @@ def models() -> None:
     from windowpane.plan.catalog import print_catalog
 
     print_catalog(Console(highlight=False))
+
+
+# -- running a model -----------------------------------------------------------------------------------------------
+
+ModelToRun = Annotated[
+    str | None,
+    typer.Argument(
+        help="A Hugging Face directory, a GGUF file or an embedded model; the embedded default if left out."
+    ),
+]
+
+
+def _engine_flags(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.", rich_help_panel=DEVICE)] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=DEVICE)] = "auto",
+    load_format: Annotated[
+        str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a card that may be used (0.9).", rich_help_panel=MEMORY)
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None, typer.Option(help="KV bytes, as in 2GiB, instead of a share.", rich_help_panel=MEMORY)
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
+    ] = None,
+    swa_full: Annotated[
+        bool, typer.Option("--swa-full", help="Keep sliding layers at full length.", rich_help_panel=MEMORY)
+    ] = False,
+    max_model_len: Annotated[
+        str | None, typer.Option(help="Longest sequence, as in 8192 or 8K.", rich_help_panel=SCHEDULING)
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences running at once (256).", rich_help_panel=SCHEDULING)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
+    ] = None,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(help="Prepare a step while one is computed (on CUDA).", rich_help_panel=SCHEDULING),
+    ] = None,
+) -> dict[str, Any]:
+    """Flags that start an engine; those left out are left to it."""
+    from windowpane.plan.sizes import parse_bytes, parse_tokens
+
+    flags = {
+        "device": device,
+        "dtype": dtype,
+        "load_format": load_format,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
+        "kv_cache_dtype": kv_cache_dtype,
+        "swa_full": swa_full,
+        "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "async_scheduling": async_scheduling,
+    }
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _sampling_flags(
+    top_k: Annotated[
+        int, typer.Option(help="Draw from so many of the likeliest; 0: all.", rich_help_panel=SAMPLING)
+    ] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Leave out what is less likely than this share of the best.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: less of what prompt and answer said.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Above 0: less of what the answer said.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, for each time it was said.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given again.", rich_help_panel=SAMPLING)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answer.", rich_help_panel=SAMPLING)] = 0,
+) -> dict[str, Any]:
+    """Sampling flags that commands share, as arguments of `SamplingParams`."""
+    return {
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "stop": stop or (),
+        "seed": seed,
+    }
+
+
+def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command whole sets of flags: each is a function of them, whose result the command takes by this name."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            for name, flag_set in flag_sets.items():
+                chosen = {flag: given.pop(flag) for flag in inspect.signature(flag_set).parameters}
+                with _user_errors():
+                    given[name] = flag_set(**chosen)
+            command(**given)
+
+        hints: dict[str, Any] = {}
+        own = [p for p in inspect.signature(command).parameters.values() if p.name not in flag_sets]
+        for source in (command, *flag_sets.values()):
+            hints |= get_type_hints(source, include_extras=True)
+        shared = [p for flag_set in flag_sets.values() for p in inspect.signature(flag_set).parameters.values()]
+        parameters = [p.replace(annotation=hints[p.name]) for p in (*own, *shared)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """What was asked for cannot be done, or a package for it is missing: one line says so."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("windowpane"):
+            raise
+        raise UserError(f"running a model needs the package {error.name}: pip install {error.name}") from None
+    except ValueError as error:
+        raise UserError(error) from None
+
+
+@app.command()
+@_takes(sampling=_sampling_flags, flags=_engine_flags)
+def generate(
+    model: ModelToRun = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to go on from; else stdin.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to add.", rich_help_panel=SAMPLING)] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token each time.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest that make up this share.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on where the model would end.", rich_help_panel=SAMPLING)
+    ] = False,
+    *,
+    sampling: dict[str, Any],
+    flags: dict[str, Any],
+) -> None:
+    """Go on from a prompt: the text on stdout, the plan and progress on stderr."""
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise UserError('no prompt; add --prompt "Once upon a time", or pipe one in')
+        prompt = sys.stdin.read()
+    with _user_errors():
+        from windowpane.llm import LLM
+        from windowpane.request import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, ignore_eos=ignore_eos, **sampling
+        )
+        stream = LLM(model, **flags, seed=params.seed).stream(prompt, params)
+    began = time.perf_counter()
+    _show(stream)
+    tokens, seconds = len(stream.completion.token_ids), time.perf_counter() - began
+    typer.echo(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tok/s", err=True)
+
+
+@app.command()
+@_takes(sampling=_sampling_flags, flags=_engine_flags)
+def chat(
+    model: ModelToRun = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first message.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of one answer; else what fits.", rich_help_panel=SAMPLING)
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token each time.", rich_help_panel=SAMPLING)
+    ] = 0.2,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest that make up this share.", rich_help_panel=SAMPLING)
+    ] = 0.9,
+    *,
+    sampling: dict[str, Any],
+    flags: dict[str, Any],
+) -> None:
+    """Talk to a model, message by message. Piped in, each line is a message and only answers are printed."""
+    with _user_errors():
+        from windowpane.embedded import DEFAULT_CHAT
+        from windowpane.llm import LLM
+        from windowpane.request import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens or 1, temperature=temperature, top_p=top_p, **sampling
+        )  # refused before anything is loaded
+        llm = LLM(model or DEFAULT_CHAT, **flags, seed=params.seed)
+        llm.encode([{"role": "user", "content": "?"}])  # so is a model that cannot chat
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for message in _messages():
+        messages.append({"role": "user", "content": message})
+        answer = _answer(llm, messages, params, max_tokens)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _messages() -> Iterator[str]:
+    """Lines that someone types, with a mark to type them at, or that are piped in."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        typer.echo("Ctrl-C stops an answer, Ctrl-D ends the chat.", err=True)
+        with suppress(ImportError):
+            import readline  # noqa: F401  (input() edits lines with it)
+    while True:
+        try:
+            line = input("› " if interactive else "")
+        except (EOFError, KeyboardInterrupt):
+            if interactive:
+                typer.echo()
+            return
+        if line.strip():
+            yield line
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: Any, max_tokens: int | None) -> str:
+    from dataclasses import replace
+
+    with _user_errors():
+        room = llm.max_model_len + 1 - len(llm.encode(messages))
+        if room < 1:
+            raise UserError(f"this chat has filled --max-model-len {llm.max_model_len}; start a new one")
+        stream = llm.stream(messages, replace(params, max_tokens=min(max_tokens or room, room)))
+    _show(stream)
+    return stream.completion.text
+
+
+def _show(stream: Stream) -> None:
+    """Print an answer as it comes; an interrupt ends the answer, not the program."""
+    try:
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        stream.close()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+@app.command()
+@_takes(flags=_engine_flags)
+def bench(
+    model: ModelToRun = None,
+    workload: Annotated[str, typer.Option(help="serve, turns or b1.", rich_help_panel=WORKLOAD)] = "b1",
+    requests: Annotated[
+        int | None, typer.Option(help="Requests at once (serve 256, turns 8, b1 1).", rich_help_panel=WORKLOAD)
+    ] = None,
+    input_len: Annotated[
+        str | None, typer.Option(help="Prompt tokens, as in 512 or 100-1024.", rich_help_panel=WORKLOAD)
+    ] = None,
+    output_len: Annotated[
+        str | None, typer.Option(help="Answer tokens, as in 64 or 100-1024.", rich_help_panel=WORKLOAD)
+    ] = None,
+    more_len: Annotated[
+        int | None, typer.Option(help="Tokens that a second turn adds (turns 256).", rich_help_panel=WORKLOAD)
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=WORKLOAD)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and random weights.", rich_help_panel=WORKLOAD)] = 0,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Measure speed on random prompts: tok/s, latencies, GB/s and the share of the roof. The last line is JSON."""
+    with _user_errors():
+        from dataclasses import replace
+
+        from windowpane.bench.workloads import WORKLOADS, parse_range
+
+        if workload not in WORKLOADS:
+            raise UserError(f"unknown workload {workload!r}; there are {', '.join(WORKLOADS)}")
+        chosen = {
+            "requests": requests,
+            "input_tokens": None if input_len is None else parse_range(input_len),
+            "output_tokens": None if output_len is None else parse_range(output_len),
+            "more_tokens": more_len,
+        }
+        changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+        work = replace(WORKLOADS[workload], **changes)
+        from windowpane.bench.report import run_bench, start_bench
+
+        started = start_bench(model, work, {**flags, "seed": seed})
+    run_bench(started, work, temperature, seed)

@@ -2,39 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 
+MAX_PENALTY = 2.0  # as in the OpenAI API
+
 
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "abort"
+    FAILED = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What the scheduler needs to know of sampling. A stop token ends the answer once `min_tokens` are there."""
+    """How one request is sampled, by the names and meanings of the OpenAI API and vLLM.
+
+    A stop token ends the answer once `min_tokens` are there; until then it is not sampled. `stop` strings end it too
+    and are not shown. `ignore_eos` leaves the model's own stop tokens out. `temperature` 0 is greedy. `top_k` 0 or -1
+    and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and answer), then frequency and
+    presence (answer only); then `logit_bias`. The same `seed` gives the same answer in any batch; None draws from the
+    engine's own. `logprobs` n gives the chosen token and the n likeliest, of the model's raw distribution;
+    `prompt_logprobs` the same for the prompt.
+    """
 
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        set_field = object.__setattr__  # lists, a lone string and the like take their one form here
+        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids))
+        set_field(self, "logit_bias", {_whole("logit_bias", i): float(b) for i, b in dict(self.logit_bias).items()})
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            set_field(self, name, _whole(name, getattr(self, name)))
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                set_field(self, name, _whole(name, getattr(self, name)))
+        self._check_length()
+        self._check_distribution()
+        self._check_penalties()
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is how many of the likeliest tokens to name, not {getattr(self, name)}")
+
+    def _check_length(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must lie between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop is one or more strings that are not empty, not {list(self.stop)}")
+        if any(i < 0 for i in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids are token numbers from 0 on, not {list(self.stop_token_ids)}")
+
+    def _check_distribution(self) -> None:
+        if not (isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be at least 1, or 0 to turn it off, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a probability above 0 and up to 1 (off), not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is a share between 0 (off) and 1, not {self.min_p}")
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
+                raise ValueError(
+                    f"{name} must lie between {-MAX_PENALTY:g} and {MAX_PENALTY:g}, not {getattr(self, name)}"
+                )
+        if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty must be above 0 (1 is off), not {self.repetition_penalty}")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not isfinite(bias):
+                raise ValueError(f"logit_bias maps token numbers to finite values, not {token} to {bias}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} takes whole numbers, not {value!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's raw distribution at one place: the token there, and the likeliest ones."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Lower `priority` runs first. `arrival` is set by the scheduler and breaks ties."""
+    """Lower `priority` runs first. `arrival` is set by the scheduler and breaks ties.
+
+    `logprobs` has an entry per output token where they were asked for; `prompt_logprobs` one per prompt token, None for
+    the first, which nothing predicts. `error` is what a failed step raised.
+    """
 
     id: str
     prompt: Tokens
@@ -42,7 +140,10 @@ class Request:
     priority: int = 0
 
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: BaseException | None = None
     arrival: int = -1
     preemptions: int = 0
     bypassed: int = 0

@@ -5,6 +5,8 @@ import torch
 from tests.running.harness import Knobs, generate, layout_of
 from tests.running.small_models import WINDOW, spec_of
 from tests.running.test_against_transformers import prompt
+from windowpane.attention import pages as pages_module
+from windowpane.kv import arena as arena_module
 from windowpane.kv.capacity import Capacity
 
 CANARY = 0xA5
@@ -12,8 +14,6 @@ CANARY = 0xA5
 
 def test_only_pages_that_were_handed_out_are_written(monkeypatch):
     """Fill the arena with a canary; afterwards changed bytes lie only in pages that the manager gave to someone."""
-    from windowpane.kv import arena as arena_module
-
     handed_out: set[tuple[int, int]] = set()
     take, take_one = arena_module.Arena.take, arena_module.Arena.take_one
 
@@ -29,7 +29,7 @@ def test_only_pages_that_were_handed_out_are_written(monkeypatch):
 
     monkeypatch.setattr(arena_module.Arena, "take", recording_take)
     monkeypatch.setattr(arena_module.Arena, "take_one", recording_take_one)
-    monkeypatch.setattr(torch, "zeros", _canary_zeros(torch.zeros))
+    monkeypatch.setattr(pages_module, "_zeros", lambda size, device: torch.full((size,), CANARY, dtype=torch.uint8))
     run = generate("gemma4 everything", [prompt(1, 77), prompt(2, 30)], 20, Knobs(chunk_tokens=40, poison=False))
     layout = run.scheduler.manager.layout
     allowed = torch.zeros(len(run.runner.arena), dtype=torch.bool)
@@ -38,14 +38,6 @@ def test_only_pages_that_were_handed_out_are_written(monkeypatch):
     changed = run.runner.arena != CANARY
     assert changed.any()
     assert not (changed & ~allowed).any()
-
-
-def _canary_zeros(zeros):
-    def make(*size, dtype=None, **kwargs):
-        made = zeros(*size, dtype=dtype, **kwargs)
-        return made.fill_(CANARY) if dtype == torch.uint8 else made
-
-    return make
 
 
 def test_peak_pages_are_what_the_plan_says():

@@ -27,7 +27,7 @@ class KVPages:
     ) -> None:
         self.layout = layout
         self.device = device
-        self.arena = torch.zeros(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        self.arena = _zeros(num_slabs * layout.slab_bytes, device)
         tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
         self._columns = [max(t.columns, 1) for t in tables]
         # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
@@ -154,6 +154,13 @@ class LayerPages:
         columns = blocks % self._pages.columns(self._group)
         entries = tables[self._group][slot, columns, self._stripe].astype(np.int64)
         return torch.from_numpy(entries).to(self._pages.device)
+
+
+def _zeros(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """An arena. On a CPU through NumPy, whose zeros cost nothing until they are touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size_bytes, dtype=np.uint8))
+    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
 
 def _page_view(

@@ -1,0 +1,291 @@
+"""The engine: scheduler, runner and sampler turned into steps. Tokens in, tokens out; text is `llm`'s.
+
+    plain        schedule n ─ run n ─ commit n ─ schedule n+1 ─ …
+    overlapped   schedule n ─ run n ─ schedule n+1 ─ run n+1 ─ commit n ─ …
+
+Overlapped, the device always has a step to work on while the host commits the one before: sampled tokens stay on the
+device, where the next step finds them, and reach the host late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windowpane.kv.manager import KVManager
+from windowpane.request import FinishReason, Request, TokenLogprobs
+from windowpane.sampler import Sampler, TopLogprobs, top_logprobs
+from windowpane.scheduler import Batch, Scheduler
+
+
+class Output(Protocol):
+    """What a runner's step gives: see `runner.StepOutput`."""
+
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def prompt_logits(self) -> dict[int, Tensor]: ...
+
+
+class StepRunner(Protocol):
+    """What the engine asks of a runner."""
+
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output: ...
+    def take_sampled(self, slots: Tensor, tokens: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One new token of a request, None where a failed step ended it. `finish_reason` is set with the last one."""
+
+    request: Request
+    token: int | None
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Engine:
+    """Runs requests step by step. `async_scheduling` prepares each step while the one before it is computed.
+
+    A step that raises fails its requests (their `error` says why) and gives their memory back; all others go on.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, sampler: Sampler, *, async_scheduling: bool) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.async_scheduling = async_scheduling
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def manager(self) -> KVManager:
+        return self.scheduler.manager
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._flights)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run is refused at once, with a ValueError."""
+        self._check_tokens(request)
+        self.scheduler.add(request)
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
+
+    def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
+        if request.finish_reason is None:
+            self.scheduler.cancel(request)
+            request.finish_reason = reason
+            self.sampler.forget(request)
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one step; returns the tokens that have become known, which may be those of the step before."""
+        return self._overlapped_step() if self.async_scheduling else self._plain_step()
+
+    def _plain_step(self) -> list[TokenOutput]:
+        if not self._flights:  # one is left over where an interrupt ended a step
+            self._schedule()
+        return self._land() if self._flights else []
+
+    def _overlapped_step(self) -> list[TokenOutput]:
+        failed = any(flight.error is not None for flight in self._flights)  # nothing is built on such a step
+        scheduled = not failed and self._schedule()
+        if self._flights and (len(self._flights) > 1 or not scheduled):
+            return self._land()
+        return []
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> bool:
+        """Send the next step off, if there is one to send."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            if self.scheduler.has_work and not self._flights:
+                raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
+            return False
+        running = self.scheduler.running
+        chunks = [c for c in batch.chunks if c.samples]
+        slots = np.concatenate([batch.decode_slots, np.array([c.slot for c in chunks], dtype=np.int64)])
+        ends = np.array([c.start + len(c.tokens) for c in chunks], dtype=np.int64)
+        flight = _Flight(
+            sampling=[running[slot] for slot in slots.tolist()],
+            touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
+        )
+        self._flights.append(flight)
+        try:
+            self._run(batch, flight, slots, np.concatenate([batch.decode_positions + 1, ends]))
+        except Exception as error:
+            flight.error = error
+        except BaseException as error:  # an interrupt ends this step like any error, but is not ours to keep
+            flight.error = error
+            raise
+        return True
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, flight: _Flight, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        running = self.scheduler.running
+        wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
+        output = self.runner.forward(batch, all_logits_slots=frozenset(wanting))
+        for slot, chunk in wanting.items():
+            flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, output.prompt_logits[slot]))
+        if not flight.sampling:
+            return
+        sampled = self.sampler.sample(output.logits, flight.sampling, positions)
+        self.runner.take_sampled(torch.from_numpy(slots).to(sampled.tokens.device), sampled.tokens)
+        flight.tokens = _HostCopy(sampled.tokens)
+        if sampled.logprobs is not None:
+            flight.logprobs = _HostLogprobs(sampled.logprobs)
+            flight.logprob_rows = sampled.logprob_rows
+
+    def _land(self) -> list[TokenOutput]:
+        """Take in what the oldest step sampled."""
+        flight = self._flights.popleft()
+        if flight.error is None:
+            try:
+                tokens = flight.tokens.array() if flight.tokens else np.zeros(0, dtype=np.int64)
+                logprobs = flight.read_logprobs()
+            except Exception as error:  # a device reports what went wrong in a step when its results are read
+                flight.error = error
+        if flight.error is not None:
+            return self._fail(flight, flight.error)
+        alive = [r.finish_reason is None for r in flight.sampling]
+        finished = self.scheduler.commit(tokens)
+        outputs = []
+        for row, (request, token) in enumerate(zip(flight.sampling, tokens.tolist(), strict=True)):
+            if alive[row]:
+                if row in logprobs:
+                    request.logprobs.append(logprobs[row])
+                outputs.append(TokenOutput(request, token, logprobs.get(row), request.finish_reason))
+        for request in finished:
+            self.sampler.forget(request)
+        return outputs
+
+    def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
+        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back."""
+        failed = [r for r in flight.touched if r.finish_reason is None]
+        for request in failed:
+            request.error = error
+            self.cancel(request, FinishReason.FAILED)
+        self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        return [TokenOutput(request, None, None, FinishReason.FAILED) for request in failed]
+
+    def _check_tokens(self, request: Request) -> None:
+        """Numbers outside the vocabulary would read past the end of a table on the device."""
+        vocab_size, params = self.sampler.vocab_size, request.params
+        for what, tokens in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+        ):
+            wrong = [int(t) for t in tokens if not 0 <= t < vocab_size] if _outside(tokens, vocab_size) else []
+            if wrong:
+                raise ValueError(f"request {request.id}: {what} has token {wrong[0]}; the vocabulary is {vocab_size:,}")
+        for what, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise ValueError(f"request {request.id}: {what} {count} exceeds the vocabulary of {vocab_size:,}")
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step on its way: who samples in it, whose memory it touches, and where its results will be."""
+
+    sampling: list[Request]
+    touched: list[Request]
+    tokens: _HostCopy | None = None
+    logprobs: _HostLogprobs | None = None
+    logprob_rows: Sequence[int] = ()
+    prompt_logprobs: list[_PromptLogprobs] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def read_logprobs(self) -> dict[int, TokenLogprobs]:
+        """Logprobs by row; those of prompts go to their requests."""
+        for prompt in self.prompt_logprobs:
+            prompt.store()
+        if self.logprobs is None or self.tokens is None:
+            return {}
+        tokens = self.tokens.array()
+        counts = [self.sampling[row].params.logprobs or 0 for row in self.logprob_rows]
+        read = self.logprobs.read([int(tokens[row]) for row in self.logprob_rows], counts)
+        return dict(zip(self.logprob_rows, read, strict=True))
+
+
+class _HostCopy:
+    """A tensor on its way to the host; `array` waits for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._landed: torch.Event | None = None
+        if tensor.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            self._landed = torch.Event(tensor.device)
+            self._landed.record()
+            tensor = host
+        self._tensor = tensor
+
+    def array(self) -> NDArray[np.int64]:
+        if self._landed is not None:
+            self._landed.synchronize()
+        array: NDArray[np.int64] = self._tensor.cpu().numpy()
+        return array
+
+
+class _HostLogprobs:
+    def __init__(self, logprobs: TopLogprobs) -> None:
+        self.rows = len(logprobs.chosen)
+        self._parts = [_HostCopy(t) for t in (logprobs.chosen, logprobs.top, logprobs.top_tokens)]
+
+    def read(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """One entry per row: its token, and as many of the likeliest as that row asked for."""
+        columns = zip(tokens, counts, *(part.array().tolist() for part in self._parts), strict=True)
+        return [
+            TokenLogprobs(token, chosen, tuple(zip(top_tokens[:count], top[:count], strict=True)))
+            for token, count, chosen, top, top_tokens in columns
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptLogprobs:
+    """Logprobs of prompt tokens from `start` on."""
+
+    request: Request
+    start: int
+    logprobs: _HostLogprobs
+
+    def store(self) -> None:
+        """Add them to the request, unless it had them before it was preempted."""
+        known = self.request.prompt_logprobs
+        if self.start == len(known):
+            tokens = self.request.prompt[self.start : self.start + self.logprobs.rows].tolist()
+            known += self.logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
+
+
+def _wants_prompt_logprobs(request: Request, start: int) -> bool:
+    """Whether a chunk that begins at `start` predicts prompt tokens whose logprobs are wanted."""
+    return request.params.prompt_logprobs is not None and start < len(request.prompt) - 1
+
+
+def _prompt_logprobs(request: Request, start: int, logits: Tensor) -> _PromptLogprobs:
+    """The logits of token i predict token i + 1."""
+    targets = torch.from_numpy(request.prompt[start + 1 : start + 1 + len(logits)].astype(np.int64)).to(logits.device)
+    count = request.params.prompt_logprobs or 0
+    return _PromptLogprobs(request, start + 1, _HostLogprobs(top_logprobs(logits[: len(targets)], targets, count)))
+
+
+def _touched_slots(batch: Batch) -> list[int]:
+    """Sequences that a step computes, or whose pages it moves: without it, what they hold is not what tables say."""
+    slots = set(batch.decode_slots.tolist()) | {c.slot for c in batch.chunks}
+    for update in (*batch.changes.entries, *batch.changes.late, *batch.changes.moved_reads):
+        slots.update(update.slots.tolist())
+    return sorted(slots)
+
+
+def _outside(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> bool:
+    return len(tokens) > 0 and not (np.min(tokens) >= 0 and np.max(tokens) < vocab_size)
