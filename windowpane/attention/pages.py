@@ -6,10 +6,14 @@ page it shares (see `windowpane.kv.changes`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from windowpane.attention.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
@@ -34,6 +38,9 @@ class KVPages:
         shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
         self.reading: list[NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for shape in shapes]
         self.writing = [entries.copy() for entries in self.reading]
+        # Where this step's decoding rows read and write: the same for all layers of a group.
+        self._reads: dict[tuple[int, int, int | None], _Reads] = {}
+        self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
             for index, g in enumerate(layout.groups)
@@ -42,6 +49,8 @@ class KVPages:
         }
 
     def before_step(self, changes: Changes) -> None:
+        self._reads.clear()
+        self._writes.clear()
         for move in changes.copies:
             page_bytes = self.layout.groups[move.group].page_bytes
             source, target = move.source * OFFSET_UNIT_BYTES, move.target * OFFSET_UNIT_BYTES
@@ -57,6 +66,57 @@ class KVPages:
 
     def columns(self, group: int) -> int:
         return self._columns[group]
+
+    def decoding_reads(self, group: int, stripe: int, window_tokens: int | None, step: Step) -> _Reads:
+        key = (group, stripe, window_tokens)
+        if key not in self._reads:
+            self._reads[key] = self._plan_reads(group, stripe, window_tokens, step)
+        return self._reads[key]
+
+    def decoding_writes(self, group: int, stripe: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page offset and row of each decoding token."""
+        key = (group, stripe)
+        if key not in self._writes:
+            block = self.layout.groups[group].block_tokens or 1
+            columns = step.decode_positions // block % self._columns[group]
+            entries = self.writing[group][step.decode_slots, columns, stripe].astype(np.int64)
+            self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
+        return self._writes[key]
+
+    def _plan_reads(self, group: int, stripe: int, window_tokens: int | None, step: Step) -> _Reads:
+        block = self.layout.groups[group].block_tokens or 1
+        slots, stops = step.decode_slots, step.decode_positions
+        starts = np.maximum(0, stops - (window_tokens or int(stops.max()) + 1) + 1)
+        first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
+        blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
+        columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
+        offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
+        positions = (blocks[:, :, None] * block + np.arange(block)).reshape(len(slots), -1)
+        counts = (positions >= starts[:, None]) & (positions < stops[:, None])
+        unused_slots, unused_columns = np.nonzero(~counts)
+        return _Reads(
+            self._tensor(offsets.reshape(-1)),
+            blocks.shape,
+            self._tensor(positions),
+            self._tensor(counts),
+            self._tensor(unused_slots),
+            self._tensor(unused_columns),
+        )
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Pages of several slots, padded to the longest: which, at which positions, and which of those count."""
+
+    offsets: torch.Tensor
+    shape: tuple[int, ...]  # slots, blocks
+    positions: torch.Tensor  # [slots, tokens]
+    counts: torch.Tensor
+    unused_slots: torch.Tensor
+    unused_columns: torch.Tensor
 
 
 class LayerPages:
@@ -92,40 +152,29 @@ class LayerPages:
             found.append(rows[:, skip : skip + stop - start])
         return found
 
-    def past_of_many(
-        self, slots: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]
+    def decoding_past(
+        self, step: Step, window_tokens: int | None
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Tokens [start, stop) of several slots at once, padded to the longest.
+        """What the decoding tokens of a step can see of the past, all sequences at once, padded to the longest.
 
         Returns K and V (or one latent), each [slots, heads, tokens, dim], the positions [slots, tokens] of the columns,
         and which of them count. Values that do not count are 0, whatever their memory holds.
         """
-        block = self.block_tokens
-        first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
-        blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
-        columns = np.minimum(blocks, last_blocks[:, None]) % self._pages.columns(self._group)
-        entries = self._pages.reading[self._group][slots[:, None], columns, self._stripe].astype(np.int64)
-        offsets = torch.from_numpy(entries.reshape(-1)).to(self._pages.device)
-        positions = (blocks[:, :, None] * block + np.arange(block)).reshape(len(slots), -1)
-        counts = (positions >= starts[:, None]) & (positions < stops[:, None])
-        unused = tuple(torch.from_numpy(axis).to(self._pages.device) for axis in np.nonzero(~counts))
+        reads = self._pages.decoding_reads(self._group, self._stripe, window_tokens, step)
         found = []
         for view in self._views:
-            pages = view.index_select(0, offsets).view(*blocks.shape, *view.shape[1:])
-            rows = pages.transpose(1, 2).reshape(len(slots), view.shape[1], -1, view.shape[3])
-            rows[unused[0], :, unused[1]] = 0
+            pages = view.index_select(0, reads.offsets).view(*reads.shape, *view.shape[1:])
+            rows = pages.transpose(1, 2).reshape(reads.shape[0], view.shape[1], -1, view.shape[3])
+            rows[reads.unused_slots, :, reads.unused_columns] = 0
             found.append(rows)
-        device = self._pages.device
-        return found, torch.from_numpy(positions).to(device), torch.from_numpy(counts).to(device)
+        return found, reads.positions, reads.counts
 
-    def write_one_each(self, slots: NDArray[np.int64], positions: NDArray[np.int64], rows: list[torch.Tensor]) -> None:
-        """Store one row ([slots, heads, dim] each) per slot."""
-        columns = positions // self.block_tokens % self._pages.columns(self._group)
-        entries = self._pages.writing[self._group][slots, columns, self._stripe].astype(np.int64)
-        offsets = torch.from_numpy(entries).to(self._pages.device)
-        within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
+    def write_decoding(self, step: Step, rows: list[torch.Tensor]) -> None:
+        """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
+        offsets, within = self._pages.decoding_writes(self._group, self._stripe, step)
+        kept = self._kept_rows(step.decode_positions)
         for view, values in zip(self._views, rows, strict=True):
-            view[offsets, :, within] = values.to(self.dtype)
+            view[offsets[kept], :, within[kept]] = values[kept].to(self.dtype)
 
     def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
         """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
@@ -144,7 +193,7 @@ class LayerPages:
         held = self.retention.held(stop)  # type: ignore[union-attr]  # token groups only
         return max(start, held.start)
 
-    def kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    def _kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:
         """Which of these last tokens of their sequences a later one can see."""
         if isinstance(self.retention, Full) or (isinstance(self.retention, Window) and self.retention.tokens > 1):
             return slice(0, len(positions))

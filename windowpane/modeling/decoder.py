@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -225,11 +224,7 @@ class _Layer:
 
     def _attend_decoding(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         recipe, step = self.recipe, state.step
-        stops = step.decode_positions
-        starts = (
-            np.zeros_like(stops) if recipe.window_tokens is None else np.maximum(0, stops - recipe.window_tokens + 1)
-        )
-        past, positions, counts = state.pages.layers[recipe.kv_layer].past_of_many(step.decode_slots, starts, stops)
+        past, positions, counts = state.pages.layers[recipe.kv_layer].decoding_past(step, recipe.window_tokens)
         past = [x.to(queries.dtype) for x in past]
         past_keys, past_values = self._keys_and_values(past, positions)
         now = [x[: step.num_decoding, :, None] for x in present]
@@ -266,8 +261,7 @@ class _Layer:
 def _write(layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
     """Store what the future can see of each token."""
     if step.num_decoding:
-        kept = layer.kept_rows(step.decode_positions)
-        layer.write_one_each(step.decode_slots[kept], step.decode_positions[kept], [x[kept] for x in rows])
+        layer.write_decoding(step, [x[: step.num_decoding] for x in rows])
     for s in step.segments:
         first = layer.first_written(s.start, s.stop)
         if first < s.stop:
