@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from windowpane.kv.caches import TokenCache
 from windowpane.modeling.rope import Rope, read_rope
 from windowpane.models import gemma3, gemma4
-from windowpane.models.parts import FULL, SLIDING, even_head_dim
+from windowpane.models.parts import FULL, SLIDING
 from windowpane.models.spec import ModelError, ModelSpec
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -28,7 +29,24 @@ class LayerRecipe:
     window_tokens: int | None
     rope: Rope
     scale: float
-    latent: bool = False
+    latent: bool
+
+    @classmethod
+    def over(
+        cls, cache: TokenCache, spec: ModelSpec, rope: Rope, scale: float, index: int | None = None
+    ) -> LayerRecipe:
+        """A layer that reads this cache: its owner, or the layer `index` that shares it."""
+        return cls(
+            index=cache.layer if index is None else index,
+            kv_layer=cache.layer,
+            query_heads=spec.query_heads,
+            kv_heads=cache.kv_heads,
+            head_dim=cache.key_dim,
+            window_tokens=getattr(cache.retention, "tokens", None),
+            rope=rope,
+            scale=scale,
+            latent=cache.latent,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +90,21 @@ def _llama(spec: ModelSpec) -> Recipe:
     text = spec.text
     if any("experts" in t.name for t in spec.tensors):
         raise ModelError(f"{spec.name} has experts, which cannot be run yet")
-    windows = {c.layer: getattr(c.retention, "tokens", None) for c in spec.token_caches}
-    head_dim = even_head_dim(text)
+    head_dim = spec.token_caches[0].key_dim
     no_rope = text.integers("no_rope_layers") or (1,) * spec.num_layers
     rope = read_rope(text, head_dim, FULL, Rope("default", head_dim))
     layers = tuple(
-        LayerRecipe(
-            cache.layer,
-            cache.layer,
-            spec.query_heads,
-            cache.kv_heads,
-            head_dim,
-            windows[cache.layer],
-            rope if no_rope[cache.layer] else Rope(None, head_dim),
-            head_dim**-0.5,
-        )
-        for cache in spec.token_caches
+        LayerRecipe.over(c, spec, rope if no_rope[c.layer] else Rope(None, head_dim), head_dim**-0.5)
+        for c in spec.token_caches
     )
-    names = {t.name for t in spec.tensors}
     return Recipe(
-        prefix="model.",
-        head="lm_head.weight" if "lm_head.weight" in names else None,
+        prefix=_prefix(spec),
+        head=_head(spec),
         layers=layers,
         hidden_size=spec.hidden_size,
         norm_eps=text.number("rms_norm_eps", 1e-6),
         activation=text.choice("hidden_act", ACTIVATIONS) or "silu",
-        qk_norm="model.layers.0.self_attn.q_norm.weight" in names,
+        qk_norm=any(t.name.endswith("layers.0.self_attn.q_norm.weight") for t in spec.tensors),
     )
 
 
@@ -110,19 +117,7 @@ def _gemma3(spec: ModelSpec) -> Recipe:
         SLIDING: read_rope(text, head_dim, SLIDING, Rope("default", head_dim), theta_key="rope_local_base_freq"),
     }
     scale = text.number("query_pre_attn_scalar", 256) ** -0.5
-    layers = tuple(
-        LayerRecipe(
-            cache.layer,
-            cache.layer,
-            spec.query_heads,
-            cache.kv_heads,
-            head_dim,
-            getattr(cache.retention, "tokens", None),
-            ropes[kinds[cache.layer]],
-            scale,
-        )
-        for cache in spec.token_caches
-    )
+    layers = tuple(LayerRecipe.over(c, spec, ropes[kinds[c.layer]], scale) for c in spec.token_caches)
     return Recipe(
         prefix=_prefix(spec),
         head=_head(spec),
@@ -149,19 +144,8 @@ def _gemma4(spec: ModelSpec) -> Recipe:
         # A layer that owns no cache shares with the last owner of its own kind.
         kv_layer = index if index in owners else max(i for i in owners if kinds[i] == kind)
         cache = owners[kv_layer]
-        layers.append(
-            LayerRecipe(
-                index,
-                kv_layer,
-                spec.query_heads,
-                cache.kv_heads,
-                cache.key_dim,
-                getattr(cache.retention, "tokens", None),
-                read_rope(text, cache.key_dim, kind, _gemma4_rope(kind, cache.key_dim)),
-                1.0,
-                cache.latent,
-            )
-        )
+        rope = read_rope(text, cache.key_dim, kind, _gemma4_rope(kind, cache.key_dim))
+        layers.append(LayerRecipe.over(cache, spec, rope, 1.0, index))
     unified = spec.architecture in gemma4.UNIFIED
     return Recipe(
         prefix=_prefix(spec),
