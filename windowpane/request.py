@@ -132,18 +132,26 @@ class Request:
 
     `logprobs` has an entry per output token where they were asked for; `prompt_logprobs` one per prompt token, None for
     the first, which nothing predicts. `error` is what a failed step raised.
+
+    `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
+    with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
+    was admitted, and `cache_miss` why nothing was.
     """
 
     id: str
     prompt: Tokens
     params: SamplingParams = SamplingParams()
     priority: int = 0
+    message_ends: tuple[int, ...] = ()
+    cache_salt: str = ""
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    cached_tokens: int = 0
+    cache_miss: str | None = None
     arrival: int = -1
     preemptions: int = 0
     bypassed: int = 0
