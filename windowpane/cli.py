@@ -216,6 +216,9 @@ def _engine_flags(
         bool | None,
         typer.Option(help="Prepare a step while one is computed (on CUDA).", rich_help_panel=SCHEDULING),
     ] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Run steps without CUDA graphs.", rich_help_panel=SCHEDULING)
+    ] = False,
 ) -> dict[str, Any]:
     """Flags that start an engine; those left out are left to it."""
     from windowpane.plan.sizes import parse_bytes, parse_tokens
@@ -232,6 +235,7 @@ def _engine_flags(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
         "async_scheduling": async_scheduling,
+        "enforce_eager": enforce_eager,
     }
     return {name: value for name, value in flags.items() if value is not None}
 

@@ -17,7 +17,8 @@ class EngineConfig:
     """Memory and scheduling flags. None means: choose for me.
 
     `kv_cache_dtype` is `auto`, one format, or one per group (`full=int8_per_token_head,window=bfloat16`). `swa_full`
-    keeps sliding layers at full length. `block_tokens` and `slab_bytes` override the layout search.
+    keeps sliding layers at full length. `enforce_eager` runs a GPU's steps launch by launch, without graphs.
+    `block_tokens` and `slab_bytes` override the layout search.
     """
 
     max_model_len: int | None = None
@@ -29,6 +30,7 @@ class EngineConfig:
     tensor_parallel_size: int | None = None
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
+    enforce_eager: bool = False
     swa_full: bool = False
     block_tokens: int | None = None
     slab_bytes: int | None = None

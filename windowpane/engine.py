@@ -23,6 +23,7 @@ from windowpane.kv.manager import KVManager
 from windowpane.request import FinishReason, Request, TokenLogprobs
 from windowpane.sampler import Sampler, TopLogprobs, top_logprobs
 from windowpane.scheduler import Batch, Scheduler
+from windowpane.transfer import to_device
 
 
 class Output(Protocol):
@@ -139,7 +140,7 @@ class Engine:
         if not flight.sampling:
             return
         sampled = self.sampler.sample(output.logits, flight.sampling, positions)
-        self.runner.take_sampled(torch.from_numpy(slots).to(sampled.tokens.device), sampled.tokens)
+        self.runner.take_sampled(to_device(slots, sampled.tokens.device), sampled.tokens)
         flight.tokens = _HostCopy(sampled.tokens)
         if sampled.logprobs is not None:
             flight.logprobs = _HostLogprobs(sampled.logprobs)
@@ -274,7 +275,7 @@ def _wants_prompt_logprobs(request: Request, start: int) -> bool:
 
 def _prompt_logprobs(request: Request, start: int, logits: Tensor) -> _PromptLogprobs:
     """The logits of token i predict token i + 1."""
-    targets = torch.from_numpy(request.prompt[start + 1 : start + 1 + len(logits)].astype(np.int64)).to(logits.device)
+    targets = to_device(request.prompt[start + 1 : start + 1 + len(logits)].astype(np.int64), logits.device)
     count = request.params.prompt_logprobs or 0
     return _PromptLogprobs(request, start + 1, _HostLogprobs(top_logprobs(logits[: len(targets)], targets, count)))
 

@@ -14,6 +14,7 @@ from windowpane.modeling.decoder import Decoder
 from windowpane.modeling.recipe import read_recipe
 from windowpane.models.spec import ModelSpec
 from windowpane.scheduler import Batch
+from windowpane.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Runner:
         self.pages.before_step(batch.changes)
         logits = self.model.forward(step, self.pages)
         self.pages.after_step(batch.changes)
-        return _split(logits, batch, all_logits_slots)
+        return split_logits(logits, batch, all_logits_slots)
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
@@ -86,7 +87,7 @@ class Runner:
         )
 
 
-def _split(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
+def split_logits(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
     """Pick the rows that sample out of all rows that were wanted."""
     row = len(batch.decode_slots)
     sampling = list(range(row))
@@ -98,4 +99,7 @@ def _split(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int])
         row += rows
         if chunk.samples:
             sampling.append(row - 1)
-    return StepOutput(logits[sampling] if len(sampling) < len(logits) else logits, prompt_logits)
+    return StepOutput(
+        logits[to_device(sampling, logits.device, torch.int64)] if len(sampling) < len(logits) else logits,
+        prompt_logits,
+    )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windowpane.request import Request
+from windowpane.transfer import to_device
 
 NUCLEUS_GUESS = 1024  # on a CPU, top-p first looks at so many of the likeliest tokens before it sorts them all
 LOGPROB_ROWS = 256  # prompt logprobs are taken so many rows at a time: each needs a vocabulary of floats
@@ -90,7 +91,7 @@ class Sampler:
             logits[at_rows, at_tokens] += values
         if len(rows.stop_rows):
             early = positions[rows.stop_rows] < rows.stop_until
-            at = [torch.from_numpy(a[early]).to(self.device) for a in (rows.stop_rows, rows.stop_tokens)]
+            at = [to_device(a[early], self.device) for a in (rows.stop_rows, rows.stop_tokens)]
             logits[at[0], at[1]] = NEVER
         return logits
 
@@ -110,14 +111,14 @@ class _Rows:
         self.some_greedy = bool(greedy)
         self.drawn = [Draw.of(requests, rows, sampler) for rows in (free, cut) if rows]
         self.penalized = [i for i, p in enumerate(params) if p.has_penalties]
-        self.penalized_index = torch.tensor(self.penalized, dtype=torch.int64, device=device)
+        self.penalized_index = to_device(self.penalized, device, torch.int64)
         self.history_rows = sampler._history.rows([requests[i] for i in self.penalized])
         self.penalties = [
-            torch.tensor([[getattr(params[i], name)] for i in self.penalized], device=device, dtype=torch.float32)
+            to_device([[getattr(params[i], name)] for i in self.penalized], device, torch.float32)
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
         ]
         biases = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
-        self.bias = tuple(torch.tensor(column, device=device) for column in zip(*biases, strict=True)) or None
+        self.bias = tuple(to_device(column, device) for column in zip(*biases, strict=True)) or None
         stops = [
             (i, token, len(requests[i].prompt) + p.min_tokens)
             for i, p in enumerate(params)
@@ -127,7 +128,7 @@ class _Rows:
         self.stop_rows, self.stop_tokens, self.stop_until = np.array(stops, dtype=np.int64).reshape(-1, 3).T
         self.adjusts = bool(self.penalized or biases or stops)
         self.logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
-        self.logprob_index = torch.tensor(self.logprob_rows, dtype=torch.int64, device=device)
+        self.logprob_index = to_device(self.logprob_rows, device, torch.int64)
         self.most_logprobs = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
 
 
@@ -148,7 +149,7 @@ class _History:
         for request in requests:
             if request not in self._row_of:
                 self._row_of[request] = self._new_row(request)
-        return torch.tensor([self._row_of[r] for r in requests], dtype=torch.int64, device=self._counts.device)
+        return to_device([self._row_of[r] for r in requests], self._counts.device, torch.int64)
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         self._counts[rows, tokens] += 1
@@ -177,9 +178,9 @@ class _History:
         row = self._free.pop()
         vocab_size, device = self._counts.shape[1], self._counts.device
         output = np.bincount(np.asarray(request.output, dtype=np.int64), minlength=vocab_size)
-        self._counts[row] = torch.from_numpy(output.astype(np.int32)).to(device)
+        self._counts[row] = to_device(output.astype(np.int32), device)
         self._in_prompt[row] = False
-        self._in_prompt[row, torch.from_numpy(request.prompt.astype(np.int64)).to(device)] = True
+        self._in_prompt[row, to_device(request.prompt.astype(np.int64), device)] = True
         return row
 
 
@@ -210,11 +211,11 @@ class Draw:
         sorts = any(p.top_k > 0 or p.top_p < 1 for p in params)
 
         def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=sampler.device).unsqueeze(1)
+            return to_device(values, sampler.device).unsqueeze(1)
 
         return cls(
             rows=np.array(rows, dtype=np.int64),
-            index=torch.tensor(rows, dtype=torch.int64, device=sampler.device),
+            index=to_device(rows, sampler.device, torch.int64),
             seeds=np.array([_seed(requests[i], sampler.seed) for i in rows], dtype=np.uint64),
             temperature=column([float(p.temperature) for p in params]),
             top_k=column(top_k),
@@ -228,7 +229,7 @@ class Draw:
 def draw(logits: Tensor, drawn: Draw, positions: NDArray[np.int64], token_bits: Tensor) -> Tensor:
     """One token per row, by the rows' own limits and seeds."""
     scores, tokens = keep_likely(logits, drawn)
-    keys = torch.from_numpy(noise_keys(drawn.seeds, positions)).to(logits.device)
+    keys = to_device(noise_keys(drawn.seeds, positions), logits.device)
     times = exponential_times((token_bits if tokens is None else token_bits[tokens]) ^ keys.unsqueeze(1))
     winners = scores.exp_().div_(times).max(dim=-1).indices
     return winners if tokens is None else tokens.gather(1, winners.unsqueeze(1)).squeeze(1)

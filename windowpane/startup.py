@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from windowpane.cuda_runner import CudaRunner
     from windowpane.engine import Engine
     from windowpane.runner import Runner
 
@@ -58,7 +59,7 @@ class Started:
     """A running engine, the plan it follows, and where its model lies (None for a shape that came with the package)."""
 
     engine: Engine
-    runner: Runner
+    runner: Runner | CudaRunner
     plan: Plan
     source: Path | None
 
@@ -76,7 +77,6 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     import torch
 
     from windowpane.engine import Engine
-    from windowpane.runner import Runner
     from windowpane.sampler import Sampler
     from windowpane.weights import load_weights
 
@@ -96,7 +96,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
             progress=progress,
         )
     layout, length, slots = plan.sizing.layout, plan.max_model_len, config.max_num_seqs
-    runner = Runner(spec, weights, layout, plan.capacity.num_slabs, slots, length, device=device, dtype=dtype)
+    runner = _make_runner(plan, weights, config, device, dtype, console)
     scheduler = Scheduler(KVManager(layout, plan.capacity.num_slabs, slots, length), config.batched_tokens)
     sampler = Sampler(spec.vocab_size, device, options.seed)
     engine = Engine(scheduler, runner, sampler, async_scheduling=config.async_scheduling)
@@ -104,6 +104,41 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     if console is not None:
         print_start(console, started)
     return started
+
+
+def _make_runner(
+    plan: Plan,
+    weights: dict[str, torch.Tensor],
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    console: Console | None,
+) -> Runner | CudaRunner:
+    assert plan.capacity is not None
+    spec, layout, slabs = plan.sizing.spec, plan.sizing.layout, plan.capacity.num_slabs
+    slots, length = config.max_num_seqs, plan.max_model_len
+    if device.type == "cpu":
+        from windowpane.runner import Runner
+
+        return Runner(spec, weights, layout, slabs, slots, length, device=device, dtype=dtype)
+    from windowpane.cuda_runner import CudaRunner
+
+    with _progress(console, "capturing graphs", bytes_unit=False) as progress:
+        runner = CudaRunner(
+            spec,
+            weights,
+            layout,
+            slabs,
+            slots,
+            length,
+            device=device,
+            dtype=dtype,
+            use_graphs=not config.enforce_eager,
+            progress=None if progress is None else lambda done, total: progress("", done, total),
+        )
+    with busy(console, "running the largest step once"):
+        runner.rehearse(config.batched_tokens)
+    return runner
 
 
 # -- flags ---------------------------------------------------------------------------------------------------------
@@ -245,6 +280,10 @@ def accounts(started: Started) -> list[Account]:
         Account("weights", plan.sizing.weights_bytes, runner.weights_bytes, plan.sizing.compute_dtype),
         Account("KV arena", plan.capacity.arena_bytes, arena_bytes, f"{count} × {length:,} tokens, each:"),
     ]
+    measured_activations = getattr(runner, "activation_bytes", None)
+    if measured_activations is not None and plan.budget is not None:
+        predicted = plan.budget.activation_bytes
+        rows.insert(1, Account("activations", predicted, measured_activations, "of the largest step"))
     handed_out = _rehearse(layout, plan.capacity.num_slabs, length)
     for group, measured in zip(layout.groups, handed_out, strict=True):
         stored = group.kv_format.name if group.kv_format else "state"
@@ -288,14 +327,24 @@ def busy(console: Console | None, what: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _progress(console: Console | None, what: str) -> Iterator[Callable[[str, int, int], None] | None]:
+def _progress(
+    console: Console | None, what: str, *, bytes_unit: bool = True
+) -> Iterator[Callable[[str, int, int], None] | None]:
     """A bar that goes away when it is done; nothing where there is no terminal to draw it on."""
     if console is None or not console.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    amount = DownloadColumn(binary_units=True) if bytes_unit else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda name, done, total: bar.update(task, completed=done, total=total)

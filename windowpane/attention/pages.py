@@ -64,6 +64,11 @@ class KVPages:
         for update in changes.late:
             self.reading[update.group][update.slots, update.columns] = update.offsets
 
+    @property
+    def table_shapes(self) -> list[tuple[int, ...]]:
+        """[slots, columns, stripes] of each group's table."""
+        return [entries.shape for entries in self.reading]
+
     def columns(self, group: int) -> int:
         return self._columns[group]
 
@@ -139,6 +144,10 @@ class LayerPages:
             _page_view(pages.arena.view(self.dtype), offset, width, piece.cache.kv_heads, spec.block_tokens, dim)
             for offset, width, dim in zip(piece.data_offsets, piece.row_bytes, piece.cache.row_dims, strict=True)
         ]
+
+    @property
+    def group(self) -> int:
+        return self._group
 
     def past(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Tokens [start, stop): K and V, or one latent, each [heads, tokens, dim]."""

@@ -1,0 +1,148 @@
+"""Speed on a GPU: start-up, one request alone, and many at once, for models in real shapes with random weights.
+
+    python3 -m bench.gpu [--model gemma-4-31b …] [--runs 3] [--trace]
+
+Each figure is the median of `--runs` rounds, beside the share of the memory roof that it reaches: bytes that steps
+cannot avoid to read (weights once, the past that each sequence sees) over the time, against what a plain sum over
+4 GiB reads. `--trace` adds where the time of one decoding step goes, kernel by kernel. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from windowpane.bench.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
+from windowpane.bench.workloads import WORKLOADS
+from windowpane.request import Request, SamplingParams
+from windowpane.startup import Started, accounts, start
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """`serve` requests at once. `flags` are the engine's."""
+
+    serve: int
+    flags: dict[str, Any]
+
+
+# Gemma 4 31B gets the KV bytes that vLLM 0.26.0 had left on the same card.
+CASES = {
+    "qwen3-0.6b": Case(256, {}),
+    "gemma-4-e4b": Case(256, {}),
+    "gemma-4-31b": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--workload", action="append", choices=("b1", "serve"), help="default: both")
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="no graphs")
+    given = parser.parse_args()
+    results = []
+    roof = roof_bytes_per_second(torch.device("cuda"))
+    print(f"{torch.cuda.get_device_name()}, reads {roof / 1e12:.2f} TB/s", flush=True)
+    for name in given.model or CASES:
+        results.append(measure(name, CASES[name], given, roof))
+        torch.cuda.empty_cache()
+    print(json.dumps(results))
+
+
+def measure(name: str, case: Case, given: argparse.Namespace, roof: float) -> dict[str, Any]:
+    began = time.perf_counter()
+    flags = {"load_format": "dummy", "device": "cuda", "max_model_len": 4096, "enable_prefix_caching": False}
+    started = start(name, {**flags, **case.flags, "enforce_eager": given.eager})
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"model": name, "start_seconds": round(time.perf_counter() - began, 1)}
+    print(f"\n{name}: started in {found['start_seconds']} s", flush=True)
+    for row in accounts(started):
+        predicted, measured = row.predicted_bytes / GIB, row.measured_bytes / GIB
+        print(f"  {row.name:24} predicted {predicted:8.3f} GiB, measured {measured:8.3f}")
+    warm_up(started.engine, started.spec.vocab_size)
+    runner = started.runner
+    started.engine.runner = CountingRunner(started)
+    for workload in given.workload or ("b1", "serve"):
+        found[workload] = _rounds(started, workload, case, given.runs, roof)
+    found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    reserved = torch.cuda.max_memory_reserved()
+    print(f"  peak {found['peak_bytes'] / GIB:.2f} GiB allocated, {reserved / GIB:.2f} reserved")
+    if given.trace:
+        started.engine.runner = runner
+        for rows in (1, case.serve):
+            found[f"trace_{rows}"] = trace(started, rows)
+    return found
+
+
+def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float) -> dict[str, Any]:
+    timings: list[Timing] = []
+    for run in range(runs):
+        described = WORKLOADS[workload]
+        if workload == "serve":
+            described = replace(described, requests=case.serve)
+        (requests,) = described.rounds(started.spec.vocab_size, seed=run)
+        timings.append(run_round(started.engine, requests))
+    rates = [t.output_rate for t in timings]
+    steps = [1 / statistics.median(t.between_tokens) for t in timings]
+    shares = [t.bytes_per_second / roof for t in timings]
+    result = {
+        "output_tokens_per_second": round(statistics.median(rates), 1),
+        "runs": [round(r, 1) for r in rates],
+        "seconds": round(statistics.median(t.seconds for t in timings), 3),
+        "roof_share": round(statistics.median(shares), 3),
+        "ttft_ms": round(1e3 * statistics.median(s for t in timings for s in t.first_token), 2),
+        "itl_ms": round(1e3 * statistics.median(s for t in timings for s in t.between_tokens), 3),
+        "steps_per_second": round(statistics.median(steps), 1),
+        "preemptions": started.engine.scheduler.preemptions,
+    }
+    print(f"  {workload}: {result}", flush=True)
+    return result
+
+
+def trace(started: Started, rows: int, steps: int = 4) -> list[tuple[str, int, float]]:
+    """Kernels of one decoding step of `rows` sequences over 800 past tokens: name, launches, microseconds."""
+    engine = started.engine
+    vocab = started.spec.vocab_size
+    prompt = torch.randint(vocab, (800,)).numpy()
+    requests = [Request(f"trace {i}", prompt, SamplingParams(max_tokens=64, temperature=0)) for i in range(rows)]
+    for request in requests:
+        engine.add(request)
+    while any(len(r.output) < 8 for r in requests if r.finish_reason is None) and engine.has_work:
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - began) / steps
+    for request in requests:
+        engine.cancel(request)
+    while engine.has_work:
+        engine.step()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if str(event.device_type) == "DeviceType.CUDA":
+            spent[event.name].append(event.device_time)
+    table = sorted(((n, round(len(t) / steps), sum(t) / steps) for n, t in spent.items()), key=lambda r: -r[2])
+    total = sum(row[2] for row in table)
+    print(f"  one step of {rows} rows: wall {wall * 1e6:.0f} µs, kernels {total:.0f} µs", file=sys.stderr)
+    for kernel, launches, microseconds in table[:16]:
+        print(f"    {microseconds:9.1f} µs {launches:5d} × {kernel[:90]}", file=sys.stderr, flush=True)
+    return [(n[:90], c, round(t, 1)) for n, c, t in table[:16]]
+
+
+if __name__ == "__main__":
+    main()

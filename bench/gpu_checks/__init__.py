@@ -1,0 +1,1 @@
+"""Checks that need a GPU; `bench.gpu_check` runs them all."""

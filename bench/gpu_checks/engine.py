@@ -1,0 +1,173 @@
+"""The engine on a GPU against the plain torch path: the same tokens, with graphs and overlapping steps or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from tests.running.small_models import CONFIGS, WINDOW, spec_of, weights_of
+from windowpane.cuda_runner import CudaRunner
+from windowpane.engine import Engine
+from windowpane.kv.capacity import Capacity
+from windowpane.kv.changes import NO_CHANGES
+from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
+from windowpane.kv.manager import KVManager
+from windowpane.request import Request, SamplingParams
+from windowpane.runner import Runner
+from windowpane.sampler import Sampler
+from windowpane.scheduler import Batch, Chunk, Scheduler
+
+Checks = list[tuple[str, Callable[[], str]]]
+
+NEW_TOKENS = 48
+TEACHER_TOKENS = 1024
+MOST_KL = 1e-3
+LEAST_AGREEMENT = 0.99
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run differs: none of it may show in the tokens."""
+
+    fused: bool = True
+    graphs: bool = True
+    overlapped: bool = True
+    chunk_tokens: int = 64
+
+
+def checks() -> Checks:
+    return [
+        *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in CONFIGS),
+        *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
+    ]
+
+
+def greedy_equals_reference(name: str) -> str:
+    """Greedy tokens of mixed prompts in float32: plain torch, and every way the fused path can run."""
+    expected = run(name, Setting(fused=False, overlapped=False))
+    settings = [
+        Setting(),
+        Setting(graphs=False),
+        Setting(overlapped=False),
+        Setting(graphs=False, overlapped=False, chunk_tokens=17),
+        Setting(chunk_tokens=512),
+    ]
+    for setting in settings:
+        got = run(name, setting)
+        if got != expected:
+            where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
+            raise AssertionError(f"{setting}: request and place of the first difference {where}")
+    return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
+
+
+def teacher_forced(name: str) -> str:
+    """bf16 logits of a fixed text, half of it in one chunk and half decoded, against the plain path in float32.
+
+    The output layer is the embedding here, as in most real models: with one of its own, the two likeliest of random
+    tokens are so close that bf16 decides them by its rounding, in any implementation.
+    """
+    tokens = np.random.default_rng(5).integers(3, CONFIGS[name]["vocab_size"], size=TEACHER_TOKENS)
+    exact = _forced_logits(name, tokens, torch.float32, fused=False)
+    kl, agreement = _distance(_forced_logits(name, tokens, torch.bfloat16, fused=True), exact)
+    plain_kl, plain_agreement = _distance(_forced_logits(name, tokens, torch.bfloat16, fused=False), exact)
+    told = f"mean KL {kl:.1e} (torch {plain_kl:.1e}), top-1 {agreement:.2%} (torch {plain_agreement:.2%})"
+    if not (kl <= MOST_KL and agreement >= LEAST_AGREEMENT):
+        raise AssertionError(told)
+    return told
+
+
+def _distance(logits: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    divergence = torch.nn.functional.kl_div(
+        logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none"
+    )
+    agreement = (logits.argmax(-1) == exact.argmax(-1)).double().mean()
+    return divergence.sum(-1).mean().item(), agreement.item()
+
+
+def run(
+    name: str,
+    setting: Setting,
+    device: str = "cuda",
+    lengths: tuple[int, ...] = (1, 5, WINDOW - 1, WINDOW, 3 * WINDOW + 7, 130),
+    new_tokens: int = NEW_TOKENS,
+) -> list[list[int]]:
+    """Greedy continuations of a few prompts, several windows long, run together."""
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(3, CONFIGS[name]["vocab_size"], size=n) for n in lengths]
+    engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(prompts))
+    requests = [
+        Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0)) for i, p in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [request.output for request in requests]
+
+
+def _engine(name: str, setting: Setting, device: torch.device, length: int, slots: int) -> Engine:
+    runner, manager = _runner(name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs)
+    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32)
+    sampler = Sampler(CONFIGS[name]["vocab_size"], device)
+    return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
+
+
+def _runner(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int,
+    slots: int,
+    *,
+    fused: bool,
+    graphs: bool,
+    tied: bool = False,
+) -> tuple[Runner | CudaRunner, KVManager]:
+    spec = spec_of(name)
+    stored = str(dtype).removeprefix("torch.")
+    layout = plan_layout(spec.caches, resolve_formats(stored, group_caches(spec.caches), stored), stored)
+    slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
+    weights = {key: tensor.to(device, dtype) for key, tensor in weights_of(name).items()}
+    if tied:
+        embedding = next(tensor for key, tensor in weights.items() if key.endswith("embed_tokens.weight"))
+        weights["lm_head.weight"] = embedding.clone()
+    manager = KVManager(layout, slabs, slots, length)
+    args = (spec, weights, layout, slabs, slots, length)
+    if fused:
+        runner: Runner | CudaRunner = CudaRunner(*args, device=device, dtype=dtype, use_graphs=graphs)
+    else:
+        runner = Runner(*args, device=device, dtype=dtype)
+    runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
+    return runner, manager
+
+
+def _forced_logits(name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
+    """Logits after each of `tokens`, half of them in one chunk, the rest decoded one by one."""
+    device, length = torch.device("cuda"), len(tokens)
+    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True, tied=True)
+    manager.start(0, length)
+    prompt = length // 2
+    nobody = np.zeros(0, dtype=np.int64)
+    manager.extend(0, prompt)
+    chunk = Chunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
+    batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes())
+    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0].clone()]
+    slot = np.zeros(1, dtype=np.int64)
+    for position in range(prompt, length):
+        runner.take_sampled(torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([tokens[position]]).cuda())
+        manager.extend(0, position + 1)
+        changes = manager.take_changes() or NO_CHANGES
+        batch = Batch(0, slot, np.array([position]), [], np.zeros(1, dtype=np.int8), changes)
+        logits.append(runner.forward(batch).logits.clone())
+    return torch.cat(logits).double()
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

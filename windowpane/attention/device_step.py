@@ -1,0 +1,169 @@
+"""One step as kernels read it: everything that varies lies in device tensors, brought by one transfer.
+
+Decoding rows come first, then the chunks. A step of decoding rows alone has a fixed shape once its rows are padded, so
+that it can be replayed as a graph; a padding row has position -1, reads nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from windowpane.attention.device_tables import DeviceTables
+from windowpane.attention.pages import KVPages
+from windowpane.attention.triton.prefill import prefill_tiles
+from windowpane.kv.caches import TokenCache
+from windowpane.scheduler import Batch, Chunk
+from windowpane.transfer import Ints, Transfer
+
+PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkQueries:
+    """The chunks of a step, for one set of rows that ask.
+
+    `segments` is [chunks, 6]: slot, start, stop, row, first query row, queries; the last tokens of a chunk ask.
+    `tiles` lists query tiles by their number of tokens.
+    """
+
+    segments: torch.Tensor
+    tiles: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrites:
+    """Rows of the step that a group stores, and where: page offset [stripes, rows] and token within the page."""
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    within: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """`wanted` are the rows whose logits are asked for, None for all. `writes` is by group, None where the rows are
+    stored while they are made (steps that only decode).
+    """
+
+    positions: torch.Tensor  # int32 [rows]
+    slots: torch.Tensor  # int32 [decoding rows]
+    chunk_tokens: torch.Tensor | None = None
+    chunks: ChunkQueries | None = None
+    wanted: torch.Tensor | None = None
+    wanted_chunks: ChunkQueries | None = None
+    writes: list[PageWrites] | None = None
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.slots)
+
+
+class StepBuilder:
+    """Turns batches into device steps. `tile_tokens` are the query tiles that the model's layers use."""
+
+    def __init__(self, pages: KVPages, tables: DeviceTables, tile_tokens: frozenset[int]) -> None:
+        self._pages = pages
+        self._tables = tables
+        self._tile_tokens = sorted(tile_tokens)
+        self._token_groups = [isinstance(g.slices[0].cache, TokenCache) for g in pages.layout.groups]
+
+    def mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> DeviceStep:
+        """A step with chunks. Updates the device's tables on the way."""
+        transfer = Transfer(self._pages.device)
+        late, now = (transfer.add(updates) for updates in self._tables.updates(batch.changes))
+        slots = transfer.add(batch.decode_slots)
+        positions = transfer.add(_positions(batch))
+        tokens = transfer.add(np.concatenate([c.tokens for c in batch.chunks]))
+        wanted_rows, counts = wanted(batch, all_logits_slots)
+        rows = transfer.add(wanted_rows)
+        everything = self._queries(batch, [len(c.tokens) for c in batch.chunks], transfer)
+        narrowed = self._queries(batch, counts, transfer)
+        writes = [
+            [transfer.add(a) for a in self._writes(batch, g)] if is_tokens else None
+            for g, is_tokens in enumerate(self._token_groups)
+        ]
+        sent = transfer.send()
+        self._tables.apply(sent[late])
+        self._tables.apply(sent[now])
+        nothing = sent[rows][:0]
+        return DeviceStep(
+            positions=sent[positions],
+            slots=sent[slots],
+            chunk_tokens=sent[tokens],
+            chunks=everything.on_device(sent),
+            wanted=sent[rows].long(),
+            wanted_chunks=narrowed.on_device(sent),
+            writes=[
+                PageWrites(*(sent[h] for h in handles)) if handles else PageWrites(nothing, nothing, nothing)
+                for handles in writes
+            ],
+        )
+
+    def _queries(self, batch: Batch, counts: list[int], transfer: Transfer) -> _QueryHandles:
+        segments = []
+        row = query_row = len(batch.decode_slots)
+        for chunk, count in zip(batch.chunks, counts, strict=True):
+            stop = chunk.start + len(chunk.tokens)
+            segments.append((chunk.slot, chunk.start, stop, row, query_row, count))
+            row += len(chunk.tokens)
+            query_row += count
+        table = np.array(segments, dtype=np.int32).reshape(-1, 6)
+        tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in self._tile_tokens}
+        return _QueryHandles(transfer.add(table), tiles)
+
+    def _writes(self, batch: Batch, group: int) -> tuple[Ints, Ints, Ints]:
+        """What the future can see of every token of the step, and where this group stores it."""
+        layer = self._pages.layers[self._pages.layout.groups[group].slices[0].cache.layer]
+        row = len(batch.decode_slots)
+        decoding = np.arange(row if layer.first_written(0, 1) == 0 else 0)  # a window of one token keeps nothing
+        rows = [decoding]
+        slots = [batch.decode_slots[decoding]]
+        positions = [batch.decode_positions[decoding]]
+        for chunk in batch.chunks:
+            stop = chunk.start + len(chunk.tokens)
+            kept = np.arange(layer.first_written(chunk.start, stop), stop)
+            rows.append(kept - chunk.start + row)
+            slots.append(np.full(len(kept), chunk.slot))
+            positions.append(kept)
+            row += len(chunk.tokens)
+        at = np.concatenate(positions)
+        columns = at // layer.block_tokens % self._pages.columns(group)
+        offsets = self._pages.writing[group][np.concatenate(slots), columns]
+        return (
+            np.concatenate(rows).astype(np.int32),
+            np.ascontiguousarray(offsets.T),
+            (at % layer.block_tokens).astype(np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryHandles:
+    segments: int
+    tiles: dict[int, int]
+
+    def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
+        return ChunkQueries(sent[self.segments], {tokens: sent[h] for tokens, h in self.tiles.items()})
+
+
+def wanted(batch: Batch, all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:
+    """Rows whose logits are asked for, and how many of them each chunk has: its last ones."""
+    counts = [_asked(chunk, all_logits_slots) for chunk in batch.chunks]
+    rows = [np.arange(len(batch.decode_slots))]
+    row = len(batch.decode_slots)
+    for chunk, count in zip(batch.chunks, counts, strict=True):
+        row += len(chunk.tokens)
+        rows.append(np.arange(row - count, row))
+    return np.concatenate(rows), counts
+
+
+def _asked(chunk: Chunk, all_logits_slots: frozenset[int]) -> int:
+    return len(chunk.tokens) if chunk.slot in all_logits_slots else int(chunk.samples)
+
+
+def _positions(batch: Batch) -> NDArray[np.int64]:
+    chunks = [np.arange(c.start, c.start + len(c.tokens)) for c in batch.chunks]
+    return np.concatenate([batch.decode_positions, *chunks])

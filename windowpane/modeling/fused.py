@@ -1,0 +1,362 @@
+"""The decoder in Triton: the same arithmetic as `decoder.Decoder`, in far fewer launches and over device tables.
+
+It takes over a decoder's weights. Decoding steps keep a fixed shape, so that they can be captured as graphs: whatever
+varies (positions, slots, tables) is read from device tensors.
+
+Two things differ from the plain decoder, neither of them visible in results:
+- Rotary dims of latent layers are made adjacent, in the projections, norms and the output's columns alike, so that a
+  kernel can rotate them as blocks.
+- Steps that only decode store K and V while making them. The row written is one that no query of the step can see: a
+  sequence's own next row, or one that its window has just let go of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from windowpane.attention.device_step import ChunkQueries, DeviceStep
+from windowpane.attention.device_tables import DeviceTables
+from windowpane.attention.pages import KVPages
+from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
+from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
+from windowpane.attention.triton.view import LayerView
+from windowpane.attention.triton.write import write
+from windowpane.modeling.decoder import Decoder, _Layer
+from windowpane.modeling.recipe import LayerRecipe, Recipe
+from windowpane.modeling.rope import Rope
+from windowpane.modeling.triton.gated import gated, gated_per_layer
+from windowpane.modeling.triton.heads import PageWrite, prepare_heads
+from windowpane.modeling.triton.logits import softcap
+from windowpane.modeling.triton.matvec import gated_matvec, matvec, pays
+from windowpane.modeling.triton.norms import residual_norm, rms_norm
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
+OVERLAPPING_LAUNCHES = (9, 0)  # from this compute capability on, a kernel may load weights while the one before ends
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The state of one forward pass; `present` keeps K and V of layers that later ones share."""
+
+    step: DeviceStep
+    positions: torch.Tensor
+    chunks: ChunkQueries | None
+    cum_tiles: dict[int | None, torch.Tensor]
+    narrowed: bool = False
+    present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class FusedDecoder:
+    """`max_rows` is the most sequences that decode in one step."""
+
+    def __init__(
+        self, decoder: Decoder, pages: KVPages, tables: DeviceTables, max_model_len: int, max_rows: int
+    ) -> None:
+        self.recipe: Recipe = decoder.recipe
+        self.embedding, self.head, self.final_norm = decoder.embedding, decoder.head, decoder.final_norm
+        # Rounded as the plain decoder rounds it.
+        self._embedding_scale = torch.tensor(self.recipe.embedding_scale, dtype=self.embedding.dtype).item()
+        self._per_layer = decoder._per_layer
+        self._angles: dict[Rope, Angles] = {}
+        self._windows = sorted({layer.window_tokens or 0 for layer in self.recipe.layers})
+        device = self.embedding.device
+        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
+        scratches: dict[tuple[int, ...], DecodeScratch] = {}
+        self.layers: list[FusedLayer] = []
+        for layer in decoder.layers:
+            r = layer.recipe
+            view = _view(pages, r.kv_layer)
+            shape = (r.kv_heads, r.query_heads // r.kv_heads, r.head_dim, decode_programs(view, device))
+            if shape not in scratches:
+                scratches[shape] = DecodeScratch(max_rows, *shape, device=device)
+            angles = self._angles_of(r.rope, max_model_len, device)
+            self.layers.append(FusedLayer(self.recipe, layer, pages, tables, view, angles, scratches[shape], self._pdl))
+        for fused, following in zip(self.layers, self.layers[1:], strict=False):
+            fused.next_norm = following.input_norm
+        self.layers[-1].next_norm = self.final_norm
+
+    @property
+    def tile_tokens(self) -> frozenset[int]:
+        """Sizes of the query tiles that chunks are cut into."""
+        return frozenset(layer.tile_tokens for layer in self.layers)
+
+    def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
+        hidden = F.embedding(tokens, self.embedding)
+        if self.recipe.embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        per_layer = self._per_layer(tokens, hidden) if self._per_layer else None
+        normed = torch.empty_like(hidden)
+        rms_norm(hidden, self.layers[0].input_norm, self.recipe.norm_eps, normed, pdl=self._pdl)
+        state = _Pass(step, step.positions, step.chunks, self._plan(step))
+        for layer in self.layers:
+            if state.narrowed and not len(hidden):
+                break  # a chunk in the middle of a prompt: nobody asks for more
+            inputs = None if per_layer is None else per_layer[:, layer.recipe.index]
+            hidden, normed = layer(hidden, normed, state, inputs)
+        for owner, rows in state.present.items():
+            if step.writes is not None:
+                self.layers[owner].write(rows, step)
+        return self.logits(normed, out)
+
+    def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """From final hidden states, normed."""
+        logits = _linear(normed, self.head, None, self._pdl)
+        if out is None:
+            out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        softcap(logits, out, self.recipe.final_softcap, pdl=self._pdl)
+        return out
+
+    def _plan(self, step: DeviceStep) -> dict[int | None, torch.Tensor]:
+        """For each window, how the past of the decoding rows is shared out."""
+        planned: dict[int | None, torch.Tensor] = {}
+        rows = step.num_decoding
+        for window in self._windows:
+            cum_tiles = torch.empty(rows + 1, dtype=torch.int32, device=step.positions.device)
+            if rows:
+                plan_decode(step.positions[:rows], cum_tiles, window or None)
+            planned[window or None] = cum_tiles
+        return planned
+
+    def _angles_of(self, rope: Rope, positions: int, device: torch.device) -> Angles | None:
+        if rope.kind is None:
+            return None
+        if rope not in self._angles:
+            frequencies = rope.frequencies()[: rotary_pairs(rope)].to(device, torch.float64)
+            # Kernels turn in two steps, which only adds up for exact angles.
+            turns = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * frequencies
+            self._angles[rope] = turns.cos().float(), turns.sin().float()
+        return self._angles[rope]
+
+
+class FusedLayer:
+    """One layer: weights taken over from a `_Layer`, and where its pages lie."""
+
+    def __init__(
+        self,
+        model: Recipe,
+        layer: _Layer,
+        pages: KVPages,
+        tables: DeviceTables,
+        view: LayerView,
+        angles: Angles | None,
+        scratch: DecodeScratch,
+        pdl: bool,
+    ) -> None:
+        self.model, self.recipe = model, layer.recipe
+        self._pdl = pdl
+        self.owns_kv, self.is_shared = layer.owns_kv, layer.is_shared
+        r = self.recipe
+        self._pairs = 0 if angles is None else angles[0].shape[1]
+        if r.latent:
+            _make_rotary_dims_adjacent(layer, self._pairs)
+        self._distance = self._pairs if r.latent else r.head_dim // 2
+        self.input_norm = layer.input_norm
+        self.post_attention_norm = layer.post_attention_norm
+        self.pre_mlp_norm = layer.pre_mlp_norm if model.sandwich else layer.post_attention_norm
+        self.post_mlp_norm = layer.post_mlp_norm if model.sandwich else None
+        self.qkv, self.qkv_bias, self.out, self.out_bias = layer.qkv, layer.qkv_bias, layer.out, layer.out_bias
+        self.q_norm = layer.q_norm if model.qk_norm else None
+        self.k_norm = layer.k_norm if model.qk_norm else None
+        self.gate_up, self.gate_up_bias = layer.gate_up, layer.gate_up_bias
+        self.down, self.down_bias = layer.down, layer.down_bias
+        self.scalar = layer.scalar
+        if model.per_layer_width:
+            self.per_layer_gate, self.per_layer_out = layer.per_layer_gate, layer.per_layer_out
+            self.per_layer_norm = layer.per_layer_norm
+        self.next_norm: torch.Tensor = self.input_norm  # set once the next layer is there
+        self._angles = angles
+        self._scratch = scratch
+        self._arena = pages.arena
+        stored = pages.layers[r.kv_layer]
+        self._kv_dtype = stored.dtype
+        self.group = stored.group
+        self.view = view
+        self._table = tables.reading[self.group]
+        self._page_write = PageWrite(pages.arena, tables.writing[self.group], self.view) if self.owns_kv else None
+        self.tile_tokens = prefill_tile_tokens(view, r.query_heads)
+        self._rope = None
+        if r.latent:
+            assert angles is not None and self.k_norm is not None
+            self._rope = (*angles, self.k_norm)
+
+    def __call__(
+        self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream after this layer, and its norm for the next one."""
+        step, r = state.step, self.recipe
+        if r.index == self.model.last_kv_owner and step.wanted is not None and len(step.wanted) < len(hidden):
+            width = r.query_heads * r.head_dim
+            _, present = self._heads(
+                self._linear(normed, self.qkv[width:], _part(self.qkv_bias, width, None)), 0, state
+            )
+            hidden, normed = hidden[step.wanted], normed[step.wanted]
+            state.narrowed = True
+            state.positions, state.chunks = step.positions[step.wanted], step.wanted_chunks
+            if len(hidden):
+                projected = self._linear(normed, self.qkv[:width], _part(self.qkv_bias, None, width))
+                queries, _ = self._heads(projected, r.query_heads, state, queries_only=True)
+        elif self.owns_kv:
+            queries, present = self._heads(self._linear(normed, self.qkv, self.qkv_bias), r.query_heads, state)
+        else:
+            queries, _ = self._heads(
+                self._linear(normed, self.qkv, self.qkv_bias), r.query_heads, state, queries_only=True
+            )
+            present = state.present[r.kv_layer]
+        if len(hidden):
+            attended = self._attend(queries, present, state)
+        if self.is_shared:
+            state.present[r.index] = present
+        elif self.owns_kv and step.writes is not None:
+            self.write(present, step)
+        if not len(hidden):
+            return hidden, normed
+        if per_layer is not None and state.narrowed:
+            per_layer = per_layer[step.wanted]
+        return hidden, self._feed_forward(hidden, self._linear(attended, self.out, self.out_bias), per_layer)
+
+    def write(self, present: tuple[torch.Tensor, torch.Tensor], step: DeviceStep) -> None:
+        """Store what the future can see of this step's rows."""
+        assert step.writes is not None
+        k, v = (present[1], present[1]) if self.recipe.latent else present
+        writes = step.writes[self.group]
+        write(k, v, self._arena, self.view, writes.rows, writes.offsets[self.view.stripe], writes.within)
+
+    def _feed_forward(
+        self, hidden: torch.Tensor, attended: torch.Tensor, per_layer: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Updates `hidden` in place; returns its norm for the next layer."""
+        eps, activation = self.model.norm_eps, self.model.activation
+        post = self.post_attention_norm if self.model.sandwich else None
+        normed = torch.empty_like(hidden)
+        residual_norm(hidden, attended, post, self.pre_mlp_norm, None, eps, normed, pdl=self._pdl)
+        inner = hidden.new_empty(len(hidden), self.down.shape[1])
+        if self.gate_up_bias is None and pays(len(hidden), len(self.gate_up)):
+            gated_matvec(normed, self.gate_up, inner, activation, pdl=self._pdl)
+        else:
+            gated(self._linear(normed, self.gate_up, self.gate_up_bias), inner, activation, pdl=self._pdl)
+        out = self._linear(inner, self.down, self.down_bias)
+        if per_layer is None:
+            residual_norm(hidden, out, self.post_mlp_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
+            return normed
+        residual_norm(hidden, out, self.post_mlp_norm, None, None, eps, normed, pdl=self._pdl)
+        gate = self._linear(hidden, self.per_layer_gate, None)
+        inner = torch.empty_like(gate)
+        gated_per_layer(gate, per_layer, inner, activation, pdl=self._pdl)
+        out = self._linear(inner, self.per_layer_out, None)
+        residual_norm(hidden, out, self.per_layer_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
+        return normed
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _linear(x, weight, bias, self._pdl)
+
+    def _heads(
+        self, projected: torch.Tensor, query_heads: int, state: _Pass, *, queries_only: bool = False
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Queries, and K and V of the present (a latent's V is the latent), normed and rotated."""
+        r, rows, step = self.recipe, len(projected), state.step
+        kv_heads = 0 if queries_only else r.kv_heads
+        q = projected.new_empty(rows, query_heads, r.head_dim)
+        k = projected.new_empty(rows, kv_heads, r.head_dim, dtype=self._kv_dtype)
+        v = torch.empty_like(k)
+        writes_now = step.writes is None and not queries_only
+        prepare_heads(
+            projected,
+            state.positions if queries_only else step.positions,
+            self.q_norm,
+            self.k_norm,
+            q,
+            k,
+            v,
+            v_norm=self.model.v_norm,
+            angles=self._angles,
+            pair_distance=self._distance,
+            eps=self.model.norm_eps,
+            latent=r.latent,
+            page_write=self._page_write if writes_now else None,
+            slots=step.slots if writes_now else None,
+            pdl=self._pdl,
+        )
+        return q, (k, v)
+
+    def _attend(self, queries: torch.Tensor, present: tuple[torch.Tensor, torch.Tensor], state: _Pass) -> torch.Tensor:
+        r, step, rows = self.recipe, state.step, state.step.num_decoding
+        out = torch.empty_like(queries)
+        if rows:
+            decode(
+                queries[:rows],
+                present[0][:rows],
+                present[1][:rows],
+                self._arena,
+                self.view,
+                self._table,
+                step.slots,
+                step.positions[:rows],
+                state.cum_tiles[r.window_tokens],
+                self._scratch,
+                out[:rows],
+                scale=r.scale,
+                window_tokens=r.window_tokens,
+                rope=self._rope,
+            )
+        if state.chunks is not None:
+            prefill(
+                queries,
+                *present,
+                self._arena,
+                self.view,
+                self._table,
+                state.chunks.segments,
+                state.chunks.tiles[self.tile_tokens],
+                out,
+                scale=r.scale,
+                window_tokens=r.window_tokens,
+                rope=self._rope,
+            )
+        return out.flatten(1)
+
+
+def rotary_pairs(rope: Rope) -> int:
+    """Pairs of dims that turn, rounded up to what a kernel can block: the others have a frequency of 0."""
+    turning = int((rope.frequencies() != 0).sum())
+    return min(max(LEAST_PAIRS, 1 << (turning - 1).bit_length()), rope.head_dim // 2)
+
+
+def _view(pages: KVPages, layer: int) -> LayerView:
+    index = pages.layers[layer].group
+    group = pages.layout.groups[index]
+    piece = next(s for s in group.slices if s.cache.layer == layer)
+    return LayerView.of(group, piece, pages.columns(index))
+
+
+def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:
+    """Dims [0, pairs) and their partners [D/2, D/2 + pairs) to the front, in all that touches a latent's dims."""
+    r: LayerRecipe = layer.recipe
+    dim, half = r.head_dim, r.head_dim // 2
+    device = layer.qkv.device
+    every = torch.arange(dim, device=device)
+    order = torch.cat([every[:pairs], every[half : half + pairs], every[pairs:half], every[half + pairs :]])
+    rows = layer.qkv.view(-1, dim, layer.qkv.shape[1])
+    layer.qkv = rows[:, order].reshape(layer.qkv.shape)
+    if layer.qkv_bias is not None:
+        layer.qkv_bias = layer.qkv_bias.view(-1, dim)[:, order].reshape(-1)
+    layer.out = layer.out.view(layer.out.shape[0], -1, dim)[:, :, order].reshape(layer.out.shape)
+    layer.q_norm, layer.k_norm = layer.q_norm[order], layer.k_norm[order]
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pdl: bool) -> torch.Tensor:
+    """A few rows stream the weights once; many are a matrix product."""
+    if len(x) and pays(len(x), len(weight)):
+        out = x.new_empty(len(x), len(weight))
+        matvec(x, weight, out, bias, pdl=pdl)
+        return out
+    return F.linear(x, weight, bias)
+
+
+def _part(bias: torch.Tensor | None, start: int | None, stop: int | None) -> torch.Tensor | None:
+    return None if bias is None else bias[start:stop]

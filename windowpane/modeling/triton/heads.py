@@ -1,0 +1,225 @@
+"""From one fused projection to queries, keys and values: norms, rotation, and the way into pages, in one launch."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.attention.triton.view import ELEMENTS, LayerView, rotate, section
+from windowpane.kv.layout import OFFSET_UNIT_BYTES
+
+# Values and warps per program: with 16 values a thread, both halves of a head come in 16-byte loads.
+VALUES, WARPS = 1024, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """Where a layer stores what it makes: `table` is the group's for writing, int32 [slots, width, stripes]."""
+
+    arena: torch.Tensor
+    table: torch.Tensor
+    view: LayerView
+
+    def arguments(self, slots: torch.Tensor | None) -> tuple[Any, ...]:
+        """As the kernel takes them."""
+        view = self.view
+        numbers = (self.table.shape[1], view.columns, view.stripe, view.stripes, view.block_tokens)
+        return self.arena, self.table, slots, *numbers, view.data_offsets[0], view.data_offsets[-1]
+
+
+_NOWHERE = (None, None, None, 0, 0, 0, 0, 0, 0, 0)
+
+
+def prepare_heads(
+    projected: torch.Tensor,
+    positions: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    v_norm: bool,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    pair_distance: int,
+    eps: float,
+    latent: bool,
+    page_write: PageWrite | None = None,
+    slots: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
+
+    Heads lie in that order: queries, then keys and values, or one latent for both. q or k and v may have no heads.
+    `angles` are cos and sin, float32 [positions, R]: dims [0, R) turn with those `pair_distance` further on. Of a
+    latent, v is its norm in v's dtype and k is rebuilt from that, as past keys are from pages.
+
+    With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
+    """
+    rows, query_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    pairs = 0 if angles is None else angles[0].shape[1]
+    distance = pair_distance if pairs else dim // 2
+    if dim & (dim - 1) or dim % (2 * distance) or pairs > distance:
+        raise ValueError(f"heads of {dim} dims with {pairs} rotary pairs {distance} apart have no kernel")
+    cos, sin = (None, None) if angles is None else angles
+    heads = max(1, VALUES // dim)
+    query_parts, kv_parts = triton.cdiv(query_heads, heads), triton.cdiv(kv_heads, heads)
+    _heads_kernel[(rows, query_parts + kv_parts * (1 if latent else 2))](
+        projected,
+        positions,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        q,
+        k,
+        v,
+        projected.stride(0),
+        pairs if cos is None else cos.stride(0),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        eps,
+        *(_NOWHERE if page_write is None else page_write.arguments(slots)),
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAIRS=pairs,
+        DISTANCE=distance,
+        HEADS=heads,
+        V_NORM=v_norm,
+        LATENT=latent,
+        UNIT_BYTES=OFFSET_UNIT_BYTES,
+        KV_DTYPE=ELEMENTS[k.dtype],
+        PDL=pdl,
+        num_warps=WARPS,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _load_pairs(at, mask, DISTANCE: tl.constexpr):
+    """float32: the first of each pair of dims, and the second."""
+    low = tl.load(at, mask=mask, other=0.0)
+    high = tl.load(at + DISTANCE, mask=mask, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(at, low, high, mask, DISTANCE: tl.constexpr, DTYPE: tl.constexpr):
+    tl.store(at, low.to(DTYPE), mask=mask)
+    tl.store(at + DISTANCE, high.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def _rounded(low, high, DTYPE: tl.constexpr):
+    return low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _normed(low, high, WEIGHT, dims, mask, DIM: tl.constexpr, DISTANCE: tl.constexpr, eps, DTYPE: tl.constexpr):
+    if WEIGHT is not None:  # on their way while the squares are summed
+        low_weight, high_weight = _load_pairs(WEIGHT + dims, mask, DISTANCE)
+    squares = tl.sum(tl.sum(low * low + high * high, 2), 1)
+    scale = tl.rsqrt(squares / DIM + eps)[:, None, None]
+    low *= scale
+    high *= scale
+    if WEIGHT is not None:
+        low *= low_weight
+        high *= high_weight
+    return _rounded(low, high, DTYPE)
+
+
+@triton.jit(
+    do_not_specialize=["table_width", "columns", "stripe", "stripes", "block_tokens"],
+    do_not_specialize_on_alignment=["POSITIONS", "SLOTS", "TABLE"],
+)
+def _heads_kernel(
+    X, POSITIONS, Q_NORM, K_NORM, COS, SIN, Q, K, V, x_stride, angle_stride, q_stride, k_stride, v_stride, eps,
+    ARENA, TABLE, SLOTS, table_width, columns, stripe, stripes, block_tokens, k_offset, v_offset,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
+    HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one row: of queries, keys (or latents) or values.
+
+    Heads come as [heads, pieces, DISTANCE], once for the first and once for the second dims of pairs. A piece is two
+    pair distances wide; only the first has dims that turn.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    QUERY_PARTS: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    PIECES: tl.constexpr = DIM // (2 * DISTANCE)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    is_query = part < QUERY_PARTS
+    is_value = part >= QUERY_PARTS + KV_PARTS
+    kind_part = part - tl.where(is_query, 0, tl.where(is_value, QUERY_PARTS + KV_PARTS, QUERY_PARTS))
+    kind_head = tl.where(is_query, 0, tl.where(is_value, QUERY_HEADS + KV_HEADS, QUERY_HEADS))
+    head = (kind_part * HEADS + tl.arange(0, HEADS))[:, None, None]
+    inside = head < tl.where(is_query, QUERY_HEADS, KV_HEADS)
+    pieces = tl.arange(0, PIECES)[:, None] * (2 * DISTANCE)
+    # Weights and angles are loaded in the shape of heads, so that each thread has its own at hand.
+    dims = tl.broadcast_to((pieces + tl.arange(0, DISTANCE)[None, :])[None], [HEADS, PIECES, DISTANCE])
+    at = head * DIM + dims
+
+    # All loads are under way before the first of them is waited for.
+    position = tl.load(POSITIONS + row)
+    low, high = _load_pairs(X + row * x_stride + kind_head * DIM + at, inside, DISTANCE)
+    is_stored = position >= 0
+    position = tl.maximum(position, 0)
+    if PAIRS > 0:
+        place = position.to(tl.int64) * angle_stride
+        cos = tl.load(COS + place + dims, mask=dims < PAIRS, other=1.0)
+        sin = tl.load(SIN + place + dims, mask=dims < PAIRS, other=0.0)
+    if ARENA is not None:
+        slot = tl.load(SLOTS + row, mask=is_stored, other=0).to(tl.int64)
+        entry = TABLE + (slot * table_width + position // block_tokens % columns) * stripes + stripe
+        page = tl.load(entry, mask=is_stored, other=0).to(tl.int64) * UNIT_BYTES
+        in_page = (head * block_tokens + position % block_tokens) * DIM + dims
+
+    if is_query:
+        if Q_NORM is not None:
+            low, high = _normed(low, high, Q_NORM, dims, inside, DIM, DISTANCE, eps, DTYPE)
+        if PAIRS > 0:
+            low, high = rotate(low, high, cos, sin)
+        _store_pairs(Q + row * q_stride + at, low, high, inside, DISTANCE, DTYPE)
+    elif is_value:
+        if V_NORM:
+            low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
+        _store_pairs(V + row * v_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
+        if ARENA is not None:
+            values = section(ARENA, page + v_offset, KV_DTYPE)
+            _store_pairs(values + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)
+    else:
+        if LATENT:
+            low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
+            low, high = _rounded(low, high, KV_DTYPE)
+            _store_pairs(V + row * v_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
+            if ARENA is not None:
+                latents = section(ARENA, page + k_offset, KV_DTYPE)
+                _store_pairs(latents + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)
+            if K_NORM is not None:
+                low_weight, high_weight = _load_pairs(K_NORM + dims, inside, DISTANCE)
+                low *= low_weight
+                high *= high_weight
+        elif K_NORM is not None:
+            low, high = _normed(low, high, K_NORM, dims, inside, DIM, DISTANCE, eps, DTYPE)
+        if PAIRS > 0:
+            low, high = rotate(low, high, cos, sin)
+        low, high = _rounded(low, high, DTYPE)
+        _store_pairs(K + row * k_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
+        if ARENA is not None and not LATENT:
+            keys = section(ARENA, page + k_offset, KV_DTYPE)
+            _store_pairs(keys + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)
