@@ -303,6 +303,7 @@ class FusedLayer:
                 scale=r.scale,
                 window_tokens=r.window_tokens,
                 rope=self._rope,
+                pdl=self._pdl,
             )
         if state.chunks is not None:
             prefill(

@@ -4,7 +4,7 @@ All tiles of 64 past tokens of all rows and KV heads form one line, row by row a
 programs takes equal shares of the line, so that any mix of lengths fills the GPU, and a CUDA graph can replay the same
 launches at any lengths. Where the line enters another row or head, a program begins a new *item*; each (program, item)
 leaves a partial result, and `combine` merges those of an item with the present token. An item that one program has
-all of is ended by it (pairs only: a latent's parts lie across its threads).
+all of is ended by it.
 
     items     |. . . . .|. .|. . . .|     a partial result stands in slot program + item: each cut along the line raises
     programs  |. . . .|. . . .|. . .|     one of the two, so no slot is taken twice
@@ -20,6 +20,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.attention.triton.view import (
     ELEMENTS,
@@ -56,7 +57,7 @@ class Tuning:
 TUNINGS = {
     (64, False): Tuning(64, 3, 4, 5),
     (128, False): Tuning(64, 2, 4, 5),
-    (256, False): Tuning(64, 2, 4, 3),
+    (256, False): Tuning(32, 2, 4, 5),
     (512, False): Tuning(32, 2, 4, 3),
     (512, True): Tuning(32, 2, 4, 5),
 }
@@ -122,6 +123,7 @@ def decode(
     scale: float,
     window_tokens: int | None,
     rope: Rope | None = None,
+    pdl: bool = False,
 ) -> None:
     """One token per row: attend its past and itself. q, out [rows, query heads, dim], present [rows, KV heads, dim].
 
@@ -129,6 +131,7 @@ def decode(
     `positions` for this window. Rows may be strided, a row itself is contiguous. Padding rows become 0.
 
     Of a latent, pages hold n; q is rotated as usual, k_present is the present token's rebuilt K, and v_present its n.
+    `pdl` lets a launch begin while the one before it ends.
     """
     view.require_dtype(q)
     rows, query_heads, dim = q.shape
@@ -143,13 +146,13 @@ def decode(
         view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1], scale * LOG2E,
         window_tokens or NO_WINDOW, D=dim, R=rotary_pairs(view, rope), P=view.block_tokens, G=group,
         N=tuning.tile_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring,
-        DTYPE=ELEMENTS[view.dtype], TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        DTYPE=ELEMENTS[view.dtype], TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS, PDL=pdl,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,
         scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), scale * LOG2E, D=dim,
-        G=group, S=16, LATENT=view.latent, num_warps=max(1, dim // 128),
+        G=group, S=16, PDL=pdl, num_warps=max(1, dim // 128), launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -216,8 +219,9 @@ def _pair_item(
 @triton.jit
 def _latent_item(
     Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
-    scale_log2, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
 ):  # fmt: skip
     """K = rotate(n * w) and V = n, from one read of n. Tokens are the rows of both products, query heads the columns.
 
@@ -292,16 +296,49 @@ def _latent_item(
             a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
             a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
     total = tl.sum(norm, 0)
-    out = slot * G + g
-    part = PART + out[:, None] * D
-    tl.store(part + r, tl.trans(a1 / total[None, :]), mask=g_ok)
-    tl.store(part + R + r, tl.trans(a2 / total[None, :]), mask=g_ok)
-    if D > 2 * R:
-        tl.store(part + 2 * R + e, tl.trans(a3 / total[None, :]), mask=g_ok)
-    if D > 4 * R:
-        tl.store(part + 4 * R + e, tl.trans(a4 / total[None, :]), mask=g_ok)
-        tl.store(part + 6 * R + e, tl.trans(a5 / total[None, :]), mask=g_ok)
-    tl.store(LSE + out, m + tl.log2(total), mask=g < G)
+    if whole:
+        weight, alpha = _present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, GROUP_ROWS)
+        total = total * alpha + weight
+        _end_piece(OUT, V_PRESENT, 0, r, a1, alpha, weight, total, G, D, GROUP_ROWS)
+        _end_piece(OUT, V_PRESENT, R, r, a2, alpha, weight, total, G, D, GROUP_ROWS)
+        if D > 2 * R:
+            _end_piece(OUT, V_PRESENT, 2 * R, e, a3, alpha, weight, total, G, D, GROUP_ROWS)
+        if D > 4 * R:
+            _end_piece(OUT, V_PRESENT, 4 * R, e, a4, alpha, weight, total, G, D, GROUP_ROWS)
+            _end_piece(OUT, V_PRESENT, 6 * R, e, a5, alpha, weight, total, G, D, GROUP_ROWS)
+    else:
+        out = slot * G + g
+        part = PART + out[:, None] * D
+        tl.store(part + r, tl.trans(a1 / total[None, :]), mask=g_ok)
+        tl.store(part + R + r, tl.trans(a2 / total[None, :]), mask=g_ok)
+        if D > 2 * R:
+            tl.store(part + 2 * R + e, tl.trans(a3 / total[None, :]), mask=g_ok)
+        if D > 4 * R:
+            tl.store(part + 4 * R + e, tl.trans(a4 / total[None, :]), mask=g_ok)
+            tl.store(part + 6 * R + e, tl.trans(a5 / total[None, :]), mask=g_ok)
+        tl.store(LSE + out, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def _present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """What the present token weighs beside a maximum of m so far, and what the sums so far shrink by."""
+    g = tl.arange(0, GROUP_ROWS)[:, None]
+    d = tl.arange(0, D)[None, :]
+    q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
+    s = tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2
+    m_new = tl.maximum(m, s)
+    return tl.exp2(s - m_new), tl.exp2(m - m_new)
+
+
+@triton.jit
+def _end_piece(
+    OUT, V, first, dims, acc, alpha, weight, total, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr
+):  # fmt: skip
+    """Add the present token to some dims of a latent's output, [dims, query heads], and store them."""
+    g = tl.arange(0, GROUP_ROWS)[:, None]
+    v = tl.load(V + first + dims).to(tl.float32)
+    sums = tl.trans(acc) * alpha[:, None] + weight[:, None] * v
+    tl.store(OUT + g * D + first + dims, (sums / total[:, None]).to(OUT.dtype.element_ty), mask=g < G)
 
 
 @triton.jit(
@@ -313,9 +350,12 @@ def _decode_kernel(
     v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
-    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the line, item by item. R > 0 means a latent."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     all_rows = tl.arange(0, MAX_ROWS)
     row_ok = all_rows < rows
@@ -340,17 +380,20 @@ def _decode_kernel(
         table = TABLE + tl.load(SLOTS + row).to(tl.int64) * table_stride + stripe
         q_row = row.to(tl.int64) * q_stride + head * G * D
         slot = program + row * kv_heads + head
+        k_present = K + row.to(tl.int64) * k_stride + head * D
+        v_present = V + row.to(tl.int64) * v_stride + head * D
+        o_row = OUT + row.to(tl.int64) * out_stride + head * G * D
         if R > 0:
             _latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
-                k_offset, scale_log2, D, R, P, G, N, UNIT, STRIPES, RING, DTYPE, GROUP_ROWS,
+                k_offset, scale_log2, count == tiles, k_present, v_present, o_row, D, R, P, G, N, UNIT, STRIPES, RING,
+                DTYPE, GROUP_ROWS,
             )  # fmt: skip
         else:
             _pair_item(
                 Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
-                scale_log2, count == tiles, K + row.to(tl.int64) * k_stride + head * D,
-                V + row.to(tl.int64) * v_stride + head * D, OUT + row.to(tl.int64) * out_stride + head * G * D, D, P,
-                G, N, UNIT, STRIPES, RING, DTYPE, GROUP_ROWS,
+                scale_log2, count == tiles, k_present, v_present, o_row, D, P, G, N, UNIT, STRIPES, RING, DTYPE,
+                GROUP_ROWS,
             )  # fmt: skip
         unit += count
 
@@ -364,9 +407,12 @@ def _share(total, programs):
 @triton.jit(do_not_specialize=["rows", "programs"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
 def _combine_kernel(
     Q, K, V, PART, LSE, POSITIONS, CUM, OUT, rows, kv_heads, programs, q_stride, k_stride, v_stride, out_stride,
-    scale_log2, D: tl.constexpr, G: tl.constexpr, S: tl.constexpr, LATENT: tl.constexpr,
+    scale_log2, D: tl.constexpr, G: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one query head, S at a time, with the present token. Whole items are done."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     query_head = tl.program_id(0)
     row = tl.program_id(1)
     head = query_head // G
@@ -376,7 +422,7 @@ def _combine_kernel(
     unit = before * kv_heads + head * tiles
     first = unit // share
     last = (unit + tiles - 1) // share
-    if LATENT | (tiles == 0) | (first < last):
+    if (tiles == 0) | (first < last):
         d = tl.arange(0, D)
         q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d).to(tl.float32)
         k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d).to(tl.float32)

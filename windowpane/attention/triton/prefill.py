@@ -50,11 +50,11 @@ class Tuning:
 # By (dim, latent), for 16-bit rows. 128 rows give each of two warp groups a 64-row product. 512 dims of output leave
 # registers for 64 rows, and shared memory (227 KiB, q included) for 32 keys of a pair or 64 of a latent, twice.
 TUNINGS = {
-    (64, False): Tuning(128, 128, 8, 3),
-    (128, False): Tuning(128, 128, 8, 3),
-    (256, False): Tuning(128, 64, 8, 3),
+    (64, False): Tuning(128, 128, 8, 2),
+    (128, False): Tuning(128, 128, 8, 2),
+    (256, False): Tuning(128, 64, 8, 2),
     (512, False): Tuning(64, 32, 8, 3),
-    (512, True): Tuning(64, 64, 8, 3),
+    (512, True): Tuning(64, 64, 8, 2),
 }
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 16, 4, 1)
