@@ -28,7 +28,8 @@ from windowpane.plan.sizes import parse_bytes
 
 GIB = 2**30
 GEMMA, GEMMA_INT4 = "gemma-4-31b", "gemma-4-31b-awq-4bit"
-STATE_MODELS = [name for name in shipped_names() if load(name).state_caches]
+# Zamba2 is left out: its full layers keep 364 KiB a token, so that 100 tokens are 36 MiB by themselves.
+STATE_MODELS = [name for name in shipped_names() if load(name).state_caches and name != "zamba2-7b"]
 
 
 def plan(
@@ -355,12 +356,13 @@ class TestEveryShippedModel:
 
     @pytest.mark.parametrize("name", shipped_names())
     def test_holds_exactly_the_sequences_it_promises(self, name: str) -> None:
-        made = plan(name, kv_cache_memory_bytes=12 * GIB, max_model_len=8192)
+        length = min(8192, load(name).max_position)
+        made = plan(name, kv_cache_memory_bytes=12 * GIB, max_model_len=length)
         capacity = capacity_of(made)
-        promised = capacity.sequences(8192)
+        promised = capacity.sequences(length)
         assert promised >= 1
-        assert holds(capacity, promised, 8192)
-        assert not holds(capacity, promised + 1, 8192)
+        assert holds(capacity, promised, length)
+        assert not holds(capacity, promised + 1, length)
 
 
 def layout_of(name: str, choice: str, ranks: int = 1) -> Layout:

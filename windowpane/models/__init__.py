@@ -16,18 +16,37 @@ __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_names"]
 
 # One module each, with `ARCHITECTURES` and `read`.
 FAMILIES = (
+    "cohere2",
+    "deepseek",
+    "falcon_h1",
     "gemma2",
     "gemma3",
     "gemma3n",
     "gemma4",
     "gpt_oss",
+    "granite_hybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
     "llama",
     "llama4",
+    "minimax_m3",
     "mistral",
     "nemotron_h",
+    "olmo3",
+    "phi3",
     "qwen3",
     "qwen3_next",
+    "recurrent_gemma",
+    "whisper",
+    "zamba2",
 )
+
+# Known by name, and refused: what their layers keep is none of the retentions, so no figure here would be true.
+REFUSED = {
+    "DeepseekV4ForCausalLM": "beside a window of 128 tokens its layers keep one compressed entry for every 4 or 128 "
+    "tokens, which is neither every token nor a fixed number of them",
+}
 
 _SHIPPED = Path(__file__).parent / "shipped"
 
@@ -84,6 +103,8 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
     architectures = config.texts("architectures")
     if not architectures:
         raise ModelError(f"the config of {name} names no architectures; known: {', '.join(sorted(_readers()))}")
+    if architectures[0] in REFUSED:
+        raise ModelError(f"{name} ({architectures[0]}) cannot be planned: {REFUSED[architectures[0]]}")
     reader = _readers().get(architectures[0])
     if reader is None:
         raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(sorted(_readers()))}")
