@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from windowpane.kv.caches import Cache
+from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.retention import Chunk, Full, TokenRetention, Window
 from windowpane.models.config import Config
 from windowpane.models.quantization import read_quantization
@@ -125,6 +125,7 @@ def model_spec(
     widest_mlp: int,
     caches: Iterable[Cache],
     tensors: Iterable[TensorSpec],
+    shared_caches: Iterable[TokenCache] = (),
     notes: Iterable[str] = (),
 ) -> ModelSpec:
     """Put the pieces together with what the config says about dtype and quantization."""
@@ -148,6 +149,7 @@ def model_spec(
         tensors=tuple(tensors),
         text=text,
         quantization=read_quantization(config),
+        shared_caches=tuple(shared_caches),
         notes=(*assumed, *notes, *((provenance,) if provenance else ())),
     )
 
