@@ -1,8 +1,8 @@
 """From a log's facts to an explanation: which release and flags give its figures, and what else would.
 
-The figures of a log are checked, not believed: each release's formulas run over the memory the log names (which is
-rounded to 0.01 GiB, so over every number of blocks that rounds to it), and the ones that give exactly the reported tokens
-and concurrency are named.
+The figures of a log are checked, not believed: each release's formulas run over the memory the log names (rounded to
+0.01 GiB, so over every number of blocks that it may stand for), and those that give exactly the reported tokens and
+concurrency are named.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_BATCHED_TOKENS = (2048, 8192, 16_384)
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A release and flags under which vLLM's formulas give the log's figures; `assumed` are those the log leaves open."""
+    """A release and flags under which vLLM's formulas give the log's figures; `assumed` is what the log leaves open."""
 
     release: Release
     setting: Setting
@@ -67,7 +67,7 @@ class Diagnosis:
     doubts: tuple[str, ...]
 
 
-def diagnose(text: str, given: LogFacts, gpu: str | None = None) -> Diagnosis:
+def diagnose(text: str, given: LogFacts) -> Diagnosis:
     """Explain a log. `given` are facts from flags, which win over the log's.
 
     Raises LogError where there is nothing to read, and ModelError where the model is unknown.
@@ -92,12 +92,12 @@ def diagnose(text: str, given: LogFacts, gpu: str | None = None) -> Diagnosis:
     sizing = size_up(spec, config, facts.tensor_parallel_size or 1)
     if facts.available_kv is None or facts.available_kv.low <= 0:
         return Diagnosis(facts, spec, sizing, None, None, (), failures, missing, tuple(doubts))
-    card = _card(gpu or facts.gpu)
+    card = _card(facts.gpu)
     explanation = _explain(facts, sizing, card)
     if facts.reported_tokens is not None and not explanation.exact:
         doubts.append(
-            "no release's formula gives exactly the log's figures: a drafter, another block size or flags that are not in "
-            "the log change them"
+            "no release's formula gives exactly the log's figures: a drafter, another block size or flags that are "
+            "not in the log change them"
         )
     capacity = Capacity(sizing.layout, explanation.setting.kv_cache_bytes)
     return Diagnosis(
@@ -163,7 +163,7 @@ def _explain(facts: LogFacts, sizing: Sizing, card: Gpu | None) -> Explanation:
     length = facts.max_model_len or sizing.spec.max_position
     base = peer_setting(sizing, device, facts.available_kv.middle, length)
     if facts.mamba_cache_mode in MAMBA_CACHE_MODES:
-        base = replace(base, mamba_cache_mode=facts.mamba_cache_mode)  # type: ignore[arg-type]
+        base = replace(base, mamba_cache_mode=facts.mamba_cache_mode)
     candidates = list(_candidates(facts, base, device))
     for release, setting, assumed in candidates:
         for kv_bytes in _possible_bytes(facts, setting, release):
@@ -209,7 +209,9 @@ def _possible_bytes(facts: LogFacts, setting: Setting, release: Release) -> Iter
     if facts.num_blocks is not None:
         yield facts.num_blocks * block_bytes
         return
-    for blocks in range(facts.available_kv.low // block_bytes, facts.available_kv.high // block_bytes + 1):
+    middle = facts.available_kv.middle // block_bytes
+    possible = range(facts.available_kv.low // block_bytes, facts.available_kv.high // block_bytes + 1)
+    for blocks in sorted(possible, key=lambda n: abs(n - middle)):
         yield blocks * block_bytes
 
 
@@ -240,7 +242,7 @@ def _levers(explained: Explanation) -> tuple[Lever, ...]:
     levers = [Lever(what, vllm.report(other, release, other.async_scheduling)) for what, other in changes]
     for other in RELEASES:
         if other.covers != release.covers:
-            levers.append(Lever(f"vLLM {other.covers}", vllm.report(setting, other, setting.async_scheduling)))
+            levers.append(Lever(f"vLLM {other.version}", vllm.report(setting, other, setting.async_scheduling)))
     before = explained.report
     return tuple(
         lever

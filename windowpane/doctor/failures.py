@@ -51,9 +51,9 @@ def known_failures() -> list[str]:
 
 def _page_size(match: re.Match[str], case: Case) -> Failure:
     cause = (
-        "vLLM puts all layers into one pool of equal pages. It makes pages equal by giving smaller ones longer blocks, which "
-        "works only where every page divides the largest. Scales per token and head break that: 256 and 512 dimensions "
-        "with a 4-byte scale take 520 and 1,032 bytes a head, and 1,032 is no multiple of 520."
+        "vLLM puts all layers into one pool of equal pages. It makes pages equal by giving smaller ones longer blocks, "
+        "which works only where every page divides the largest. Scales per token and head break that: 256 and 512 "
+        "dimensions with a 4-byte scale take 520 and 1,032 bytes a head, and 1,032 is no multiple of 520."
     )
     if case.setting:
         pages = sorted(
@@ -98,9 +98,9 @@ def _e5m2(match: re.Match[str], case: Case) -> Failure:
     return Failure(
         "fp8_e5m2_with_quantized_checkpoint",
         "fp8_e5m2 was refused because the checkpoint is quantized",
-        "The message says fp8 checkpoints, but vLLM refuses fp8_e5m2 for every quantized one, INT4 (AWQ, GPTQ) included. It "
-        "does not want to mix it with calibrated E4M3 scales; how the weights are stored has nothing to do with K and V, "
-        "which are computed before they are stored.",
+        "The message says fp8 checkpoints, but vLLM refuses fp8_e5m2 for every quantized one, INT4 (AWQ, GPTQ) too. "
+        "How the weights are stored has nothing to do with K and V, which are computed before they are stored; only "
+        "KV scales calibrated for another format would be in the way.",
         (
             "--kv-cache-dtype fp8_e4m3, on SM 8.9 and newer",
             "--kv-cache-dtype int8_per_token_head, on any card (0.20 and newer)",
@@ -145,9 +145,9 @@ def _no_memory(match: re.Match[str], case: Case) -> Failure:
 def _routed_experts(match: re.Match[str], case: Case) -> Failure:
     index, size = int(match["index"]), int(match["size"])
     cause = (
-        "The buffer that records which experts a token visited is indexed by the slots of one attention group, so it must hold "
-        "num_blocks × block size of that group. vLLM sized it by the token count of its log instead, which divides the "
-        f"blocks by the number of groups: index {index:,} is beyond its {size:,} rows."
+        "The buffer that records which experts a token visited is indexed by the slots of one attention group, so it "
+        "must hold num_blocks × block size of that group. vLLM sized it by the token count of its log instead, which "
+        f"divides the blocks by the number of groups: index {index:,} is beyond its {size:,} rows."
     )
     if case.report and case.report.num_blocks and len(case.report.groups) > 1:
         growing = max(case.report.groups, key=lambda g: g.blocks_per_request)

@@ -1,7 +1,7 @@
 """Reading a vLLM start-up log: the few lines that decide KV memory, wherever they stand and whatever wraps them.
 
-Logs come with process prefixes, colours and timestamps, cut at a terminal's width or pasted from an issue; so every fact
-is looked for in the text as a whole, with line breaks as blanks.
+Logs come with process prefixes, colours and timestamps, cut at a terminal's width or pasted from an issue; so every
+fact is looked for in the text as a whole, with line breaks as blanks.
 """
 
 from __future__ import annotations

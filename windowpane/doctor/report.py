@@ -23,8 +23,9 @@ def _parts(found: Diagnosis) -> list[RenderableType]:
     parts: list[RenderableType] = [section("What the log says"), _facts(found.facts), ""]
     for failure in found.failures:
         parts += [section("A known failure"), *_failure(failure), ""]
-    if found.explanation:
+    if found.explanation and found.explanation.report.groups:
         parts += [section("Where the bytes go in vLLM"), _groups(found.explanation.report), ""]
+    if found.explanation:
         parts += [section("What the figures mean"), *map(indented, _meaning(found, found.explanation)), ""]
     parts += [section("What the model needs"), *map(indented, _needs(found)), ""] if found.sizing else []
     if found.explanation and found.levers:
@@ -71,8 +72,6 @@ def _failure(failure: Failure) -> Iterator[RenderableType]:
 
 
 def _groups(report: PeerReport) -> RenderableType:
-    if not report.groups:
-        return indented(f"vLLM {report.covers} does not get that far: {report.error}")
     table = plain_table("  group", "layers", "block tokens", "blocks a request", "bytes a request")
     for group in report.groups:
         padded = f" + {group.padded_layers} empty" if group.padded_layers else ""
@@ -110,10 +109,7 @@ def _meaning(found: Diagnosis, explained: Explanation) -> Iterator[str | Text]:
     yield report.report_note
     yield report.charge_note
     assert report.concurrency is not None
-    yield (
-        f"So {report.concurrency:.2f} requests of {explained.setting.max_model_len:,} tokens fit at once. Shorter ones cost "
-        "less than their share of that number suggests, where windows and states are paid once."
-    )
+    yield (f"So {report.concurrency:.2f} requests of {explained.setting.max_model_len:,} tokens fit at once.")
 
 
 def _needs(found: Diagnosis) -> Iterator[str | Text]:
@@ -131,20 +127,15 @@ def _needs(found: Diagnosis) -> Iterator[str | Text]:
     ours, charged = cost.bytes_at(length), found.explanation.report.bytes_per_request if found.explanation else None
     if charged:
         yield f"vLLM charges {format_bytes(charged)} for it, {charged / ours:.2f} × as much."
-    yield Text(
-        f"The same memory holds {capacity.byte_ratio(length):.2f} of them here ({capacity.sequences(length)} whole ones).",
-        style="bold",
-    )
+    ratio, whole = capacity.byte_ratio(length), capacity.sequences(length)
+    yield Text(f"The same memory holds {ratio:.2f} of them in Windowpane ({whole} whole).", style="bold")
 
 
 def _levers(found: Diagnosis, explained: Explanation) -> RenderableType:
-    table = plain_table("  change", "concurrency", "reported tokens", "", left=("",))
-    before = explained.report
-    table.add_row("  as it is", _times(before), _reported(before), "")
-    for lever in found.levers:
-        note = "at that length" if lever.what.startswith("--max-model-len") else ""
-        table.add_row(f"  {lever.what}", _times(lever.report), _reported(lever.report), note)
-    return table
+    table = plain_table("  change", "concurrency", "reported tokens")
+    for what, report in [("as it is", explained.report), *((lever.what, lever.report) for lever in found.levers)]:
+        table.add_row(f"  {what}", _times(report), _reported(report))
+    return Group(table, indented(Text("concurrency counts requests of max_model_len tokens", style="dim")))
 
 
 def _times(report: PeerReport) -> str:

@@ -17,7 +17,7 @@ _SUFFIX = re.compile(
 
 
 def find_model(name: str) -> tuple[ModelSpec, str]:
-    """(the model, a doubt worth telling or nothing). A path or shipped name is read as it is; a repository is looked up."""
+    """(the model, a doubt worth telling or nothing). Paths and shipped names are read; a repository is looked up."""
     try:
         return load(name), ""
     except ModelError:
@@ -33,8 +33,8 @@ def find_model(name: str) -> tuple[ModelSpec, str]:
         if _bare(repository) == wanted:
             return load(shipped), f"{name} is taken to have the KV shapes of the shipped {shipped}"
     raise ModelError(
-        f"the log names the model {name!r}, whose shapes are not shipped; give its directory or config.json with --model, "
-        "or one of the names of `windowpane models`"
+        f"the log names the model {name!r}, whose shapes are not shipped; give its directory or config.json with "
+        "--model, or one of the names of `windowpane models`"
     )
 
 
