@@ -82,7 +82,7 @@ def _headline(plan: Plan) -> RenderableType:
     spec = plan.sizing.spec
     weights = spec.weight_scheme or spec.dtype
     lines = [
-        Text.assemble((spec.name, "bold"), f" · {_where(plan.device, plan.sizing.ranks)}"),
+        Text.assemble((spec.name, "bold"), f" · {where(plan.device, plan.sizing.ranks)}"),
         Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
     ]
     return Group(*lines, *(_fits(plan) if plan.capacity else [_takes(plan)]))
@@ -110,7 +110,7 @@ def _fits(plan: Plan) -> list[RenderableType]:
     return [answer, *(Padding(aside, (0, 0, 0, len("fits  ")), expand=False) for aside in asides)]
 
 
-def _where(device: Device | None, ranks: int) -> str:
+def where(device: Device | None, ranks: int) -> str:
     many = "" if ranks == 1 else f"{ranks} × "
     parallel = "" if ranks == 1 else ", tensor parallel"
     if device is None:
@@ -242,7 +242,7 @@ def _why(plan: Plan) -> list[str]:
 
 def _curve(plan: Plan, width: int) -> RenderableType:
     assert plan.capacity is not None
-    points = [(_tokens(length), f"{count:,}") for length, count in plan.capacity.curve(plan.max_model_len)]
+    points = [(tokens_label(length), f"{count:,}") for length, count in plan.capacity.curve(plan.max_model_len)]
     label_width = len("  sequences")
     # The longest lengths are the ones that decide; short ones go where the line is full.
     while len(points) > 1 and label_width + sum(2 + max(map(len, point)) for point in points) > width:
@@ -257,7 +257,7 @@ def _curve(plan: Plan, width: int) -> RenderableType:
     return Group(table, indented(Text(alone, style="dim")))
 
 
-def _tokens(length: int) -> str:
+def tokens_label(length: int) -> str:
     """Powers of two as --max-model-len takes them (128K), other lengths in full."""
     for unit, letter in ((2**20, "M"), (2**10, "K")):
         if length % unit == 0:
