@@ -15,6 +15,7 @@ import typer
 from windowpane.commands.common import DEVICE, MEMORY, SAMPLING, SCHEDULING, WORKLOAD, UserError
 from windowpane.commands.doctor import doctor
 from windowpane.commands.plan import models, plan
+from windowpane.commands.simulate import simulate
 
 if TYPE_CHECKING:
     from windowpane.llm import LLM, Stream
@@ -75,6 +76,7 @@ def _root(
 app.command()(plan)
 app.command()(models)
 app.command()(doctor)
+app.command()(simulate)
 
 
 # -- running a model -----------------------------------------------------------------------------------------------
