@@ -44,7 +44,7 @@ def quiet(axes: Axes, title: str, grid: str = "y") -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#999999")
-    axes.tick_params(colors=INK, labelsize=9)
+    axes.tick_params(which="both", colors=INK, labelsize=9)
 
 
 def save(made: Figure, path: str) -> None:
