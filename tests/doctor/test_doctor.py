@@ -173,6 +173,12 @@ class TestModels:
         found = diagnosed("gemma-4-31b-h200", model=name, max_model_len=4096)
         assert found.spec is not None and found.spec.name == shipped
 
+    def test_a_failure_is_explained_whatever_the_model_and_dtype(self) -> None:
+        for model, dtype in (("nobody/unheard-of-9000B", "fp8"), ("google/gemma-4-31B-it", "nvfp4")):
+            found = diagnosed("fp8e4nv", model=model, kv_cache_dtype=dtype)
+            assert [failure.key for failure in found.failures] == ["fp8e4nv_not_supported"]
+            assert found.spec is None and len(found.doubts) == 1
+
     def test_an_unknown_model_says_what_to_give(self) -> None:
         with pytest.raises(ModelError, match="--model"):
             diagnosed("gemma-4-31b-h200", model="nobody/unheard-of-9000B")

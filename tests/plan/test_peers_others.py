@@ -101,6 +101,9 @@ class TestLlamaCpp:
 
 
 class TestHonesty:
+    def test_nothing_is_made_up_for_models_that_only_slide(self) -> None:
+        assert sglang.report(setting("mistral-7b-v0.1", length=32_768)).unknown
+
     @pytest.mark.parametrize("model", ["qwen3.5-27b", "llama-4-scout", "whisper-large-v3"])
     def test_what_is_not_known_is_said_and_not_guessed(self, model: str) -> None:
         peers = by_engine(model, length=448)

@@ -18,7 +18,7 @@ from windowpane.kv.caches import StateCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.retention import Chunk, Window
-from windowpane.models.spec import ModelSpec
+from windowpane.models.spec import ModelError, ModelSpec
 from windowpane.plan.hardware import Gpu, parse_gpus
 from windowpane.plan.memory import Device
 from windowpane.plan.peers import vllm
@@ -70,7 +70,8 @@ class Diagnosis:
 def diagnose(text: str, given: LogFacts) -> Diagnosis:
     """Explain a log. `given` are facts from flags, which win over the log's.
 
-    Raises LogError where there is nothing to read, and ModelError where the model is unknown.
+    Raises LogError where there is nothing to read, and ModelError where the model is unknown, unless the log names a
+    known failure: that is explained all the same.
     """
     line, facts = flatten(text), _merge(read_log(text), given)
     failures = find_failures(line, Case(None, None))
@@ -80,12 +81,18 @@ def diagnose(text: str, given: LogFacts) -> Diagnosis:
     missing = _missing(facts)
     if facts.model is None:
         return Diagnosis(facts, None, None, None, None, (), failures, missing, ())
-    spec, doubt = find_model(facts.model)
+    try:
+        spec, doubt = find_model(facts.model)
+        kv_cache_dtype = _our_dtype(facts.kv_cache_dtype)
+    except (ModelError, LogError) as error:
+        if not failures:
+            raise
+        return Diagnosis(facts, None, None, None, None, (), failures, missing, (str(error),))
     doubts = [*filter(None, [doubt]), *_doubts(facts)]
     config = EngineConfig(
         max_model_len=facts.max_model_len,
         max_num_batched_tokens=facts.max_num_batched_tokens,
-        kv_cache_dtype=_our_dtype(facts.kv_cache_dtype),
+        kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=facts.enable_prefix_caching is not False,
         async_scheduling=facts.async_scheduling is not False,
     )

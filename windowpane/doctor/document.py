@@ -19,7 +19,7 @@ def document(found: Diagnosis) -> dict[str, Any]:
         "model": found.spec.name if found.spec else None,
         "failures": [asdict(failure) for failure in found.failures],
         "vllm": asdict(explained.report) if explained else None,
-        "exact": explained.exact if explained else None,
+        "exact": explained.exact if explained and found.facts.reported_tokens is not None else None,
         "assumed": list(explained.assumed) if explained else [],
         "levers": [{"change": lever.what, **asdict(lever.report)} for lever in found.levers],
         "fixed_bytes_per_sequence": found.sizing.per_sequence.fixed_bytes_per_sequence if found.sizing else None,

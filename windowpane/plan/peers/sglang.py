@@ -51,8 +51,8 @@ def report(setting: Setting) -> PeerReport:
         windows = set()
     full_bytes = sum(stored_bytes(c, bits) for c in charged if not windows or isinstance(c.retention, Full))
     sliding_bytes = sum(stored_bytes(c, bits) for c in charged) - full_bytes
-    if not full_bytes:  # every layer slides: one pool, as if all were full
-        full_bytes, sliding_bytes, windows = sliding_bytes, 0, set()
+    if not full_bytes:
+        return replace(blank, unknown="how it divides memory where every layer slides")
     full_tokens = int(setting.kv_cache_bytes // (full_bytes + SWA_FULL_TOKENS_RATIO * sliding_bytes))
     length = setting.max_model_len
     # A sequence needs its whole length of full tokens, and of sliding ones as many as it can see.
