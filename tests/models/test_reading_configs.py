@@ -253,7 +253,7 @@ def test_lfm_2_and_recurrent_gemma_mix_states_among_their_attention(tmp_path: Pa
 
 def test_sparse_attention_keeps_every_token_and_an_index_key(tmp_path: Path) -> None:
     """What a sparse layer reads changes with each token, so nothing may be forgotten."""
-    for name, index_layers in (("deepseek v3.2", [0, 1, 2, 3]), ("minimax m3", [2, 3])):
+    for name, index_layers in (("deepseek v3.2", [0, 1, 2, 3]), ("glm moe dsa", [0, 2]), ("minimax m3", [2, 3])):
         spec = read(tmp_path, small(name))
         assert set(map(type, kept(spec))) == {Full}
         assert [c.layer for c in spec.token_caches if c.replicated and c.key_dim in (8, 16)] == index_layers

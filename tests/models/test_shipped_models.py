@@ -74,6 +74,7 @@ FACTS = {
     "deepseek-v3": Facts(671.026, 61, 163_840, {"full 1x576 latent": 61}),
     # Latents and index keys share the pages of one group.
     "deepseek-v3.2": Facts(671.878, 61, 163_840, {"full 1x576 latent": 61, "full 1x128 latent": 61}),
+    "glm-5.3": Facts(743.377, 78, 1_048_576, {"full 1x576 latent": 78, "full 1x128 latent": 21}),
     "kimi-linear-48b": Facts(49.123, 27, 1_048_576, {"state": 20, "full 1x576 latent": 7}),
     "jamba-mini": Facts(51.570, 32, 262_144, {"state": 28, "full 8x128": 4}),
     "zamba2-7b": Facts(7.357, 81, 4096, {"state": 81, "full 32x224": 13}),
@@ -137,6 +138,7 @@ EXACT_PARAMETERS = {
     "exaone-4-32b": 32_003_216_384,
     "deepseek-v3": 671_026_404_352 + 58 * 256,
     "deepseek-v3.2": 671_877_929_216 + 58 * 256,
+    "glm-5.3": 743_377_000_704 + 75 * 256,
     "kimi-linear-48b": 49_122_675_072 + 26 * 256,
     "jamba-mini": 51_570_323_328,
     "zamba2-7b": 7_356_749_648,

@@ -17,7 +17,17 @@ from windowpane.models import load
 # transformers would save the experts of Qwen3.5 one by one, but the published bfloat16 checkpoints hold them fused.
 PUBLISHED_AS_BUILT = {"qwen3.5 moe"}
 # Their config classes have no layer_types, because all layers are alike.
-UNIFORM = {"llama", "llama with biases", "mistral", "qwen3 moe", "phi3", "deepseek v3", "deepseek v3.2", "whisper"}
+UNIFORM = {
+    "llama",
+    "llama with biases",
+    "mistral",
+    "qwen3 moe",
+    "phi3",
+    "deepseek v3",
+    "deepseek v3.2",
+    "glm moe dsa",
+    "whisper",
+}
 # Theirs name no retention, or two in one layer; test_reading_configs has these.
 OTHER_WORDS = {"zamba2", "falcon h1", "falcon h1 with norms", "recurrent gemma", "lfm2", "minimax m3"}
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and V3.2: latent attention and experts; V3.2 adds an indexer that keeps one more key per token."""
+"""DeepSeek V3 and V3.2, GLM 5: latent attention and experts; all but V3 have indexers that keep a key per token."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from windowpane.models.parts import (
 )
 from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
+OWN, SHARED = "full", "shared"
 
 MTP_NOTE = "the layer for multi-token prediction is not counted"
-INDEXER_NOTE = "index keys are stored in the KV format of the other full caches; DeepSeek's own code keeps them in fp8"
+INDEXER_NOTE = "index keys are stored in the KV format of the other full caches; the published code keeps them in fp8"
 
 
 def read(config: Config, name: str) -> ModelSpec:
-    has_indexer = config.texts("architectures") == ("DeepseekV32ForCausalLM",)
     attends = read_latent_attention(config)
     shape = read_shape(config, config, tied=False, defaults={"head_dim": attends.query_dim})
     if config.integer("moe_layer_freq", 1) != 1:
         raise ModelError(f"moe_layer_freq is {config.integer('moe_layer_freq')}; only 1 is known")
     first_sparse = config.integer("first_k_dense_replace", 3, minimum=0)
+    indexed = _indexed_layers(config, shape.layers)
     caches: list[TokenCache] = []
     tensors: list[TensorSpec] = embeddings("model.", shape)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         caches.append(attends.cache(layer))
         tensors += attends.tensors(f"{prefix}self_attn.", shape.hidden)
-        if has_indexer:
+        if layer in indexed:
             caches.append(latent_cache(layer, config.integer("index_head_dim")))
             tensors += _indexer(f"{prefix}self_attn.indexer.", config, attends, shape.hidden)
         if layer < first_sparse:
@@ -54,8 +56,21 @@ def read(config: Config, name: str) -> ModelSpec:
         widest_mlp=_widest(config, shape.layers, first_sparse),
         caches=caches,
         tensors=tensors,
-        notes=[*notes, INDEXER_NOTE] if has_indexer else notes,
+        notes=[*notes, INDEXER_NOTE] if indexed else notes,
     )
+
+
+def _indexed_layers(config: Config, layers: int) -> frozenset[int]:
+    """The layers with an indexer of their own; in GLM others take over the choice of the last one before them."""
+    if config.texts("architectures") == ("DeepseekV3ForCausalLM",):
+        return frozenset()
+    kinds = config.texts("indexer_types") or (OWN,) * layers
+    if len(kinds) != layers:
+        raise ModelError(f"indexer_types has {len(kinds)} entries for {layers} layers")
+    for kind in kinds:
+        if kind not in (OWN, SHARED):
+            raise config.unknown_value("indexer_types", kind, (OWN, SHARED))
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == OWN)
 
 
 def _indexer(prefix: str, config: Config, attends: LatentAttention, hidden: int) -> list[TensorSpec]:
