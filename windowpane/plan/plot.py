@@ -159,7 +159,7 @@ def _draw_requests(axes: Axes, engines: list[Engine], length: int) -> None:
     axes.set_xlim(0, 1.25 * longest)
     axes.set_ylim(min(-0.6, len(names) - FEWEST_ROWS - 0.4), len(names) - 0.4)
     axes.set_xlabel("GiB", fontsize=9, color=INK)
-    quiet(axes, f"What one request of {length:,} tokens is charged", grid="x")
+    quiet(axes, f"Charged for {length:,} tokens", grid="x")
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=3, handlelength=1)
 
 
@@ -192,7 +192,7 @@ def _draw_curve(axes: Axes, engines: list[Engine]) -> None:
     ends = spread([math.log10(engine.points[-1][1]) for engine in drawn], _label_gap(drawn))
     for at, (engine, y) in enumerate(zip(drawn, ends, strict=True)):
         axes.annotate(
-            f"{engine.name}  {engine.points[-1][1]:.2f}",
+            _end_label(engine, longest),
             (engine.points[-1][0], engine.points[-1][1]),
             xytext=(longest * 1.18, 10**y),
             textcoords="data",
@@ -203,9 +203,16 @@ def _draw_curve(axes: Axes, engines: list[Engine]) -> None:
             annotation_clip=False,
         )
     axes.axhline(1, color=VERMILION, linewidth=0.8, alpha=0.5)
+    axes.text(ticks[0], 0.97, "one sequence: below, none fits", va="top", fontsize=8, color="#777777")
     axes.set_xlabel("tokens of each sequence", fontsize=9, color=INK)
     quiet(axes, "How many sequences fit at once", grid="both")
     axes.spines["right"].set_visible(False)
+
+
+def _end_label(engine: Engine, longest: int) -> str:
+    """The last figure, with its length where the engine does not start at the longest one."""
+    length, count = engine.points[-1]
+    return f"{engine.name}  {count:.2f}" + ("" if length == longest else f" at {tokens_label(length)}")
 
 
 def _label_gap(drawn: list[Engine]) -> float:
