@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from windowpane.attention import codecs
 from windowpane.attention.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes
@@ -130,20 +131,29 @@ class LayerPages:
     def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
         spec = pages.layout.groups[group]
         assert isinstance(piece.cache, TokenCache) and spec.kv_format is not None and spec.block_tokens is not None
-        if spec.kv_format.name not in TORCH_DTYPES:
-            raise ValueError(
-                f"KV format {spec.kv_format.name} cannot be run yet; use auto, float32, bfloat16 or float16"
-            )
-        self.dtype = TORCH_DTYPES[spec.kv_format.name]
+        self.kv_format = spec.kv_format
+        self.is_coded = spec.kv_format.name not in TORCH_DTYPES
+        self.dtype = torch.int16 if self.is_coded else TORCH_DTYPES[spec.kv_format.name]  # as it lies in memory
         self.block_tokens = spec.block_tokens
         self.retention = spec.retention
         self._pages = pages
         self._group = group
         self._stripe = piece.stripe
+        self._dims = piece.cache.row_dims
+        shape = (piece.cache.kv_heads, spec.block_tokens)
+        widths = [codecs.row_words(spec.kv_format, dim) if self.is_coded else dim for dim in self._dims]
         self._views = [
-            _page_view(pages.arena.view(self.dtype), offset, width, piece.cache.kv_heads, spec.block_tokens, dim)
-            for offset, width, dim in zip(piece.data_offsets, piece.row_bytes, piece.cache.row_dims, strict=True)
+            _page_view(pages.arena.view(self.dtype), offset, row_bytes, *shape, width)
+            for offset, row_bytes, width in zip(piece.data_offsets, piece.row_bytes, widths, strict=True)
         ]
+        scale_bytes = spec.kv_format.scale_bytes
+        self._scale_views = [
+            _page_view(pages.arena.view(torch.int32), offset, scale_bytes, *shape, 1) for offset in piece.scale_offsets
+        ]
+        # Of K and V, or of one latent, where the format has one scale for the whole layer. While they are not known,
+        # `through_format` only notes the largest magnitudes and nothing is stored: the warm-up pass.
+        self.layer_scales: list[float] | None = None
+        self._largest = [0.0] * len(self._dims)
 
     @property
     def group(self) -> int:
@@ -155,8 +165,8 @@ class LayerPages:
         offsets = self._offsets(self._pages.reading, slot, np.arange(first_block, -(-stop // self.block_tokens)))
         skip = start - first_block * self.block_tokens
         found = []
-        for view in self._views:
-            blocks = view.index_select(0, offsets)  # [blocks, heads, block_tokens, dim]
+        for part in range(len(self._views)):
+            blocks = self._load(part, offsets)  # [blocks, heads, block_tokens, dim]
             rows = blocks.transpose(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
             found.append(rows[:, skip : skip + stop - start])
         return found
@@ -171,9 +181,10 @@ class LayerPages:
         """
         reads = self._pages.decoding_reads(self._group, self._stripe, window_tokens, step)
         found = []
-        for view in self._views:
-            pages = view.index_select(0, reads.offsets).view(*reads.shape, *view.shape[1:])
-            rows = pages.transpose(1, 2).reshape(reads.shape[0], view.shape[1], -1, view.shape[3])
+        for part in range(len(self._views)):
+            loaded = self._load(part, reads.offsets)
+            pages = loaded.view(*reads.shape, *loaded.shape[1:])
+            rows = pages.transpose(1, 2).reshape(reads.shape[0], loaded.shape[1], -1, loaded.shape[3])
             rows[reads.unused_slots, :, reads.unused_columns] = 0
             found.append(rows)
         return found, reads.positions, reads.counts
@@ -182,20 +193,61 @@ class LayerPages:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
         offsets, within = self._pages.decoding_writes(self._group, self._stripe, step)
         kept = self._kept_rows(step.decode_positions)
-        for view, values in zip(self._views, rows, strict=True):
-            view[offsets[kept], :, within[kept]] = values[kept].to(self.dtype)
+        for part, values in enumerate(rows):
+            self._store(part, offsets[kept], within[kept], values[kept])
 
     def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
         """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
         positions = np.arange(start, start + len(rows[0]))
         offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
         within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
-        for view, values in zip(self._views, rows, strict=True):
-            view[offsets, :, within] = values.to(self.dtype)
+        for part, values in enumerate(rows):
+            self._store(part, offsets, within, values)
 
-    def through_format(self, x: torch.Tensor) -> torch.Tensor:
+    def through_format(self, x: torch.Tensor, part: int) -> torch.Tensor:
         """What `x` is once stored and loaded: the present is attended as the past will be."""
-        return x if x.dtype == self.dtype else x.to(self.dtype).to(x.dtype)
+        if not self.is_coded:
+            return x if x.dtype == self.dtype else x.to(self.dtype).to(x.dtype)
+        if self.warming_up:
+            self._largest[part] = max(self._largest[part], float(x.abs().amax()))
+            return x
+        words, scales = codecs.encode(self.kv_format, x, self._layer_scale(part))
+        return codecs.decode(self.kv_format, words, scales, x.shape[-1], self._layer_scale(part)).to(x.dtype)
+
+    @property
+    def warming_up(self) -> bool:
+        """The format has a scale per layer, and it is not known yet."""
+        return self.is_coded and codecs.needs_layer_scale(self.kv_format) and self.layer_scales is None
+
+    def end_warm_up(self) -> None:
+        """Settle the layer's scales by what was seen. They never change again: pages are written with them."""
+        self.layer_scales = [codecs.layer_scale_for(self.kv_format, largest) for largest in self._largest]
+
+    def _layer_scale(self, part: int) -> float:
+        return 1.0 if self.layer_scales is None else self.layer_scales[part]
+
+    def _load(self, part: int, offsets: torch.Tensor) -> torch.Tensor:
+        """All rows of these pages, [pages, heads, block_tokens, dim]."""
+        stored = self._views[part].index_select(0, offsets)
+        if not self.is_coded:
+            return stored
+        scales = self._scale_views[part].index_select(0, offsets)[..., 0] if self._scale_views else None
+        return codecs.decode(self.kv_format, stored, scales, self._dims[part], self._layer_scale(part))
+
+    def _store(self, part: int, offsets: torch.Tensor, within: torch.Tensor, values: torch.Tensor) -> None:
+        """Rows [n, heads, dim] into page `offsets[i]`, token `within[i]`.
+
+        What went through the format before is stored as it was then (the codecs' tests see to it).
+        """
+        if self.warming_up:
+            return
+        if not self.is_coded:
+            self._views[part][offsets, :, within] = values.to(self.dtype)
+            return
+        words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
+        self._views[part][offsets, :, within] = words
+        if scales is not None:
+            self._scale_views[part][offsets, :, within] = scales[..., None]
 
     def first_written(self, start: int, stop: int) -> int:
         """The first of tokens [start, stop) that a later one can see."""

@@ -192,13 +192,13 @@ class _Layer:
         heads = projected.reshape(len(projected), -1, recipe.head_dim)
         stored = state.pages.layers[recipe.index]
         if recipe.latent:
-            return [stored.through_format(_rms_norm(heads, None, eps))]
+            return [stored.through_format(_rms_norm(heads, None, eps), 0)]
         k, v = heads[:, : recipe.kv_heads], heads[:, recipe.kv_heads :]
         if self.model.qk_norm:
             k = _rms_norm(k, self.k_norm, eps)
         if self.model.v_norm:
             v = _rms_norm(v, None, eps)
-        return [stored.through_format(self._rotate_now(k, state)), stored.through_format(v)]
+        return [stored.through_format(self._rotate_now(k, state), 0), stored.through_format(v, 1)]
 
     def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         outputs = []
