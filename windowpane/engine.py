@@ -79,6 +79,11 @@ class Engine:
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # nothing predicts the first token
 
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never run. Reads only what never changes: any thread may ask."""
+        self._check_tokens(request)
+        self.scheduler.check(request)
+
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
         if request.finish_reason is None:
