@@ -399,7 +399,9 @@ class Scheduler:
 
 def _reason_to_end(request: Request) -> FinishReason | None:
     params, output = request.params, request.output
-    if output[-1] in params.stop_token_ids and len(output) >= params.min_tokens:
+    # A grammar lets its stop tokens through before that only where nothing else may follow.
+    must_stop = request.grammar is not None and output[-1] in request.grammar.stop_ids
+    if output[-1] in params.stop_token_ids and (len(output) >= params.min_tokens or must_stop):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(output) >= params.max_tokens else None
 
