@@ -44,8 +44,8 @@ class Thought:
 class Grammars:
     """Compiles grammars for one tokenizer.
 
-    The first one prepares the vocabulary: up to two seconds for 262,144 tokens, which `prepare` can spend ahead of time.
-    Others take about a millisecond. With a `thought` every answer may begin with one, and only what follows is constrained.
+    The first one prepares the vocabulary: up to two seconds for 262,144 tokens, which `prepare` spends ahead of time.
+    Others take about a millisecond. With a `thought` every answer may begin with one, and only the rest is constrained.
     """
 
     def __init__(self, tokenizer: Tokenizer, thought: Thought | None = None) -> None:
@@ -100,13 +100,17 @@ class Grammars:
             lark = any_to_lark(_text(text, "a grammar"))
         except Exception as error:  # the converter raises several kinds, and plain ones
             raise GrammarError(f"the grammar cannot be read: {error}") from None
-        return self._compile({"lark_grammar": lark}, "the grammar")
+        return self.from_rules(lark, "the grammar")
 
     def choice(self, texts: Sequence[str]) -> CompiledGrammar:
         """One of several texts."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise GrammarError(f"a choice is a list of texts that are not empty, not {texts!r}")
-        return self._compile({"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))}, "the choice")
+        return self.from_rules("start: " + " | ".join(map(json.dumps, texts)), "the choice")
+
+    def from_rules(self, lark: str, what: str) -> CompiledGrammar:
+        """Rules that are ours, not a user's; `what` names them in errors."""
+        return self._compile({"lark_grammar": lark}, what)
 
     def marker(self, text: str) -> str:
         """A marker as grammars write it: special tokens by their number, others as the text they are."""
