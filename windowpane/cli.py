@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 MEMORY, SCHEDULING, DEVICE, OUTPUT = "Memory", "Scheduling", "Device", "Output"
-SAMPLING, WORKLOAD = "Sampling", "Workload"
+SAMPLING, WORKLOAD, SERVER, TEXT = "Sampling", "Workload", "Server", "Chat, tools and reasoning"
 
 
 class UserError(Exception):
@@ -269,16 +269,16 @@ def _sampling_flags(
     }
 
 
-def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command whole sets of flags: each is a function of them, whose result the command takes by this name."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**given: Any) -> Any:
             for name, flag_set in flag_sets.items():
                 chosen = {flag: given.pop(flag) for flag in inspect.signature(flag_set).parameters}
                 with _user_errors():
                     given[name] = flag_set(**chosen)
-            command(**given)
+            return command(**given)
 
         hints: dict[str, Any] = {}
         own = [p for p in inspect.signature(command).parameters.values() if p.name not in flag_sets]
@@ -465,3 +465,64 @@ def bench(
 
         started = start_bench(model, work, {**flags, "seed": seed})
     run_bench(started, work, temperature, seed)
+
+
+@app.command()
+@_takes(flags=_engine_flags)
+def serve(
+    model: ModelToRun = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ask for this key, except on /health; may be given again.",
+            envvar="WINDOWPANE_API_KEY",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more are turned away.", rich_help_panel=SERVER)
+    ] = 1024,
+    max_body_bytes: Annotated[
+        str, typer.Option(help="The largest request body, as in 8MiB.", rich_help_panel=SERVER)
+    ] = "8MiB",
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line per request), warning or error.", rich_help_panel=SERVER)
+    ] = "info",
+    chat_template: Annotated[
+        str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="For requests that bring none, and random weights.", rich_help_panel=SAMPLING)
+    ] = 0,
+    *,
+    flags: dict[str, Any],
+) -> int:
+    """Serve a model: the OpenAI API, metrics, and a page that shows the memory live. docs/server.md has it all."""
+    with _user_errors():
+        from pathlib import Path
+
+        from windowpane.plan.sizes import parse_bytes
+        from windowpane.server.run import LOG_LEVELS, ServerOptions
+        from windowpane.server.run import serve as run_server
+        from windowpane.server.service import Limits
+
+        if log_level not in LOG_LEVELS:
+            raise UserError(f"--log-level {log_level!r} is not known; use {', '.join(LOG_LEVELS)}")
+        options = ServerOptions(
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            served_model_names=tuple(served_model_name or ()),
+            chat_template=None if chat_template is None else Path(chat_template),
+            log_level=log_level,
+            limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
+        )
+        return run_server(model, {**flags, "seed": seed}, options)

@@ -1,0 +1,136 @@
+"""`windowpane serve`: from what was typed to a server that answers, and to its end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from rich.console import Console
+
+from windowpane.server import log as server_log
+from windowpane.server.app import make_app
+from windowpane.server.loop import EngineLoop
+from windowpane.server.metrics import Metrics
+from windowpane.server.service import Limits, Service
+from windowpane.startup import Started, busy, start
+from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
+from windowpane.text.grammar import Grammars
+
+# How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
+# wait for it whenever the engine computes in Python.
+SWITCH_INTERVAL_S = 0.0005
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+log = logging.getLogger("windowpane.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the server's own flags say."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    log_level: str = "info"
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -> int:
+    """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
+    server_log.set_up(options.log_level)
+    console = Console(stderr=True)
+    listener = _listen(options)  # a port that is taken is told before a model is loaded
+    service = make_service(start(model, flags, console), options, console)
+    app = make_app(service, options.api_keys)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"), service)
+    _greet(console, service, listener.getsockname(), bool(options.api_keys))
+    try:
+        server.run([listener])
+    finally:
+        service.loop.stop()
+    return 1 if server.force_exit or service.loop.error is not None else 0
+
+
+def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
+    tokenizer = template = None
+    if started.text_source is not None:
+        with busy(console, "reading the tokenizer"):
+            tokenizer = load_tokenizer(started.text_source)
+        template = ChatTemplate(_with_template(tokenizer, options.chat_template))
+    elif options.chat_template is not None:
+        raise TextError("--chat-template needs a tokenizer, and this model came without one")
+    names = options.served_model_names or (started.spec.name,)
+    return Service(
+        names=names,
+        loop=EngineLoop(started.engine, Metrics(names[0])),
+        max_model_len=started.plan.max_model_len,
+        tokenizer=tokenizer,
+        template=template,
+        grammars=None if tokenizer is None else Grammars(tokenizer),
+        limits=options.limits,
+    )
+
+
+def _with_template(tokenizer: Tokenizer, file: Path | None) -> Tokenizer:
+    if file is not None:
+        try:
+            text = file.read_text("utf-8")
+        except OSError as error:
+            raise TextError(f"--chat-template {file} cannot be read: {error.strerror}") from None
+        tokenizer.files = replace(tokenizer.files, source=str(file), chat_template=text)
+    return tokenizer
+
+
+class Server(uvicorn.Server):
+    """The first signal drains: nobody new is let in, and what runs goes on. The second ends it all."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            log.warning("a second signal: %d requests are cut off", len(self._service.loop.jobs))
+            self.force_exit = True
+            return
+        running = len(self._service.loop.jobs)
+        log.info("shutting down when %d requests have ended; a second signal cuts them off", running)
+        self._service.draining = True
+        self.should_exit = True
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"cannot listen on {options.host} port {options.port}: {reason}; choose another with --port"
+        ) from None
+
+
+def _greet(console: Console, service: Service, address: Sequence[Any], guarded: bool) -> None:
+    """Where it is, and a line to try it with."""
+    host, port = address[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{shown}:{port}"
+    if service.can_chat:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is a window pane?"}]}'
+    else:
+        path, body = "/v1/completions", '{"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}'
+    key = ' -H "Authorization: Bearer $API_KEY"' if guarded else ""
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    console.print(f"\n{service.name} is served at {url} (the page), {url}/v1 (the API) and {url}/docs. Try:", **plain)
+    console.print(f"\n  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'\n", **plain)
