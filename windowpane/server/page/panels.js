@@ -134,6 +134,7 @@ function sequenceRow(id, groups) {
   const names = ["state", "number", "number", "pages", "number wide", "number wide"];
   row.append(...names.map((name) => make("td", name)));
   row.children[1].append(make("span", "tag"));
+  row.children[3].append(make("span"), make("span", "wide"));
   for (let group = 0; group < groups; group += 1) {
     const chip = row.children[4].appendChild(make("span", `chip group-${group % 8}`));
     chip.append(make("i", "shade live"), make("b"), make("span", "hidden"));
@@ -150,7 +151,8 @@ function fillSequence(row, sequence, groups) {
   const read = reading ? `${count(sequence.computed_tokens)} of ` : "";
   write(prompt, `${read}${count(sequence.prompt_tokens)}`);
   prompt.title = sequence.cached_tokens ? `${count(sequence.cached_tokens)} found computed` : "";
-  write(answer, `${count(sequence.output_tokens)} of ${count(sequence.max_tokens)}`);
+  write(answer.firstChild, count(sequence.output_tokens));
+  write(answer.lastChild, ` of ${count(sequence.max_tokens)}`);
   groups.forEach((group, index) => {
     const chip = pages.children[index];
     write(chip.children[1], count(sequence.pages[index]));
