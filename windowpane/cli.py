@@ -499,6 +499,16 @@ def serve(
     chat_template: Annotated[
         str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
     ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model marks its thoughts: qwen3, …", rich_help_panel=TEXT)
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, …", rich_help_panel=TEXT)
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option("--enable-auto-tool-choice", help="Let the model decide to call tools.", rich_help_panel=TEXT),
+    ] = False,
     seed: Annotated[
         int, typer.Option(help="For requests that bring none, and random weights.", rich_help_panel=SAMPLING)
     ] = 0,
@@ -510,6 +520,7 @@ def serve(
         from pathlib import Path
 
         from windowpane.plan.sizes import parse_bytes
+        from windowpane.server.parsing import Parsers
         from windowpane.server.run import LOG_LEVELS, ServerOptions
         from windowpane.server.run import serve as run_server
         from windowpane.server.service import Limits
@@ -522,6 +533,7 @@ def serve(
             api_keys=tuple(api_key or ()),
             served_model_names=tuple(served_model_name or ()),
             chat_template=None if chat_template is None else Path(chat_template),
+            parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
             log_level=log_level,
             limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
         )

@@ -15,23 +15,28 @@ from starlette.responses import JSONResponse, Response
 from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import bad_request
 from windowpane.server.loop import Job
+from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message
-from windowpane.server.sampling import check_stream, grammar_of, sampling_params
+from windowpane.server.sampling import check_stream, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream
 from windowpane.text import ChatTemplate, TextError, Tokenizer
 from windowpane.text.answer import Answer
+from windowpane.text.grammar import CompiledGrammar
+from windowpane.text.parsers import OutputParser, kept_special_ids
 
 
 async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     arrived = time.monotonic()
     service.check_model(body.model)
     _check(service, body)
-    prompt = await service.off_loop(render, service, body, _variables(service, body))
+    choice = tool_choice(body, service.parsers)
+    prompt = await service.off_loop(render, service, body, _variables(service, body), choice != "none")
     service.admit(body.n or 1)
-    grammar = await service.off_loop(grammar_of, body, service.grammars)
-    job = _job(service, body, prompt, grammar, arrived)
-    writer = ChatWriter(service, body, job)
+    grammar = await service.off_loop(chat_grammar, body, choice, service.parsers, service.grammars, prompt.text)
+    parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
+    job = _job(service, body, prompt, grammar, parsers, arrived)
+    writer = ChatWriter(service, body, job, parsers)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
@@ -53,11 +58,12 @@ def _check(service: Service, body: ChatBody) -> None:
 class ChatPrompt:
     """`message_ends` are the numbers of tokens after which a message ends."""
 
+    text: str
     token_ids: list[int]
     message_ends: tuple[int, ...]
 
 
-def render(service: Service, body: ChatFields, variables: Mapping[str, Any]) -> ChatPrompt:
+def render(service: Service, body: ChatFields, variables: Mapping[str, Any], with_tools: bool = True) -> ChatPrompt:
     """The prompt of a chat, by the model's own template."""
     tokenizer = service.need_tokenizer("messages")
     template = service.template
@@ -70,7 +76,7 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any]) -> 
         )
     messages = [_plain(message, index) for index, message in enumerate(body.messages)]
     settings: dict[str, Any] = {**(body.chat_template_kwargs or {}), **variables}
-    if body.tools:
+    if body.tools and with_tools:
         settings["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     for name in ("messages", "add_generation_prompt"):
         if name in settings:
@@ -80,7 +86,7 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any]) -> 
         token_ids = tokenizer.encode(text, add_special_tokens=False)
     except (TextError, UnicodeError) as error:
         raise bad_request(str(error), "messages", "invalid_value") from None
-    return ChatPrompt(token_ids, message_ends(template, tokenizer, messages, token_ids, settings))
+    return ChatPrompt(text, token_ids, message_ends(template, tokenizer, messages, token_ids, settings))
 
 
 def message_ends(
@@ -160,15 +166,23 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
 # -- the job -------------------------------------------------------------------------------------------------------
 
 
-def _job(service: Service, body: ChatBody, prompt: ChatPrompt, grammar: Any, arrived: float) -> Job:
+def _job(
+    service: Service,
+    body: ChatBody,
+    prompt: ChatPrompt,
+    grammar: CompiledGrammar | None,
+    parsers: Sequence[OutputParser | None],
+    arrived: float,
+) -> Job:
     id = body.request_id or f"chatcmpl-{uuid4().hex}"
+    tokenizer = service.need_tokenizer("messages")
     tokens = service.tokens(prompt.token_ids, "messages")
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None:
         max_tokens = service.room(len(tokens), "messages")
     service.check_length(len(tokens), max_tokens, "messages")
     answers = []
-    for choice in range(body.n or 1):
+    for choice, parser in enumerate(parsers):
         params = sampling_params(
             body,
             service.tokenizer,
@@ -189,9 +203,10 @@ def _job(service: Service, body: ChatBody, prompt: ChatPrompt, grammar: Any, arr
         answers.append(
             Answer(
                 request,
-                service.tokenizer,
+                tokenizer,
                 skip_special_tokens=body.skip_special_tokens is not False,
                 include_stop=body.include_stop_str_in_output or False,
+                kept_special_ids=kept_special_ids(tokenizer, parser.markers) if parser else (),
             )
         )
     return Job(id, answers, bool(body.stream), arrived, body.user)

@@ -18,6 +18,7 @@ from windowpane.server import log as server_log
 from windowpane.server.app import make_app
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
+from windowpane.server.parsing import Parsers
 from windowpane.server.service import Limits, Service
 from windowpane.startup import Started, busy, start
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
@@ -41,6 +42,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     chat_template: Path | None = None
+    parsers: Parsers = field(default_factory=Parsers)
     log_level: str = "info"
     limits: Limits = field(default_factory=Limits)
 
@@ -78,6 +80,7 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         tokenizer=tokenizer,
         template=template,
         grammars=None if tokenizer is None else Grammars(tokenizer),
+        parsers=options.parsers,
         limits=options.limits,
     )
 

@@ -19,6 +19,7 @@ from windowpane.scheduler import RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineLoop, Job, Piece
+from windowpane.server.parsing import Parsers
 from windowpane.text import ChatTemplate, Tokenizer
 from windowpane.text.grammar import Grammars
 
@@ -55,6 +56,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     grammars: Grammars | None = None
+    parsers: Parsers = field(default_factory=Parsers)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property

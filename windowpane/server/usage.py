@@ -24,7 +24,12 @@ def stop_reason(answer: Answer, asked: Sequence[int] | None) -> str | int | None
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.token_bytes(token, skip_special_tokens=False).decode("utf-8", errors="replace")
+    """What a token is called. One that is no text by itself is called by its bytes, so that names stay apart."""
+    data = tokenizer.token_bytes(token, skip_special_tokens=False)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def finite(logprob: float) -> float:
@@ -32,19 +37,16 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def usage(job: Job, *, generates: bool = True, reasoning_tokens: int | None = None) -> dict[str, Any]:
+def usage(job: Job, *, generates: bool = True) -> dict[str, Any]:
     """Tokens of a job so far. A prompt counts once, however many choices were made of it."""
     prompts: dict[int, Request] = {}
     for request in job.requests:
         prompts.setdefault(id(request.prompt), request)
     prompt_tokens = sum(len(request.prompt) for request in prompts.values())
     completion_tokens = sum(len(request.output) for request in job.requests) if generates else 0
-    document: dict[str, Any] = {
+    return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts.values())},
     }
-    if reasoning_tokens is not None:
-        document["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    return document

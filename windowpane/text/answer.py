@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from windowpane.request import FinishReason, Request, TokenLogprobs
@@ -33,7 +34,8 @@ class Completion:
 class Answer:
     """What one request says, piece by piece. Without a tokenizer it has tokens but no text.
 
-    `include_stop` shows the stop string too, and `skip_special_tokens` False what special tokens are called.
+    `include_stop` shows the stop string too, and `skip_special_tokens` False what special tokens are called;
+    `kept_special_ids` are shown in any case.
     """
 
     def __init__(
@@ -43,9 +45,12 @@ class Answer:
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        kept_special_ids: Collection[int] = (),
     ) -> None:
         self.request = request
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = None if tokenizer is None else Detokenizer(
+            tokenizer, skip_special_tokens, kept_special_ids
+        )
         self._stops = StopStrings(request.params.stop, include_stop) if request.params.stop else None
         self._shown: list[str] = []
         self._taken = 0
