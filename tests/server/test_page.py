@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwright
 
 from tests.server.browser import CHROMIUM_FLAGS, ServerProcess, chromium_path, serving
-from tests.test_llm import make_model
+from tests.tiny_model import make_model
 
 KEY = "a key for the tests"
 FLAGS = ["--load-format", "dummy", "--device", "cpu", "--kv-cache-memory-bytes", "1MiB", "--max-num-seqs", "4"]

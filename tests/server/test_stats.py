@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -288,7 +290,7 @@ class TestFeed:
         async def read() -> list[bytes]:
             feed = _Feed(get_snapshot)
             events = []
-            async for event in feed.events(await feed.latest()):
+            async for event in feed.events(asyncio.ensure_future(feed.latest())):
                 events.append(event)
                 if len(events) == 3:
                     release.set()
@@ -299,6 +301,26 @@ class TestFeed:
         assert events[-1] == b'data: {"taken":2}\n\n'
         assert len(events) >= 4
         assert all(event.startswith(b": ") for event in events[1:-1])
+
+    def test_is_one_document_or_a_stream_as_the_reader_accepts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
+        left = 3
+
+        async def get_snapshot() -> dict[str, Any]:
+            nonlocal left
+            if left == 0:
+                raise RuntimeError("the engine died")
+            left -= 1
+            return {"left": left}
+
+        app = FastAPI()
+        app.include_router(stats.router(get_snapshot))
+        client = TestClient(app, raise_server_exceptions=False)
+        assert client.get("/stats").json() == {"left": 2}
+        stream = client.get("/stats", headers={"Accept": "text/event-stream"})
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert stream.text == 'data: {"left":1}\n\ndata: {"left":0}\n\n'
+        assert client.get("/stats", headers={"Accept": "text/event-stream"}).status_code == 500
 
 
 def test_every_field_is_documented() -> None:

@@ -84,7 +84,6 @@ class Meter:
             "cached_tokens": self.cached_tokens,
             "finished_requests": self.finished,
             "output_tokens_per_s": round(sum(s.output_tokens for s in recent) / recent_s, 1),
-            "prompt_tokens_per_s": round(sum(s.prompt_tokens - s.cached_tokens for s in recent) / recent_s, 1),
             "ttft_ms": {"p50": _ms(_percentile(waits, 50)), "p95": _ms(_percentile(waits, 95)), "requests": len(waits)},
             "hit_rate": _hit_rate(last),
             "history": {

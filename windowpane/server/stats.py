@@ -85,10 +85,13 @@ def router(get_snapshot: GetSnapshot) -> APIRouter:
         responses={200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}}},
     )
     async def stats(request: Request) -> Response:
-        first = await feed.latest()
         headers = {"Cache-Control": "no-store"}
         if "text/event-stream" not in request.headers.get("accept", ""):
-            return Response(first, media_type="application/json", headers=headers)
+            return Response(await feed.latest(), media_type="application/json", headers=headers)
+        first = asyncio.ensure_future(feed.latest())
+        # Where there is none to be had the answer is an error; where it takes long, a stream that begins with a sign.
+        if (await asyncio.wait({first}, timeout=KEEP_ALIVE_S))[0]:
+            first.result()
         return StreamingResponse(feed.events(first), media_type="text/event-stream", headers=headers)
 
     return routes
@@ -111,20 +114,19 @@ class _Feed:
         # Who leaves while waiting must not take the snapshot away from the others.
         return await asyncio.shield(self._next)
 
-    async def events(self, latest: bytes) -> AsyncIterator[bytes]:
-        """Server-sent events until the reader goes or the engine can no longer be asked."""
-        while True:
-            yield b"data: " + latest + b"\n\n"
-            await asyncio.sleep(INTERVAL_S)
-            coming = asyncio.ensure_future(self.latest())
-            try:
+    async def events(self, coming: asyncio.Future[bytes]) -> AsyncIterator[bytes]:
+        """Server-sent events until the reader goes or there are no more snapshots; the first is on its way."""
+        try:
+            while True:
                 while not (await asyncio.wait({coming}, timeout=KEEP_ALIVE_S))[0]:
                     yield b": the engine is in a long step\n\n"
-            finally:
-                coming.cancel()
-            if coming.exception() is not None:
-                return
-            latest = coming.result()
+                if coming.exception() is not None:
+                    return
+                yield b"data: " + coming.result() + b"\n\n"
+                await asyncio.sleep(INTERVAL_S)
+                coming = asyncio.ensure_future(self.latest())
+        finally:
+            coming.cancel()
 
     async def _take(self) -> bytes:
         try:

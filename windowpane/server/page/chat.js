@@ -63,10 +63,16 @@ export class Chat {
       this.failed(error, mine.signal.aborted, answer, text);
     } finally {
       answer.block.removeAttribute("aria-busy");
-      if (chats && answer.text) this.messages.push({ role: "assistant", content: answer.text });
+      if (chats && this.messages.length) this.remember(answer.text);
       if (this.running === mine) this.running = null;
       if (!this.running) this.send.textContent = "Send";
     }
+  }
+
+  // Turns alternate: a question that was not answered at all is as if it had not been asked.
+  remember(text) {
+    if (text) this.messages.push({ role: "assistant", content: text });
+    else this.messages.pop();
   }
 
   request(text, chats) {
@@ -162,7 +168,6 @@ export class Chat {
       this.note(answer, "Stopped.");
       return;
     }
-    if (this.messages.at(-1)?.role === "user") this.messages.pop();
     if (!answer.text && !this.prompt.value) this.prompt.value = text; // nothing typed is lost
     const refused = error instanceof Refused;
     this.note(answer, refused ? error.message : "The connection broke before the answer was whole.", "alert");

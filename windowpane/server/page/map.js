@@ -23,7 +23,7 @@ export class ArenaMap {
     this.shown = []; // what is drawn: {group, parts: [live, cached, stranded]} as shares of the cell
     this.target = [];
     this.selected = -1;
-    this.pointed = false;
+    this.reached = 0; // where the keyboard was last
     this.columns = 1;
     this.pitch = LARGEST_CELL_PX;
     new ResizeObserver(() => this.layOut()).observe(this.frame);
@@ -31,7 +31,7 @@ export class ArenaMap {
     this.canvas.addEventListener("pointerdown", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.leave());
     this.canvas.addEventListener("keydown", (event) => this.move(event));
-    this.canvas.addEventListener("focus", () => this.select(Math.max(this.selected, 0)));
+    this.canvas.addEventListener("focus", () => this.selected < 0 && this.select(this.reached));
     this.canvas.addEventListener("blur", () => this.select(-1));
   }
 
@@ -47,6 +47,7 @@ export class ArenaMap {
       this.shown = this.target.slice();
       this.layOut();
       this.canvas.setAttribute("aria-valuemax", this.target.length);
+      this.say();
     } else {
       this.ease();
     }
@@ -162,12 +163,10 @@ export class ArenaMap {
   point(event) {
     const column = Math.min(this.columns - 1, Math.floor(event.offsetX / this.pitch));
     const cell = Math.floor(event.offsetY / this.pitch) * this.columns + column;
-    this.pointed = true;
     this.select(cell >= 0 && cell < this.target.length ? cell : -1);
   }
 
   leave() {
-    this.pointed = false;
     if (document.activeElement !== this.canvas) this.select(-1);
   }
 
@@ -179,14 +178,15 @@ export class ArenaMap {
     const next = to ?? (event.key in steps ? here + steps[event.key] : null);
     if (next === null) return;
     event.preventDefault();
-    this.pointed = false;
-    this.select(Math.min(last, Math.max(0, next)));
+    this.reached = Math.min(last, Math.max(0, next));
+    this.select(this.reached);
   }
 
   select(cell) {
     this.selected = cell;
     this.placeCursor();
     this.describe();
+    if (this.arena) this.say();
   }
 
   placeCursor() {
@@ -203,12 +203,16 @@ export class ArenaMap {
 
   describe() {
     const cell = this.target[this.selected];
-    const text = cell ? this.sentence(this.selected, cell) : this.invitation;
-    this.detail.textContent = text;
+    this.detail.textContent = cell ? this.sentence(this.selected, cell) : this.invitation;
     this.detail.classList.toggle("unset", !cell);
+  }
+
+  // For screen readers: only when someone moves, so that numbers which change by themselves are not read out.
+  say() {
+    const cell = this.target[this.selected];
     this.canvas.setAttribute("aria-valuenow", Math.max(this.selected, 0) + 1);
-    // Said only while someone moves through the map: numbers that change by themselves are not read out.
-    if (cell && !this.pointed) this.canvas.setAttribute("aria-valuetext", text);
+    const text = cell ? this.sentence(this.selected, cell) : plural(this.arena.slabs, "slab");
+    this.canvas.setAttribute("aria-valuetext", text);
   }
 
   sentence(index, cell) {

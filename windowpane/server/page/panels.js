@@ -20,11 +20,11 @@ function make(tag, className = "", text = "") {
 export function showFigures({ rates, arena }) {
   const { ttft_ms: ttft, history } = rates;
   write(byId("speed"), rate(rates.output_tokens_per_s));
-  write(byId("speed-note"), `${rate(rates.prompt_tokens_per_s)} prompt tokens/s`);
+  write(byId("speed-note"), `${count(rates.output_tokens)} so far`);
   bars("speed-history", history.output_tokens, "Tokens answered in each second of the last minute", rate);
 
   write(byId("ttft"), ttft.p50 === null ? "–" : milliseconds(ttft.p50));
-  write(byId("ttft-note"), ttft.p50 === null ? "none in the last minute" : `95 in 100 within ${milliseconds(ttft.p95)}`);
+  write(byId("ttft-note"), ttft.p50 === null ? "none in the last minute" : `95 % within ${milliseconds(ttft.p95)}`);
   bars("ttft-history", history.ttft_ms, "Time to first token in each second of the last minute", milliseconds);
 
   write(byId("hits"), rates.hit_rate === null ? "–" : percent(rates.hit_rate));
@@ -77,8 +77,8 @@ export function showGroups(arena) {
   arena.groups.forEach((group, index) => {
     const row = rows.children[index] ?? rows.appendChild(groupRow(index));
     const name = plural(group.layers, "layer");
-    const cells = [group.name, group.live_bytes, group.cached_bytes, group.stranded_bytes].map((v, i) => (i ? bytes(v) : v));
-    cells.push(count(group.slabs), bytes(group.page_bytes));
+    const held = [group.live_bytes, group.cached_bytes, group.stranded_bytes].map(bytes);
+    const cells = [group.name, ...held, count(group.slabs), bytes(group.page_bytes)];
     [...row.children].forEach((cell, i) => write(cell.querySelector("span") ?? cell, cells[i]));
     row.title = group.block_tokens ? `${name}, ${plural(group.block_tokens, "token")} in a page` : name;
   });
