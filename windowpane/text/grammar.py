@@ -121,17 +121,15 @@ class Grammars:
     def _compile(self, answer: dict[str, Any], what: str) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        grammars = [{"name": "answer", **answer}]
+        grammars = [{**answer, "name": "answer"}]
         if self._thought is not None:
             grammars.insert(0, {"name": "thought", "lark_grammar": self._thought_rules(self._thought)})
         limits = LLParserLimits(verbose_errors=False)
         first = LLMatcher(self._vocabulary, json.dumps({"grammars": grammars}), log_level=0, limits=limits)
         if not first.is_error():
             first.compute_bitmask()  # finds what is too complex to follow
-        if first.stop_reason() == "NoExtensionBias":
-            raise GrammarError(f"{what} cannot be used: no text fits it")
         if first.is_error():
-            raise GrammarError(f"{what} cannot be used: {_first_lines(first.get_error())}")
+            raise GrammarError(f"{what} cannot be used: {_reason(first.get_error())}")
         return CompiledGrammar(first, frozenset(self._tokenizer.stop_ids))
 
     def _thought_rules(self, thought: Thought) -> str:
@@ -185,7 +183,7 @@ class AnswerMatcher:
     def allowed(self, *, may_stop: bool) -> NDArray[np.uint32]:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot go on: {_first_lines(self._matcher.get_error())}")
+            raise GrammarError(f"the grammar cannot go on: {_reason(self._matcher.get_error())}")
         if may_stop or not self._matcher.is_accepting():
             return words
         others = words.copy()
@@ -236,6 +234,7 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "…")
 
 
-def _first_lines(message: str) -> str:
-    """The library's reason, without the state of its parser."""
-    return message.split("<state>")[0].replace("<non-verbose/>", "").strip()
+def _reason(message: str) -> str:
+    """The library's words, without the state of its parser."""
+    reason = message.split("<state>")[0].replace("<non-verbose/>", "").strip()
+    return "no text fits it" if reason == "NoExtensionBias" else reason
