@@ -521,12 +521,10 @@ def serve(
 
         from windowpane.plan.sizes import parse_bytes
         from windowpane.server.parsing import Parsers
-        from windowpane.server.run import LOG_LEVELS, ServerOptions
+        from windowpane.server.run import ServerOptions
         from windowpane.server.run import serve as run_server
         from windowpane.server.service import Limits
 
-        if log_level not in LOG_LEVELS:
-            raise UserError(f"--log-level {log_level!r} is not known; use {', '.join(LOG_LEVELS)}")
         options = ServerOptions(
             host=host,
             port=port,

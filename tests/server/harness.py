@@ -57,6 +57,30 @@ class Running:
             assert time.monotonic() < give_up, f"not so after {PATIENCE_S} s: {what}"
             time.sleep(0.005)
 
+    @contextmanager
+    def engine_held(self) -> Iterator[None]:
+        """The engine's thread is kept from its next step until the block is left."""
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            go_on.wait(PATIENCE_S)
+
+        self.service.loop._send(hold)
+        assert held.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def post_in_thread(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> threading.Thread:
+        def post() -> None:
+            httpx.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S)
+
+        thread = threading.Thread(target=post, daemon=True)
+        thread.start()
+        return thread
+
     def wait_until_idle(self) -> None:
         """Nothing runs, nothing waits, and every byte is free or only cached."""
         self.wait_until(lambda: not self.service.loop.jobs, "no job is left")

@@ -17,6 +17,7 @@ from windowpane.server.auth import ApiKeys, BodyLimit
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
 from windowpane.server.errors import ErrorDocument, unavailable
+from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
 from windowpane.server.protocol import (
     ChatBody,
@@ -57,6 +58,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         lifespan=life,
         responses=REFUSALS,
     )
+    app.router.route_class = JsonRoute
     errors.install(app)
     _add_api(app, service)
     _add_tokenizer(app, service)

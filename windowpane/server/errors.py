@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHttpException
 
 from windowpane.server.loop import EngineDied
 from windowpane.server.protocol import UNSUPPORTED
@@ -19,7 +19,7 @@ from windowpane.server.protocol import UNSUPPORTED
 log = logging.getLogger("windowpane.server")
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """A request that is refused. `param` is the field at fault, `retry_after_s` when to come again."""
 
     def __init__(
@@ -32,8 +32,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message)
         self.message = message
         self.kind = kind
         self.param = param
@@ -47,7 +46,7 @@ class ApiError(Exception):
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        return JSONResponse(self.document(), self.status, headers)
+        return JSONResponse(self.document(), self.status_code, headers)
 
 
 class ErrorBody(BaseModel):
@@ -90,8 +89,8 @@ def install(app: FastAPI) -> None:
     async def _validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
         return _explain(error.errors()).response()
 
-    @app.exception_handler(HTTPException)
-    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(AnyHttpException)
+    async def _http_error(request: Request, error: AnyHttpException) -> JSONResponse:
         response = ApiError(error.status_code, _http_message(request, error)).response()
         response.headers.update(error.headers or {})
         return response
@@ -102,7 +101,7 @@ def install(app: FastAPI) -> None:
         return failed(f"the server failed on this request: {type(error).__name__}").response()
 
 
-def _http_message(request: Request, error: HTTPException) -> str:
+def _http_message(request: Request, error: AnyHttpException) -> str:
     if error.status_code == 404:
         return f"there is no {request.method} {request.url.path}; see /docs for what there is"
     if error.status_code == 405:
@@ -111,9 +110,13 @@ def _http_message(request: Request, error: HTTPException) -> str:
 
 
 def _explain(errors: Sequence[Any]) -> ApiError:
-    """The first thing wrong with a body, by name, and how many more there are."""
-    error = errors[0]
-    where = [str(part) for part in error["loc"][1:] if not _is_a_form(part)]
+    """The first thing wrong with a body, by name.
+
+    Where a field may have several forms, each of them has something to say: what lies deepest is what was meant.
+    """
+    first = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
+    error = max(first, key=lambda e: len(_place(e)))
+    where = _place(error)
     param = ".".join(where) or None
     kind = error["type"]
     if kind == "json_invalid":
@@ -122,9 +125,12 @@ def _explain(errors: Sequence[Any]) -> ApiError:
         return bad_request(_unknown(where), param, "unsupported_parameter")
     if param is None:
         return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
-    # Where a field may have several forms, each of them has something to say about what was sent.
-    same = [e["msg"] for e in errors if e["loc"][:2] == error["loc"][:2]]
-    return bad_request(f"{param}: {' or '.join(dict.fromkeys(m.lower() for m in same[:4]))}", param, "invalid_value")
+    said = dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in first if _place(e) == where)
+    return bad_request(f"{param}: {' or '.join(said)}", param, "invalid_value")
+
+
+def _place(error: Any) -> list[str]:
+    return [str(part) for part in error["loc"][1:] if not _is_a_form(part)]
 
 
 def _is_a_form(part: object) -> bool:

@@ -46,6 +46,12 @@ class ServerOptions:
     log_level: str = "info"
     limits: Limits = field(default_factory=Limits)
 
+    def __post_init__(self) -> None:
+        if any(not key.strip() for key in self.api_keys):
+            raise ValueError("--api-key is empty, which would let everybody in; leave it out, or give a key")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"--log-level {self.log_level!r} is not known; use {', '.join(LOG_LEVELS)}")
+
 
 def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -> int:
     """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""

@@ -29,7 +29,7 @@ def sampling_params(
     """The parameters of one choice. With a seed, each of several choices has its own: the seed, and those after it."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if stop and tokenizer is None:
-        raise bad_request("stop strings need a tokenizer and this model came without one; use stop_token_ids", "stop")
+        raise bad_request("stop strings need text and this model came without a tokenizer; use stop_token_ids", "stop")
     stop_token_ids = tuple(body.stop_token_ids or ())
     if tokenizer is not None and not body.ignore_eos:
         stop_token_ids = with_stop_ids(stop_token_ids, tokenizer)
@@ -87,7 +87,7 @@ def grammar_of(body: Sampling, grammars: Grammars | None) -> CompiledGrammar | N
     if len(asked) > 1:
         raise bad_request(f"{' and '.join(asked)} both say what the answer must look like; give one", name)
     if grammars is None:
-        raise bad_request(f"{name} needs a tokenizer and this model came without one", name)
+        raise bad_request(f"{name} needs text and this model came without a tokenizer", name)
     try:
         return _compile(grammars, name, value)
     except ValueError as error:
