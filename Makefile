@@ -12,7 +12,7 @@ serve: $(STAMP)
 	$(BIN)/windowpane generate --prompt "The capital of France is" --max-tokens 24 --temperature 0 --max-model-len 4096
 
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 # The page is tested in a real browser. Without one those tests fail and say so; everything else still runs.
 browser:

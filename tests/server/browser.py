@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ def chromium_path() -> str:
 class ServerProcess:
     """`windowpane serve` on one port, which it keeps when it is started again."""
 
-    def __init__(self, model: Path, *arguments: str) -> None:
+    def __init__(self, model: Path | str, *arguments: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -65,7 +64,7 @@ class ServerProcess:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
                 return
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # not listening yet, or listening while the model loads
                 time.sleep(0.1)
         pytest.fail(f"the server did not answer within {START_S} s")
 

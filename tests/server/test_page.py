@@ -13,6 +13,8 @@ from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwrig
 from tests.server.browser import CHROMIUM_FLAGS, ServerProcess, chromium_path, serving
 from tests.tiny_model import make_model
 
+pytestmark = pytest.mark.xdist_group("page")  # one browser and two servers, not as many as there are workers
+
 KEY = "a key for the tests"
 FLAGS = ["--load-format", "dummy", "--device", "cpu", "--kv-cache-memory-bytes", "1MiB", "--max-num-seqs", "4"]
 DESKTOP = {"width": 1280, "height": 900}

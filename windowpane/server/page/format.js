@@ -3,7 +3,10 @@
 const UNITS = ["KiB", "MiB", "GiB", "TiB"];
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
+const short = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 });
+
 export const count = (value) => whole.format(value);
+export const compact = (value) => short.format(value);
 
 export function bytes(size) {
   if (size < 1024) return `${size} B`;

@@ -1,6 +1,6 @@
 // Everything that shows a snapshot as figures and tables.
 
-import { age, bytes, count, milliseconds, percent, plural, rate } from "./format.js";
+import { age, bytes, compact, count, milliseconds, percent, plural, rate } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
@@ -20,7 +20,7 @@ function make(tag, className = "", text = "") {
 export function showFigures({ rates, arena }) {
   const { ttft_ms: ttft, history } = rates;
   write(byId("speed"), rate(rates.output_tokens_per_s));
-  write(byId("speed-note"), `${count(rates.output_tokens)} so far`);
+  write(byId("speed-note"), `${compact(rates.output_tokens)} so far`);
   bars("speed-history", history.output_tokens, "Tokens answered in each second of the last minute", rate);
 
   write(byId("ttft"), ttft.p50 === null ? "–" : milliseconds(ttft.p50));
@@ -28,7 +28,7 @@ export function showFigures({ rates, arena }) {
   bars("ttft-history", history.ttft_ms, "Time to first token in each second of the last minute", milliseconds);
 
   write(byId("hits"), rates.hit_rate === null ? "–" : percent(rates.hit_rate));
-  write(byId("hits-note"), `${count(rates.cached_tokens)} of ${plural(rates.prompt_tokens, "token")} so far`);
+  write(byId("hits-note"), `${compact(rates.cached_tokens)} of ${compact(rates.prompt_tokens)} tokens so far`);
   bars("hits-history", history.hit_rate, "Prefix hits in each second of the last minute", percent, 1);
 
   const held = arena.total_bytes - arena.free_bytes;
