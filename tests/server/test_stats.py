@@ -116,6 +116,22 @@ class TestArena:
                 assert group["live_bytes"] == group["live_pages"] * group["page_bytes"]
                 assert group["cached_bytes"] == group["cached_pages"] * group["page_bytes"]
 
+    @pytest.mark.parametrize("overlapped", [False, True], ids=["plain", "overlapped"])
+    def test_map_is_right_between_any_two_steps(self, overlapped: bool) -> None:
+        engine = engine_for(overlapped, sequences=2, length=150)
+        requests = [request(str(n), range(20 + 17 * n), max_tokens=60) for n in range(6)]
+        for one in requests:
+            engine.add(one)
+        steps = 0
+        while engine.has_work:
+            engine.step()
+            steps += 1
+            if steps == 30:
+                engine.cancel(requests[0])
+            assert cells(take(engine)["arena"]) == true_cells(engine.manager)
+        assert steps > 100
+        assert take(engine)["arena"]["live_bytes"] == 0
+
     def test_a_large_arena_shows_several_slabs_in_a_cell(self, monkeypatch: pytest.MonkeyPatch) -> None:
         manager = KVManager(layout_of(CACHES, block_tokens=16), 100, 4, 1000)
         manager.start(0, 1000)

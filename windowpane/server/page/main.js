@@ -29,7 +29,8 @@ let countdown = 0;
 function tell(now, detail) {
   clearInterval(countdown);
   if (now === "lost") {
-    byId("lost-why").textContent = `${detail.why} What you see may be out of date.`;
+    const why = `${detail.why} What you see may be out of date.`;
+    if (byId("lost-why").textContent !== why) byId("lost-why").textContent = why; // read out once, not at every try
     const due = performance.now() + detail.wait;
     const say = () => {
       const seconds = Math.max(0, Math.ceil((due - performance.now()) / 1000));
