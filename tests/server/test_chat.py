@@ -122,9 +122,8 @@ class TestPrompts:
             assert "/v1/completions" in answer.json()["error"]["message"]
 
     def test_unless_it_is_given_one(self, tmp_path: Path) -> None:
-        file = tmp_path / "mine.jinja"
-        file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ reasoning_effort or '' }}")
-        with running(make_model(tmp_path / "base", chat_template=None), chat_template=file) as server:
+        mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ reasoning_effort or '' }}"
+        with running(make_model(tmp_path / "base", chat_template=None), chat_template=mine) as server:
             answer = server.http.post("/tokenize", json={"messages": USER, "return_token_strs": True}).json()
             assert "".join(answer["token_strs"]) == "[Hi]"
             assert server.chat(max_tokens=1, reasoning_effort="low").json()["usage"]["prompt_tokens"] == 7

@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,13 +34,13 @@ log = logging.getLogger("windowpane.server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the server's own flags say."""
+    """What the server's own flags say. `chat_template` is the template itself."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
-    chat_template: Path | None = None
+    chat_template: str | None = None
     parsers: Parsers = field(default_factory=Parsers)
     log_level: str = "info"
     limits: Limits = field(default_factory=Limits)
@@ -55,18 +54,18 @@ class ServerOptions:
 
 def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -> int:
     """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
-    server_log.set_up(options.log_level)
     console = Console(stderr=True)
-    listener = _listen(options)  # a port that is taken is told before a model is loaded
-    service = make_service(start(model, flags, console), options, console)
-    app = make_app(service, options.api_keys)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"), service)
-    _greet(console, service, listener.getsockname(), bool(options.api_keys))
-    try:
-        server.run([listener])
-    finally:
-        service.loop.stop()
+    with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
+        service = make_service(start(model, flags, console), options, console)
+        app = make_app(service, options.api_keys)
+        server_log.set_up(options.log_level)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"), service)
+        _greet(console, service, listener.getsockname(), bool(options.api_keys))
+        try:
+            server.run([listener])
+        finally:
+            service.loop.stop()
     return 1 if server.force_exit or service.loop.error is not None else 0
 
 
@@ -91,13 +90,9 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
     )
 
 
-def _with_template(tokenizer: Tokenizer, file: Path | None) -> Tokenizer:
-    if file is not None:
-        try:
-            text = file.read_text("utf-8")
-        except OSError as error:
-            raise TextError(f"--chat-template {file} cannot be read: {error.strerror}") from None
-        tokenizer.files = replace(tokenizer.files, source=str(file), chat_template=text)
+def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    if template is not None:
+        tokenizer.files = replace(tokenizer.files, source="--chat-template", chat_template=template)
     return tokenizer
 
 
