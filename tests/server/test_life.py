@@ -122,7 +122,8 @@ class TestStarting:
             (["--tool-call-parser", "nonsense"], "there are hermes"),
             (["--reasoning-parser", "nonsense"], "there are qwen3"),
             (["--chat-template", "/nowhere.jinja"], "/nowhere.jinja cannot be read"),
-            (["--port", "99999"], "cannot listen"),
+            (["--port", "99999"], "to 65535"),
+            (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid"),
             (["--tensor-parallel-size", "2"], "use 1"),
         ],
     )

@@ -212,6 +212,7 @@ class EngineLoop:
         began = time.monotonic()
         outputs = self.engine.step()
         now = time.monotonic()
+        cpu_s = time.thread_time()
         self.meter.stepped(outputs)
         if self._not_admitted:
             self._note_admitted(began)
@@ -224,6 +225,7 @@ class EngineLoop:
                     posted.append((choice.job, piece))
         self.metrics.stepped(outputs)
         self._post(posted)
+        self.metrics.output_cpu_s += time.thread_time() - cpu_s
         for output in outputs:
             if isinstance(output.request.error, torch.AcceleratorError):
                 raise output.request.error  # the device answers nothing any more after such an error

@@ -67,6 +67,7 @@ class Metrics:
         self._labels = {"model_name": model_name}
         self._started = time.monotonic()
         self.steps = 0
+        self.output_cpu_s = 0.0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
@@ -133,6 +134,9 @@ class Metrics:
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", self.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", self.cached_tokens)
         yield self._counter("engine_steps", "Steps computed.", self.steps)
+        yield self._counter(
+            "output_cpu_seconds", "Processor time of the engine's thread for text and delivery.", self.output_cpu_s
+        )
         yield self._labelled_counter(
             "request_success",
             "Requests that ended, by reason.",

@@ -46,6 +46,8 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port is a number from 0 (any that is free) to 65535, not {self.port}")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("--api-key is empty, which would let everybody in; leave it out, or give a key")
         if self.log_level not in LOG_LEVELS:
@@ -118,8 +120,8 @@ def _listen(options: ServerOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise ValueError(
             f"cannot listen on {options.host} port {options.port}: {reason}; choose another with --port"
         ) from None
