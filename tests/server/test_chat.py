@@ -96,7 +96,7 @@ class TestPrompts:
         text = template.render(messages)
         ids = tokenizer.encode(text, add_special_tokens=False)
         # The template writes "assistant:" after any messages, so that none but the whole ends there.
-        assert message_ends(template, tokenizer, messages, ids, {}) == ()
+        assert message_ends(template, tokenizer, messages, ids) == ()
 
     def test_and_the_engine_is_told(self, tmp_path: Path) -> None:
         template = (

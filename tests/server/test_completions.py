@@ -35,7 +35,7 @@ EXTRA = (
 
 class TestAnswers:
     def test_an_answer_has_text_a_reason_and_its_cost(self, server: Running) -> None:
-        answer = ask(server)
+        answer = ask(server, cache_salt="nobody has asked this before")
         (choice,) = answer.choices
         assert (answer.object, answer.model, choice.finish_reason) == ("text_completion", "tiny", "length")
         assert answer.usage.prompt_tokens == len("Hello") + 1

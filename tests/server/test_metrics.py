@@ -67,7 +67,7 @@ class TestLog:
     def test_one_line_per_request(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
         logging.getLogger("windowpane").propagate = True
         with caplog.at_level(logging.INFO, logger="windowpane.server"):
-            server.complete(prompt="Hello", max_tokens=5, ignore_eos=True, user="Ada", n=2)
+            server.complete(prompt="Hello", max_tokens=5, ignore_eos=True, user="Ada", n=2, cache_salt="x")
             server.wait_until(lambda: caplog.messages, "it is logged")
         (line,) = caplog.messages
         number = r"[\d.]+"

@@ -86,15 +86,15 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
         token_ids = tokenizer.encode(text, add_special_tokens=False)
     except (TextError, UnicodeError) as error:
         raise bad_request(str(error), "messages", "invalid_value") from None
-    return ChatPrompt(text, token_ids, message_ends(template, tokenizer, messages, token_ids, settings))
+    return ChatPrompt(text, token_ids, message_ends(template, tokenizer, messages, token_ids, **settings))
 
 
 def message_ends(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    token_ids: Sequence[int],
-    settings: Mapping[str, Any],
+    prompt: Sequence[int],
+    **variables: Any,
 ) -> tuple[int, ...]:
     """Where in a prompt its messages end: a later chat that shares them can branch off there.
 
@@ -103,11 +103,11 @@ def message_ends(
     ends = []
     for count in range(1, len(messages) + 1):
         try:
-            text = template.render(messages[:count], add_generation_prompt=False, **settings)
+            text = template.render(messages[:count], add_generation_prompt=False, **variables)
         except TextError:
             continue  # such as a system message by itself
         part = tokenizer.encode(text, add_special_tokens=False)
-        if 0 < len(part) < len(token_ids) and list(token_ids[: len(part)]) == part:
+        if 0 < len(part) < len(prompt) and list(prompt[: len(part)]) == part:
             ends.append(len(part))
     return tuple(sorted(set(ends)))
 

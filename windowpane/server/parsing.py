@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from windowpane.server.errors import bad_request
 from windowpane.server.protocol import ChatBody, NamedTool
-from windowpane.server.sampling import grammar_of
+from windowpane.server.sampling import constraint_of, grammar_of
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
 from windowpane.text.parsers import (
     OutputParser,
@@ -77,18 +77,18 @@ def chat_grammar(
     body: ChatBody, choice: ToolChoice, parsers: Parsers, grammars: Grammars | None, prompt: str
 ) -> CompiledGrammar | None:
     """What the answer must look like: by its format, or calls where they are required. A thought may come first."""
-    make_reasoning = parsers.make_reasoning()
-    if grammars is not None and make_reasoning is not None:
-        grammars = grammars.after(make_reasoning(prompt).thought)
-    asked = grammar_of(body, grammars)
-    if choice == "none":
-        return asked
-    if asked is not None:
+    by_format = constraint_of(body) is not None
+    if by_format and choice != "none":
         raise bad_request(
             'an answer by a format cannot also be a call; set tool_choice to "none", or leave the format out', "tools"
         )
-    if choice == "auto":
+    if not by_format and choice in ("none", "auto"):
         return None
+    make_reasoning = parsers.make_reasoning()
+    if grammars is not None and make_reasoning is not None:
+        grammars = grammars.after(make_reasoning(prompt).thought)
+    if by_format:
+        return grammar_of(body, grammars)
     assert grammars is not None and parsers.tools is not None and body.tools is not None
     tools: list[dict[str, Any]] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     function = choice.function.name if isinstance(choice, NamedTool) else None

@@ -76,16 +76,22 @@ def _logit_bias(body: Sampling) -> dict[int, float]:
         raise bad_request("logit_bias maps token numbers, written as strings, to values", "logit_bias") from None
 
 
-def grammar_of(body: Sampling, grammars: Grammars | None) -> CompiledGrammar | None:
-    """What the answer must look like, from whichever field says so; two that do are an error."""
+def constraint_of(body: Sampling) -> tuple[str, Any] | None:
+    """The field that says what the answer must look like, and its value. Two that do are an error."""
     asked = {name: value for name in _CONSTRAINTS if (value := getattr(body, name)) is not None}
-    if isinstance(body.response_format, ResponseFormat) and body.response_format.type == "text":
+    if body.response_format is not None and body.response_format.type == "text":
         del asked["response_format"]
-    if not asked:
-        return None
-    name, value = next(iter(asked.items()))
     if len(asked) > 1:
-        raise bad_request(f"{' and '.join(asked)} both say what the answer must look like; give one", name)
+        raise bad_request(f"{' and '.join(asked)} both say what the answer must look like; give one", next(iter(asked)))
+    return next(iter(asked.items()), None)
+
+
+def grammar_of(body: Sampling, grammars: Grammars | None) -> CompiledGrammar | None:
+    """What the answer must look like, ready for a request."""
+    asked = constraint_of(body)
+    if asked is None:
+        return None
+    name, value = asked
     if grammars is None:
         raise bad_request(f"{name} needs text and this model came without a tokenizer", name)
     try:
