@@ -75,6 +75,12 @@ def serving(*arguments: str) -> Iterator[Process]:
         process.end()
 
 
+def _watch(url: str) -> None:
+    with httpx.stream("GET", f"{url}/stats", headers={"Accept": "text/event-stream"}, timeout=PATIENCE_S) as got:
+        for _ in got.iter_lines():
+            pass
+
+
 class TestEnding:
     def test_the_line_it_prints_works_and_a_signal_ends_it(self, model: Path) -> None:
         with serving(str(model), *SMALL) as server:
@@ -88,11 +94,14 @@ class TestEnding:
 
     def test_a_signal_lets_what_runs_finish_and_nobody_new_in(self, model: Path) -> None:
         with serving(str(model), *SMALL) as server:
+            watching = threading.Thread(target=_watch, args=(server.url,))  # who watches does not keep it up
+            watching.start()
             with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as got:
                 lines = got.iter_lines()
                 next(lines)
                 server.process.send_signal(signal.SIGTERM)
                 rest = list(lines)
+            watching.join(PATIENCE_S)
             assert "data: [DONE]" in rest and '"finish_reason":"length"' in "".join(rest)
             assert server.end() == 0
             with pytest.raises(httpx.ConnectError):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 
 from tests.server.harness import Running
@@ -54,3 +58,33 @@ def _keep_small(body: dict[str, object]) -> None:
     n = body.get("n")
     if isinstance(n, int) and n > 2:
         body["n"] = 2
+
+
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "Hi", "max_tokens": 4, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1}, "stream": True},
+    {"messages": [{"role": "user", "content": "Hé"}], "max_tokens": 4, "response_format": {"type": "json_object"}},
+]
+
+
+def test_mangled_bodies_are_refused_and_leave_nothing(server: Running) -> None:
+    @seed(SEED)
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        body=st.sampled_from(BODIES).map(lambda body: json.dumps(body).encode()),
+        cut=st.one_of(st.none(), st.integers(0, 200)),
+        changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3),
+    )
+    def check(body: bytes, cut: int | None, changes: list[tuple[int, int]]) -> None:
+        mangled = bytearray(body[:cut])
+        for at, byte in changes:
+            if mangled:
+                mangled[at % len(mangled)] = byte
+        path = "/v1/chat/completions" if b"messages" in body else "/v1/completions"
+        headers = {"Content-Type": "application/json"}
+        answer = server.http.post(path, content=bytes(mangled), headers=headers)
+        assert answer.status_code in (200, 400, 404), answer.text
+        if answer.status_code != 200:
+            assert answer.json()["error"]["message"]
+
+    check()
+    server.wait_until_idle()

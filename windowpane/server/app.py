@@ -69,7 +69,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         # Streams of /stats would keep a server open for ever: they end with the last request.
         if service.draining and not service.loop.jobs:
             raise unavailable("the server is shutting down")
-        return await service.ask(lambda engine: stats.snapshot(engine, service.loop.meter, facts))
+        return await service.watch(lambda engine: stats.snapshot(engine, service.loop.meter, facts))
 
     app.include_router(stats.router(snapshot))
     app.include_router(page.router())
@@ -141,7 +141,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             return made.exposition(engine, alive=service.loop.is_alive)
 
         try:
-            text = await service.ask(expose)
+            text = await service.loop.ask(expose)
         except EngineDied:
             text = expose(service.engine)  # nobody else looks at it any more
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -77,21 +77,25 @@ def failed(message: str) -> ApiError:
 def install(app: FastAPI) -> None:
     """Every way in which a request can go wrong ends in the same shape."""
 
+    def refuse(request: Request, error: ApiError) -> JSONResponse:
+        log.info("%s %s refused: %d %s", request.method, request.url.path, error.status_code, error.message)
+        return error.response()
+
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return refuse(request, error)
 
     @app.exception_handler(EngineDied)
     async def _engine_died(request: Request, error: EngineDied) -> JSONResponse:
-        return unavailable(str(error)).response()
+        return refuse(request, unavailable(str(error)))
 
     @app.exception_handler(RequestValidationError)
     async def _validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _explain(error.errors()).response()
+        return refuse(request, _explain(error.errors()))
 
     @app.exception_handler(AnyHttpException)
     async def _http_error(request: Request, error: AnyHttpException) -> JSONResponse:
-        response = ApiError(error.status_code, _http_message(request, error)).response()
+        response = refuse(request, ApiError(error.status_code, _http_message(request, error)))
         response.headers.update(error.headers or {})
         return response
 

@@ -18,7 +18,7 @@ from windowpane.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.scheduler import RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
 from windowpane.server.log import log_job
-from windowpane.server.loop import EngineLoop, Job, Piece
+from windowpane.server.loop import EngineDied, EngineLoop, Job, Piece
 from windowpane.server.parsing import Parsers
 from windowpane.text import ChatTemplate, Tokenizer
 from windowpane.text.grammar import Grammars
@@ -198,7 +198,8 @@ class Service:
     async def _batches(self, job: Job) -> AsyncIterator[list[Piece]]:
         left = len(job.answers)
         while left:
-            batch = await job.mailbox.take()
+            # Before, for who left while something was being sent; and after, for who left while nothing came.
+            batch = [] if job.client_gone else await job.mailbox.take()
             if job.client_gone:
                 raise ClientGone
             left -= sum(piece.finish_reason is not None for piece in batch)
@@ -211,7 +212,10 @@ class Service:
                 pass
         raise_if_failed(job)
 
-    async def ask(self, question: Callable[[Engine], T]) -> T:
+    async def watch(self, question: Callable[[Engine], T]) -> T:
+        """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""
+        if self.draining:
+            raise EngineDied("the server is shutting down")
         return await self.loop.ask(question)
 
 
