@@ -69,15 +69,17 @@ class TestHangingUp:
         assert text == alone
 
     def test_a_client_that_does_not_read_holds_no_pages(self, server: Running) -> None:
-        client = connect(server, {**LONG, "n": 8, "logprobs": 20, "stream": True}, receive_bytes=2048)
+        wordy = {**LONG, "max_tokens": 250, "n": 8, "logprobs": 20, "stream": True}  # megabytes, beyond any buffer
+        client = connect(server, wordy, receive_bytes=2048)
         server.wait_until(lambda: server.live_bytes > 0, "the request runs")
         server.wait_until(lambda: server.live_bytes == 0, "it has been computed to its end")
         client.close()
         server.wait_until_idle()
 
     def test_a_client_that_reads_slowly_gets_everything(self, server: Running) -> None:
-        expected = server.complete(**LONG).json()["choices"][0]["text"]
-        client = connect(server, {**LONG, "stream": True}, receive_bytes=2048)
+        body = {**LONG, "max_tokens": 200}
+        expected = server.complete(**body).json()["choices"][0]["text"]
+        client = connect(server, {**body, "stream": True}, receive_bytes=2048)
         data = b""
         while b"[DONE]" not in data:
             data += client.recv(1000)

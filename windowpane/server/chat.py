@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import bad_request
-from windowpane.server.loop import Job
+from windowpane.server.job import Job
 from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message
 from windowpane.server.sampling import check_stream, sampling_params
@@ -29,10 +29,10 @@ from windowpane.text.parsers import OutputParser, kept_special_ids
 async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     arrived = time.monotonic()
     service.check_model(body.model)
+    service.admit(body.n or 1)  # early, so that who is turned away costs nothing
     _check(service, body)
     choice = tool_choice(body, service.parsers)
     prompt = await service.off_loop(render, service, body, _variables(service, body), choice != "none")
-    service.admit(body.n or 1)
     grammar = await service.off_loop(chat_grammar, body, choice, service.parsers, service.grammars, prompt.text)
     parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
     job = _job(service, body, prompt, grammar, parsers, arrived)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windowpane.request import FinishReason, TokenLogprobs
-from windowpane.server.loop import Job, Piece
+from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
 from windowpane.server.service import Service
 from windowpane.server.sse import event, to_json

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from windowpane.request import TokenLogprobs, Tokens
 from windowpane.server.errors import bad_request
-from windowpane.server.loop import Job, Piece
+from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, grammar_of, sampling_params
 from windowpane.server.service import Service
@@ -34,9 +34,10 @@ class Prompt:
 async def complete(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
     arrived = time.monotonic()
     service.check_model(body.model)
+    several = _several(body)
+    service.admit(len(several) * (body.n or 1))  # early, so that who is turned away costs nothing
     _check(service, body)
-    prompts = await service.off_loop(_prompts, service, body)
-    service.admit(len(prompts) * (body.n or 1))
+    prompts = await service.off_loop(_prompts, service, body, several)
     grammar = await service.off_loop(grammar_of, body, service.grammars)
     job = _job(service, body, prompts, grammar, arrived)
     writer = _Writer(service, body, job, prompts)
@@ -54,11 +55,15 @@ def _check(service: Service, body: CompletionBody) -> None:
         raise bad_request("max_tokens 0 says nothing; only with echo is the prompt itself an answer", "max_tokens")
 
 
-def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
-    given = body.prompt
-    several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+def _several(body: CompletionBody) -> list[str] | list[list[int]]:
+    given: Any = body.prompt
+    several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not several:
         raise bad_request("prompt is empty; give text or token ids", "prompt")
+    return several
+
+
+def _prompts(service: Service, body: CompletionBody, several: list[str] | list[list[int]]) -> list[Prompt]:
     prompts = []
     for one in several:
         if isinstance(one, str):

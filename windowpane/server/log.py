@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from windowpane.server.loop import Job
+    from windowpane.server.job import Job
 
 
 def set_up(level: str = "info") -> None:

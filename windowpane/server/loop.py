@@ -19,14 +19,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from windowpane.engine import Engine, TokenOutput
-from windowpane.request import FinishReason, Request, TokenLogprobs
+from windowpane.request import FinishReason, Request
+from windowpane.server.job import Job, Piece, Times
 from windowpane.server.meter import Meter
 from windowpane.server.metrics import Metrics
 from windowpane.text.answer import Answer
@@ -39,82 +40,6 @@ log = logging.getLogger("windowpane.server")
 
 class EngineDied(RuntimeError):
     """The engine thread has ended: no request can be served any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one step added to one choice of a job: text (which may be held back and so empty), and its token.
-
-    `token` is None where a choice ended without one. `finish_reason` is set with the last piece of a choice.
-    """
-
-    choice: int
-    text: str
-    token: int | None
-    logprobs: TokenLogprobs | None
-    finish_reason: FinishReason | None
-
-
-@dataclass(slots=True, eq=False)
-class Times:
-    """Moments of one request's life, in `time.monotonic` seconds; None where it never came that far."""
-
-    submitted: float
-    admitted: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    ended: float | None = None
-
-
-class Mailbox:
-    """Pieces on their way to one reader, on the event loop."""
-
-    def __init__(self) -> None:
-        self.looked_at = time.monotonic()  # when its reader last came
-        self._pieces: list[Piece] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-        self.wake()
-
-    def wake(self) -> None:
-        """Have the reader look, even if there is nothing: it may want to show a sign of life."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[Piece]:
-        """All that has come; waits where nothing has. Empty when the reader was woken for nothing."""
-        self.looked_at = time.monotonic()
-        if not self._pieces:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        taken, self._pieces = self._pieces, []
-        return taken
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """What one HTTP request asks of the engine: a request per choice, run together.
-
-    Unless it `streams`, nothing is posted for a choice before it has ended.
-    """
-
-    id: str
-    answers: list[Answer]
-    streams: bool
-    arrived: float = field(default_factory=time.monotonic)
-    user: str | None = None
-    client_gone: bool = False
-    mailbox: Mailbox = field(default_factory=Mailbox)
-    times: list[Times] = field(default_factory=list)
-
-    @property
-    def requests(self) -> list[Request]:
-        return [answer.request for answer in self.answers]
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +66,7 @@ class EngineLoop:
         self._not_admitted: dict[Request, _Choice] = {}
         self._stopping = False
         self._closed = False  # commands are no longer taken; set and read under the lock
+        self._coming = 0  # requests in commands that were not taken yet; under the lock too
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -165,12 +91,12 @@ class EngineLoop:
     @property
     def waiting(self) -> int:
         """Requests that wait to be admitted, those included that the engine has not looked at yet."""
-        return len(self.engine.scheduler.waiting) + self._commands.qsize()
+        return len(self.engine.scheduler.waiting) + self._coming
 
     def submit(self, job: Job) -> None:
         """Queue all requests of a job. They have been checked: see `Engine.check`."""
         job.times = [Times(job.arrived) for _ in job.answers]
-        self._send(lambda: self._add(job))
+        self._send(lambda: self._add(job), requests=len(job.answers))
         self.jobs.add(job)
 
     def cancel(self, job: Job) -> None:
@@ -186,10 +112,11 @@ class EngineLoop:
         self._send(lambda: self._answer(question, answered))
         return await answered
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: Command, requests: int = 0) -> None:
         with self._lock:
             if self._closed:
                 raise EngineDied(f"the engine has stopped: {self.error or 'it was shut down'}")
+            self._coming += requests
             self._commands.put(command)
 
     # -- the engine thread -----------------------------------------------------------------------------------------
@@ -264,6 +191,8 @@ class EngineLoop:
         self.metrics.ended(request, choice.answer.finish_reason, choice.times)
 
     def _add(self, job: Job) -> None:
+        with self._lock:
+            self._coming -= len(job.answers)
         for index, (answer, times) in enumerate(zip(job.answers, job.times, strict=True)):
             choice = _Choice(job, index, answer, times)
             try:
@@ -302,7 +231,8 @@ class EngineLoop:
         with self._lock:
             self._closed = True
         while not self._commands.empty():
-            self._commands.get()()
+            with suppress(Exception):  # an engine that died may not even cancel
+                self._commands.get()()
         for choice in list(self._choices.values()):
             if self.error is None:
                 self.engine.cancel(choice.answer.request)

@@ -24,7 +24,7 @@ from windowpane.engine import Engine, TokenOutput
 from windowpane.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from windowpane.server.loop import Times
+    from windowpane.server.job import Times
 
 PREFIX = "windowpane:"
 

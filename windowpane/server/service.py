@@ -17,8 +17,9 @@ from windowpane.engine import Engine
 from windowpane.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.scheduler import RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
+from windowpane.server.job import Job, Piece
 from windowpane.server.log import log_job
-from windowpane.server.loop import EngineDied, EngineLoop, Job, Piece
+from windowpane.server.loop import EngineDied, EngineLoop
 from windowpane.server.parsing import Parsers
 from windowpane.text import ChatTemplate, Tokenizer
 from windowpane.text.grammar import Grammars
@@ -184,8 +185,10 @@ class Service:
     async def running(self, job: Job, receive: Receive) -> AsyncIterator[AsyncIterator[list[Piece]]]:
         """Batches of pieces until every choice has ended. Leaving early, or the client's leaving, ends the job.
 
-        A batch may be empty: nothing has come for a while. Raises ClientGone when nobody listens any more.
+        A batch may be empty: nothing has come for a while. Raises ClientGone when nobody listens any more, and at once
+        where there is no room for the job.
         """
+        self.admit(len(job.answers))
         self.loop.submit(job)
         gone = asyncio.create_task(_until_gone(job, receive))
         try:

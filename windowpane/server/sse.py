@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from windowpane.request import FinishReason
 from windowpane.server.errors import failed
-from windowpane.server.loop import Job, Piece
+from windowpane.server.job import Job, Piece
 from windowpane.server.service import ClientGone, Service
 
 DONE = b"data: [DONE]\n\n"

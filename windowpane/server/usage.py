@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from windowpane.request import FinishReason, Request
-from windowpane.server.loop import Job
+from windowpane.server.job import Job
 from windowpane.text.answer import Answer
 from windowpane.text.tokenizer import Tokenizer
 
