@@ -75,10 +75,10 @@ def serving(*arguments: str) -> Iterator[Process]:
         process.end()
 
 
-def _watch(url: str) -> None:
+def _watch(url: str, sees: threading.Event) -> None:
     with httpx.stream("GET", f"{url}/stats", headers={"Accept": "text/event-stream"}, timeout=PATIENCE_S) as got:
         for _ in got.iter_lines():
-            pass
+            sees.set()
 
 
 class TestEnding:
@@ -94,8 +94,10 @@ class TestEnding:
 
     def test_a_signal_lets_what_runs_finish_and_nobody_new_in(self, model: Path) -> None:
         with serving(str(model), *SMALL) as server:
-            watching = threading.Thread(target=_watch, args=(server.url,))  # who watches does not keep it up
+            sees = threading.Event()
+            watching = threading.Thread(target=_watch, args=(server.url, sees))  # who watches does not keep it up
             watching.start()
+            assert sees.wait(PATIENCE_S)
             with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as got:
                 lines = got.iter_lines()
                 next(lines)

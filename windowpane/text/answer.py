@@ -48,9 +48,7 @@ class Answer:
         kept_special_ids: Collection[int] = (),
     ) -> None:
         self.request = request
-        self._detokenizer = None if tokenizer is None else Detokenizer(
-            tokenizer, skip_special_tokens, kept_special_ids
-        )
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens, kept_special_ids)
         self._stops = StopStrings(request.params.stop, include_stop) if request.params.stop else None
         self._shown: list[str] = []
         self._taken = 0
