@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import windowpane
 from tests.models.small_configs import small
+from tests.tiny_model import BOS, EOS, make_model
 from windowpane import LLM, FinishReason, RequestFailed, SamplingParams
 from windowpane.config import ConfigError
 from windowpane.plan.planner import PlanError
@@ -20,8 +20,6 @@ from windowpane.scheduler import RequestTooLong
 from windowpane.startup import accounts, free_memory_bytes, read_flags, start
 from windowpane.text import TextError
 
-BOS, EOS = 256, 257
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 FLAGS: dict[str, Any] = {
     "device": "cpu",
     "load_format": "dummy",
@@ -30,21 +28,6 @@ FLAGS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-def make_model(path: Path, *, chat_template: str | None = TEMPLATE) -> Path:
-    """A directory with a config and a tokenizer of single bytes; weights are made up when it is started."""
-    path.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<bos>"), AddedToken("<eos>")])
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True, "chat_template": chat_template}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "config.json").write_text(json.dumps(small("gemma3 text", vocab_size=258, tie_word_embeddings=False)))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from windowpane.commands.common import DEVICE, MEMORY, SAMPLING, SCHEDULING, WORKLOAD, UserError
+from windowpane.commands.common import DEVICE, MEMORY, SAMPLING, SCHEDULING, SERVER, TEXT, WORKLOAD, UserError
 from windowpane.commands.doctor import doctor
 from windowpane.commands.plan import models, plan
 from windowpane.commands.simulate import simulate
@@ -95,6 +95,9 @@ def _engine_flags(
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
     ] = "auto",
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Ranks; one device runs for now.", rich_help_panel=DEVICE)
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a card that may be used (0.9).", rich_help_panel=MEMORY)
     ] = None,
@@ -115,6 +118,10 @@ def _engine_flags(
     ] = None,
     max_num_batched_tokens: Annotated[
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option(help="Keep restore points, so that shared prompts are computed once.", rich_help_panel=SCHEDULING),
     ] = None,
     async_scheduling: Annotated[
         bool | None,
@@ -138,8 +145,10 @@ def _engine_flags(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "enable_prefix_caching": enable_prefix_caching,
         "async_scheduling": async_scheduling,
         "enforce_eager": enforce_eager,
+        "tensor_parallel_size": tensor_parallel_size,
     }
     return {name: value for name, value in flags.items() if value is not None}
 
@@ -177,16 +186,16 @@ def _sampling_flags(
     }
 
 
-def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command whole sets of flags: each is a function of them, whose result the command takes by this name."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**given: Any) -> Any:
             for name, flag_set in flag_sets.items():
                 chosen = {flag: given.pop(flag) for flag in inspect.signature(flag_set).parameters}
                 with _user_errors():
                     given[name] = flag_set(**chosen)
-            command(**given)
+            return command(**given)
 
         hints: dict[str, Any] = {}
         own = [p for p in inspect.signature(command).parameters.values() if p.name not in flag_sets]
@@ -373,3 +382,80 @@ def bench(
 
         started = start_bench(model, work, {**flags, "seed": seed})
     run_bench(started, work, temperature, seed)
+
+
+@app.command()
+@_takes(flags=_engine_flags)
+def serve(
+    model: ModelToRun = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ask for this key, except on /health; may be given again.",
+            envvar="WINDOWPANE_API_KEY",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more are turned away.", rich_help_panel=SERVER)
+    ] = 1024,
+    max_body_bytes: Annotated[
+        str, typer.Option(help="The largest request body, as in 8MiB.", rich_help_panel=SERVER)
+    ] = "8MiB",
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line per request), warning or error.", rich_help_panel=SERVER)
+    ] = "info",
+    chat_template: Annotated[
+        str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model marks its thoughts: qwen3, …", rich_help_panel=TEXT)
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, …", rich_help_panel=TEXT)
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option("--enable-auto-tool-choice", help="Let the model decide to call tools.", rich_help_panel=TEXT),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="For requests that bring none, and random weights.", rich_help_panel=SAMPLING)
+    ] = 0,
+    *,
+    flags: dict[str, Any],
+) -> int:
+    """Serve a model: the OpenAI API, metrics, and a page that shows the memory live. docs/server.md has it all."""
+    with _user_errors():
+        from windowpane.plan.sizes import parse_bytes
+        from windowpane.server.parsing import Parsers
+        from windowpane.server.run import ServerOptions
+        from windowpane.server.run import serve as run_server
+        from windowpane.server.service import Limits
+
+        options = ServerOptions(
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            served_model_names=tuple(served_model_name or ()),
+            chat_template=None if chat_template is None else _read_template(chat_template),
+            parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
+            log_level=log_level,
+            limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
+        )
+        return run_server(model, {**flags, "seed": seed}, options)
+
+
+def _read_template(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8") as text:
+            return text.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {file} cannot be read: {error}") from None

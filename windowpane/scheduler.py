@@ -120,6 +120,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never fit is refused at once."""
+        self.check(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        insort(self.waiting, request, key=_order)
+        self._nothing_fits = False
+
+    def check(self, request: Request) -> None:
+        """Raise RequestTooLong for one that can never fit. Reads only what never changes: any thread may ask."""
         limit = self.manager.max_model_len
         if len(request.prompt) + request.params.max_tokens > limit + 1:
             raise RequestTooLong(
@@ -133,10 +141,6 @@ class Scheduler:
                 f"request {request.id}: {request.longest_kv} tokens need {need_bytes:,} bytes of KV and the arena has "
                 f"{self.manager.arena.total_bytes:,}; shorten the prompt or max_tokens"
             )
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        insort(self.waiting, request, key=_order)
-        self._nothing_fits = False
 
     def cancel(self, request: Request) -> None:
         """End a request at any moment. Its bytes are free at once, or when the step that reads them lands."""
@@ -395,7 +399,9 @@ class Scheduler:
 
 def _reason_to_end(request: Request) -> FinishReason | None:
     params, output = request.params, request.output
-    if output[-1] in params.stop_token_ids and len(output) >= params.min_tokens:
+    # A grammar lets its stop tokens through before that only where nothing else may follow.
+    must_stop = request.grammar is not None and output[-1] in request.grammar.stop_ids
+    if output[-1] in params.stop_token_ids and (len(output) >= params.min_tokens or must_stop):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(output) >= params.max_tokens else None
 

@@ -19,6 +19,7 @@ from windowpane.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
 from windowpane.models import load, shipped_names
+from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec
 from windowpane.plan.memory import Device
 from windowpane.plan.planner import Plan, PlanError, make_plan
@@ -66,6 +67,13 @@ class Started:
     @property
     def spec(self) -> ModelSpec:
         return self.plan.sizing.spec
+
+    @property
+    def text_source(self) -> Path | None:
+        """Where the model's tokenizer lies, if it has one."""
+        source = self.source
+        has_one = source is not None and (is_gguf(source) or (source / "tokenizer.json").is_file())
+        return source if has_one else None
 
 
 def start(model: str | Path | None, flags: Mapping[str, Any], console: Console | None = None) -> Started:

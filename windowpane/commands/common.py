@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MEMORY, SCHEDULING, DEVICE, OUTPUT = "Memory", "Scheduling", "Device", "Output"
-SAMPLING, WORKLOAD = "Sampling", "Workload"
+SAMPLING, WORKLOAD, SERVER, TEXT = "Sampling", "Workload", "Server", "Chat, tools and reasoning"
 
 
 class UserError(Exception):

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -27,6 +28,11 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return self._files.chat_template is not None
+
+    def knows(self, name: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        template = self._files.chat_template
+        return template is not None and name in find_undeclared_variables(_environment().parse(template))
 
     def render(
         self,
