@@ -18,6 +18,7 @@ from windowpane.kv.layout import Layout
 from windowpane.modeling.decoder import Decoder
 from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
+from windowpane.modeling.scales import KVScales, settle_scales
 from windowpane.models.spec import ModelSpec
 from windowpane.runner import StepOutput, split_logits
 from windowpane.scheduler import Batch, Chunk
@@ -42,6 +43,7 @@ class CudaRunner:
         dtype: torch.dtype,
         use_graphs: bool = True,
         progress: Progress | None = None,
+        kv_scales: KVScales | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -50,6 +52,7 @@ class CudaRunner:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        settle_scales(decoder, self.pages, kv_scales or {}, max_model_len)
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables(self.pages.table_shapes, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -12,6 +12,7 @@ from windowpane.attention.step import Segment, Step
 from windowpane.kv.layout import Layout
 from windowpane.modeling.decoder import Decoder
 from windowpane.modeling.recipe import read_recipe
+from windowpane.modeling.scales import KVScales, settle_scales
 from windowpane.models.spec import ModelSpec
 from windowpane.scheduler import Batch
 from windowpane.transfer import to_device
@@ -39,12 +40,14 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kv_scales: KVScales | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.values())
         self.model = Decoder(read_recipe(spec), weights)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        settle_scales(self.model, self.pages, kv_scales or {}, max_model_len)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     @property

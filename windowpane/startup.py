@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from windowpane.cuda_runner import CudaRunner
     from windowpane.engine import Engine
+    from windowpane.modeling.scales import KVScales
     from windowpane.runner import Runner
 
 # A CPU shares its memory with everything else on the machine.
@@ -86,7 +87,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
 
     from windowpane.engine import Engine
     from windowpane.sampler import Sampler
-    from windowpane.weights import load_weights
+    from windowpane.weights import load_kv_scales, load_weights
 
     device = resolve_device(options.device)
     config = _resolve_config(config, flags, device)
@@ -104,7 +105,8 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
             progress=progress,
         )
     layout, length, slots = plan.sizing.layout, plan.max_model_len, config.max_num_seqs
-    runner = _make_runner(plan, weights, config, device, dtype, console)
+    kv_scales = load_kv_scales(source, plan.sizing.spec, options.load_format)
+    runner = _make_runner(plan, weights, config, device, dtype, console, kv_scales)
     scheduler = Scheduler(KVManager(layout, plan.capacity.num_slabs, slots, length), config.batched_tokens)
     sampler = Sampler(spec.vocab_size, device, options.seed)
     engine = Engine(scheduler, runner, sampler, async_scheduling=config.async_scheduling)
@@ -121,6 +123,7 @@ def _make_runner(
     device: torch.device,
     dtype: torch.dtype,
     console: Console | None,
+    kv_scales: KVScales,
 ) -> Runner | CudaRunner:
     assert plan.capacity is not None
     spec, layout, slabs = plan.sizing.spec, plan.sizing.layout, plan.capacity.num_slabs
@@ -128,7 +131,9 @@ def _make_runner(
     if device.type == "cpu":
         from windowpane.runner import Runner
 
-        return Runner(spec, weights, layout, slabs, slots, length, device=device, dtype=dtype)
+        return Runner(
+            spec, weights, layout, slabs, slots, length, device=device, dtype=dtype, kv_scales=kv_scales
+        )
     from windowpane.cuda_runner import CudaRunner
 
     with _progress(console, "capturing graphs", bytes_unit=False) as progress:
@@ -142,6 +147,7 @@ def _make_runner(
             device=device,
             dtype=dtype,
             use_graphs=not config.enforce_eager,
+            kv_scales=kv_scales,
             progress=None if progress is None else lambda done, total: progress("", done, total),
         )
     with busy(console, "running the largest step once"):

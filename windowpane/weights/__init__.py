@@ -14,9 +14,9 @@ import torch
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec, TensorSpec
 from windowpane.models.weights import text_tensors
-from windowpane.weights.checkpoint import Checkpoint, WeightsError, match_names
+from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names
 
-__all__ = ["LOAD_FORMATS", "WeightsError", "load_weights"]
+__all__ = ["LOAD_FORMATS", "WeightsError", "load_kv_scales", "load_weights"]
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -57,6 +57,16 @@ def load_weights(
         return out
 
     return _make(wanted, read, dtype, progress)
+
+
+def load_kv_scales(source: str | Path | None, spec: ModelSpec, load_format: str = "auto") -> dict[int, tuple[float, float]]:
+    """Calibrated scales of K and V by layer, where the checkpoint has both; empty for dummy weights."""
+    if load_format == "dummy":
+        return {}
+    checkpoint = _open(source, spec, load_format)
+    names = kv_scale_names(checkpoint.shapes)
+    values = {at: float(next(iter(checkpoint.pieces(name))).max()) for at, name in names.items()}
+    return {layer: (k, values[layer, "v"]) for (layer, kind), k in values.items() if kind == "k" and (layer, "v") in values}
 
 
 def _make(

@@ -8,13 +8,13 @@ The same text model is stored under several prefixes, depending on which class s
 
 All three are read for any of the three. Vision and audio towers and draft layers (MTP) are not text and are skipped,
 and so are rotary tables, which some old checkpoints carry, and the K and V projections of layers that share KV, which
-are there but never used.
+are there but never used. Calibrated KV scales are no weights either: `kv_scale_names` finds them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -38,6 +38,8 @@ _NOT_TEXT = re.compile(
 )
 _UNUSED_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")
 _KV_OF_LAYER = re.compile(r"(.*\.layers\.\d+\.self_attn\.)(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$")
+
+_KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
 
 
 class WeightsError(ValueError):
@@ -78,6 +80,16 @@ def match_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return {name: stored[plain_name(name)] for name in entries}
 
 
+def kv_scale_names(names: Iterable[str]) -> dict[tuple[int, str], str]:
+    """The file's names of calibrated KV scales, by layer and `k` or `v`."""
+    found = {}
+    for name in names:
+        scale = _KV_SCALE.match(plain_name(name))
+        if scale:
+            found[int(scale[1]), scale[2]] = name
+    return found
+
+
 def plain_name(name: str) -> str:
     """`name` as the text model alone would be stored."""
     for prefix, plain in _PREFIXES:
@@ -87,7 +99,7 @@ def plain_name(name: str) -> str:
 
 
 def _is_extra(plain: str, wanted: set[str]) -> bool:
-    if plain in wanted or _NOT_TEXT.match(plain) or _UNUSED_BUFFER.search(plain):
+    if plain in wanted or _NOT_TEXT.match(plain) or _UNUSED_BUFFER.search(plain) or _KV_SCALE.match(plain):
         return False
     if plain == "lm_head.weight":
         # With tied embeddings the spec lists no head, and a stored copy of the embedding is harmless. An untied spec
