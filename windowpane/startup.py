@@ -131,9 +131,7 @@ def _make_runner(
     if device.type == "cpu":
         from windowpane.runner import Runner
 
-        return Runner(
-            spec, weights, layout, slabs, slots, length, device=device, dtype=dtype, kv_scales=kv_scales
-        )
+        return Runner(spec, weights, layout, slabs, slots, length, device=device, dtype=dtype, kv_scales=kv_scales)
     from windowpane.cuda_runner import CudaRunner
 
     with _progress(console, "capturing graphs", bytes_unit=False) as progress:

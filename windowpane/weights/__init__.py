@@ -59,14 +59,18 @@ def load_weights(
     return _make(wanted, read, dtype, progress)
 
 
-def load_kv_scales(source: str | Path | None, spec: ModelSpec, load_format: str = "auto") -> dict[int, tuple[float, float]]:
+def load_kv_scales(
+    source: str | Path | None, spec: ModelSpec, load_format: str = "auto"
+) -> dict[int, tuple[float, float]]:
     """Calibrated scales of K and V by layer, where the checkpoint has both; empty for dummy weights."""
     if load_format == "dummy":
         return {}
     checkpoint = _open(source, spec, load_format)
     names = kv_scale_names(checkpoint.shapes)
     values = {at: float(next(iter(checkpoint.pieces(name))).max()) for at, name in names.items()}
-    return {layer: (k, values[layer, "v"]) for (layer, kind), k in values.items() if kind == "k" and (layer, "v") in values}
+    return {
+        layer: (k, values[layer, "v"]) for (layer, kind), k in values.items() if kind == "k" and (layer, "v") in values
+    }
 
 
 def _make(
