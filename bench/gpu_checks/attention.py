@@ -138,10 +138,12 @@ class DecodeStep:
         self.cum_tiles = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)
         programs = decode_programs(view, device)
         self.scratch = DecodeScratch(rows, view.kv_heads, layer.group, view.dim, programs, device)
-        self.present = fused_rows(layer, rows, DEVICE, view.dtype)
-        self.out = torch.full((rows, layer.query_heads, view.dim), float("nan"), dtype=view.dtype, device=DEVICE)
+        dtype = torch.bfloat16 if view.code else view.dtype
+        self.present = fused_rows(layer, rows, DEVICE, dtype)
+        self.out = torch.full((rows, layer.query_heads, view.dim), float("nan"), dtype=dtype, device=DEVICE)
         seen = past.clamp(max=(layer.window_tokens or 2**30) - 1).sum()
-        self.kv_bytes = float(seen) * view.kv_heads * view.dim * view.dtype.itemsize * len(view.data_offsets)
+        row_bytes = view.row_words * 2 + (4 if view.scale_offsets else 0)
+        self.kv_bytes = float(seen) * view.kv_heads * row_bytes * len(view.data_offsets)
         self.plan()
 
     def plan(self) -> None:

@@ -11,24 +11,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from windowpane.attention import codecs
 from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
+from windowpane.attention.triton.widen import plan_past, widen
 from windowpane.attention.triton.write import write
 from windowpane.kv.caches import TokenCache
-from windowpane.kv.formats import kv_format
+from windowpane.kv.formats import KVFormat, kv_format
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
 from windowpane.kv.retention import Full, Window
 from windowpane.kv.tables import PageTable
 
 SMALL_ARENA_BYTES = 2**28  # beyond this, on a CPU, only pages in use are poisoned: untouched memory costs nothing
+LAYER_SCALES = (0.01, 0.02)  # of K and V, for formats that have one for the whole layer
 Vectors = tuple[torch.Tensor, torch.Tensor]  # K and V; of a latent rebuilt K and n
 
 
 @dataclass(frozen=True)
 class Layer:
-    """`rotary` counts the rotary pairs of a latent; 0 means that K and V are stored."""
+    """`rotary` counts the rotary pairs of a latent; 0 means that K and V are stored. No KV format means that of the
+    activations.
+    """
 
     kv_heads: int
     group: int
@@ -37,6 +43,7 @@ class Layer:
     rotary: int = 0
     block_tokens: int = 16
     stripes: int = 1
+    kv_format: str | None = None
 
     @property
     def query_heads(self) -> int:
@@ -51,7 +58,8 @@ class Layer:
         retention = Window(self.window_tokens) if self.window_tokens else Full()
         caches = [TokenCache(i, retention, self.kv_heads, self.dim, self.dim, latent=self.rotary > 0) for i in range(2)]
         name = str(dtype).removeprefix("torch.")
-        return plan_layout(caches, {retention.name: kv_format(name)}, name, block_tokens=self.block_tokens).groups[0]
+        formats = {retention.name: kv_format(self.kv_format or name)}
+        return plan_layout(caches, formats, name, block_tokens=self.block_tokens).groups[0]
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Paged:
     slots: list[int]
     past: list[list[torch.Tensor]]
     rope: Rope | None
+    dtype: torch.dtype  # of activations
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +91,7 @@ def make_pages(
     """Sequences of these past lengths, in scattered pages of an arena of which `offset_bytes` come before the first."""
     spec = layer.pages(dtype)
     table = PageTable(spec, len(lengths) + 3, max(*lengths, 1) + room_tokens)
-    view = LayerView.of(spec, spec.slices[1], table.columns)
+    view = LayerView.of(spec, spec.slices[1], table.columns, LAYER_SCALES[: len(spec.slices[1].data_offsets)])
     view = replace(view, stripe=layer.stripes - 1, stripes=layer.stripes)
     slots = np.random.default_rng(sum(lengths)).permutation(len(lengths) + 3)[: len(lengths)].tolist()
     held = [spec.retention.held(n) for n in lengths]  # type: ignore[union-attr]
@@ -107,16 +116,33 @@ def make_pages(
         vectors = [
             torch.randn(n, view.kv_heads, view.dim, device=device).to(dtype) for _ in range(len(view.data_offsets))
         ]
-        for vector, offset in zip(vectors, view.data_offsets, strict=True):
-            rows = _page_view(arena, view, offset)
+        t = torch.arange(kept.start, kept.stop, device=device)
+        places = pages[t // view.block_tokens - span.start].long(), t % view.block_tokens
+        for part in range(len(vectors)):
             if device == "cpu" and arena_bytes > SMALL_ARENA_BYTES:
-                rows[pages.long()] = float("nan")
-            t = torch.arange(kept.start, kept.stop, device=device)
-            rows[pages[t // view.block_tokens - span.start].long(), :, t % view.block_tokens] = vector[kept.start :]
+                _page_view(arena, view, part)[pages.long()] = -1 if view.code else float("nan")
+            vectors[part] = _store(arena, view, spec.kv_format, part, places, vectors[part], kept.start)
         past.append(vectors)
-    return Paged(
-        layer, view, arena, entries.to(device), slots, past, _rope(layer, max(*lengths, 1) + room_tokens, device)
-    )
+    rope = _rope(layer, max(*lengths, 1) + room_tokens, device)
+    return Paged(layer, view, arena, entries.to(device), slots, past, rope, dtype)
+
+
+def _store(
+    arena: torch.Tensor, view: LayerView, fmt: KVFormat | None, part: int, places: tuple[torch.Tensor, torch.Tensor],
+    vector: torch.Tensor, first: int,
+) -> torch.Tensor:  # fmt: skip
+    """Put the rows from `first` on into pages; returns all rows as they read there."""
+    pages, within = places
+    rows = _page_view(arena, view, part)
+    if not view.code:
+        rows[pages, :, within] = vector[first:]
+        return vector
+    assert fmt is not None
+    words, scales = codecs.encode(fmt, vector, view.layer_scales[part])
+    rows[pages, :, within] = words[first:]
+    if scales is not None:
+        _scale_view(arena, view, part)[pages, :, within] = scales[first:]
+    return codecs.decode(fmt, words, scales, view.dim, view.layer_scales[part])
 
 
 def _memory(size_bytes: int, device: str) -> torch.Tensor:
@@ -125,12 +151,22 @@ def _memory(size_bytes: int, device: str) -> torch.Tensor:
     return torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=device)
 
 
-def _page_view(arena: torch.Tensor, view: LayerView, offset_bytes: int) -> torch.Tensor:
-    """[offset unit, head, token, dim]: pages overlap in this view, since any unit may start one."""
-    data, item = arena.view(view.dtype), view.dtype.itemsize
-    shape = (view.kv_heads, view.block_tokens, view.dim)
-    room = arena.numel() - offset_bytes - int(np.prod(shape)) * item
-    strides = (view.unit_elements, view.block_tokens * view.dim, view.dim, 1)
+def _page_view(arena: torch.Tensor, view: LayerView, part: int) -> torch.Tensor:
+    """[offset unit, head, token, dim or word]: pages overlap in this view, since any unit may start one."""
+    row = view.row_words if view.code else view.dim
+    width = view.dim // (4 if view.code == INT4 else 2) if view.code else view.dim
+    return _strided(arena.view(view.dtype), view, view.data_offsets[part], row, width)
+
+
+def _scale_view(arena: torch.Tensor, view: LayerView, part: int) -> torch.Tensor:
+    return _strided(arena.view(torch.int32), view, view.scale_offsets[part], 1, 1)[..., 0]
+
+
+def _strided(data: torch.Tensor, view: LayerView, offset_bytes: int, row: int, width: int) -> torch.Tensor:
+    item = data.element_size()
+    shape = (view.kv_heads, view.block_tokens, width)
+    room = data.numel() * item - offset_bytes - view.kv_heads * view.block_tokens * row * item
+    strides = (OFFSET_UNIT_BYTES // item, view.block_tokens * row, row, 1)
     return data.as_strided((room // OFFSET_UNIT_BYTES + 1, *shape), strides, offset_bytes // item)
 
 
@@ -179,7 +215,7 @@ def run_decode(
     count = len(paged.lengths)
     rows = count + padding
     real = torch.randperm(rows)[:count].to(device)
-    q, k, v = fused_rows(layer, rows, str(device), view.dtype)
+    q, k, v = fused_rows(layer, rows, str(device), paged.dtype)
     lengths = torch.tensor(paged.lengths, dtype=torch.int32, device=device)
     positions = torch.full((rows,), -1, dtype=torch.int32, device=device)
     slots = torch.full((rows,), 2**20, dtype=torch.int32, device=device)
@@ -188,13 +224,13 @@ def run_decode(
     q[idle], k[idle], v[idle] = float("nan"), float("nan"), float("nan")
     if paged.rope is not None:
         k = k.clone()
-        k[real] = rebuild(v[real], paged.rope, lengths.long(), view.dtype)
+        k[real] = rebuild(v[real], paged.rope, lengths.long(), paged.dtype)
     cum_tiles = torch.full((rows + 1,), -7, dtype=torch.int32, device=device)
     plan_decode(positions, cum_tiles, layer.window_tokens)
     scratch = DecodeScratch(
         rows, view.kv_heads, layer.group, view.dim, programs or decode_programs(view, device), device
     )
-    out = torch.full((rows, layer.query_heads, view.dim), float("nan"), dtype=view.dtype, device=device)
+    out = torch.full((rows, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
     decode(
         q, k, v, kernel_arena(paged), view, paged.table, slots, positions, cum_tiles, scratch, out,
         scale=layer.scale, window_tokens=layer.window_tokens, rope=paged.rope,
@@ -227,22 +263,33 @@ def run_prefill(paged: Paged, chunks: Sequence[tuple[int, int]]) -> tuple[torch.
     for slot, start, (tokens, asking) in zip(paged.slots, paged.lengths, chunks, strict=True):
         segments.append((slot, start, start + tokens, row, q_row, asking))
         row, q_row = row + tokens, q_row + asking
-    q = fused_rows(layer, q_row, str(device), view.dtype)[0]
-    _, k, v = fused_rows(layer, row + 1, str(device), view.dtype)
+    q = fused_rows(layer, q_row, str(device), paged.dtype)[0]
+    _, k, v = fused_rows(layer, row + 1, str(device), paged.dtype)
     k[:2], v[:2], k[-1], v[-1] = (float("nan"),) * 4
-    out = torch.full((q_row, layer.query_heads, view.dim), float("nan"), dtype=view.dtype, device=device)
-    tiles = prefill_tiles(segments, prefill_tile_tokens(view, layer.query_heads))
-    prefill(
-        q, k, v, kernel_arena(paged), view, paged.table, torch.tensor(segments, dtype=torch.int32, device=device),
-        torch.from_numpy(tiles).to(device), out, scale=layer.scale, window_tokens=layer.window_tokens, rope=paged.rope,
-    )  # fmt: skip
+    out = torch.full((q_row, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
+    on_device = torch.tensor(segments, dtype=torch.int32, device=device)
+    goes = [(kernel_arena(paged), view, paged.table, on_device, segments)]
+    if view.code:
+        host = np.array(segments, dtype=np.int32)
+        goes = []
+        for plan in plan_past(host, view, paged.dtype, layer.window_tokens, device):
+            scratch, plain = widen(
+                kernel_arena(paged), view, paged.table, on_device, plan, paged.dtype, layer.window_tokens
+            )
+            goes.append((scratch, plain, plan.table, plan.segments, segments[plan.first : plan.last]))
+    for arena, layer_view, table, chosen, host_segments in goes:
+        tiles = prefill_tiles(host_segments, prefill_tile_tokens(layer_view, layer.query_heads))
+        prefill(
+            q, k, v, arena, layer_view, table, chosen, torch.from_numpy(tiles).to(device), out, scale=layer.scale,
+            window_tokens=layer.window_tokens, rope=paged.rope,
+        )  # fmt: skip
     if not bool(out[0].isnan().all()):
         raise AssertionError("a row that no segment owns was written")
     exact, rounded = [], []
     for i, (_, start, stop, at, q_at, asking) in enumerate(segments):
         mine = slice(at, at + stop - start)
         positions = torch.arange(start, stop, device=device)
-        for answers, dtype in ((exact, torch.float64), (rounded, view.dtype)):
+        for answers, dtype in ((exact, torch.float64), (rounded, paged.dtype)):
             present_k = k[mine] if paged.rope is None else rebuild(v[mine], paged.rope, positions, dtype)
             keys, values = keys_values(paged, i, (present_k, v[mine]), dtype)
             asked, where = q[q_at : q_at + asking].to(dtype), positions[len(positions) - asking :]
@@ -262,7 +309,7 @@ def run_write(layer: Layer, device: str, dtype: torch.dtype, *, offset_bytes: in
     chosen = torch.randint(0, rows, (len(places),), device=device).to(torch.int32)
     offsets, within = pages[places // block], (places % block).to(torch.int32)
     chosen[::7] = -1
-    views = [_page_view(paged.arena, view, offset) for offset in view.data_offsets]
+    views = [_page_view(paged.arena, view, part) for part in range(len(view.data_offsets))]
     want = [x[pages.long()].clone() for x in views]
     for source, pages_now in zip((k, v), want, strict=False):
         for row, place in zip(chosen.tolist(), places.tolist(), strict=True):
@@ -279,7 +326,7 @@ def run_write(layer: Layer, device: str, dtype: torch.dtype, *, offset_bytes: in
 
 def _bytes_outside(paged: Paged, pages: torch.Tensor) -> torch.Tensor:
     """The first layer's slices of these pages and of the pages behind them."""
-    page_units = paged.layer.pages(paged.view.dtype).page_units
+    page_units = paged.layer.pages(paged.dtype).page_units
     starts = torch.cat([pages, pages + page_units]).long() * OFFSET_UNIT_BYTES
     bytes_of = starts[:, None] + torch.arange(paged.view.data_offsets[0], device=paged.device)
     return paged.arena[bytes_of[bytes_of[:, -1] < paged.arena.numel()]]

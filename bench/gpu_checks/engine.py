@@ -38,6 +38,7 @@ class Setting:
     graphs: bool = True
     overlapped: bool = True
     chunk_tokens: int = 64
+    kv_cache_dtype: str = "auto"
 
 
 def checks() -> Checks:
@@ -72,9 +73,9 @@ def teacher_forced(name: str) -> str:
     implementation: the plain path in bf16 shows how much that is. Tokens must agree where the margin is clear of it.
     """
     tokens = np.random.default_rng(5).integers(3, CONFIGS[name]["vocab_size"], size=TEACHER_TOKENS)
-    exact = _forced_logits(name, tokens, torch.float32, fused=False)
-    plain = _forced_logits(name, tokens, torch.bfloat16, fused=False)
-    got = _forced_logits(name, tokens, torch.bfloat16, fused=True)
+    exact = forced_logits(name, tokens, torch.float32, fused=False)
+    plain = forced_logits(name, tokens, torch.bfloat16, fused=False)
+    got = forced_logits(name, tokens, torch.bfloat16, fused=True)
     noise = (plain - exact).square().mean().sqrt()
     best = exact.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLEAR * noise
@@ -124,7 +125,16 @@ def run(
 
 
 def _engine(name: str, setting: Setting, device: torch.device, length: int, slots: int) -> Engine:
-    runner, manager = _runner(name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs)
+    runner, manager = _runner(
+        name,
+        device,
+        torch.float32,
+        length,
+        slots,
+        fused=setting.fused,
+        graphs=setting.graphs,
+        kv_cache_dtype=setting.kv_cache_dtype,
+    )
     scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32)
     sampler = Sampler(CONFIGS[name]["vocab_size"], device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
@@ -139,10 +149,11 @@ def _runner(
     *,
     fused: bool,
     graphs: bool,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name)
     stored = str(dtype).removeprefix("torch.")
-    layout = plan_layout(spec.caches, resolve_formats(stored, group_caches(spec.caches), stored), stored)
+    layout = plan_layout(spec.caches, resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored), stored)
     slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
     weights = {key: tensor.to(device, dtype) for key, tensor in weights_of(name).items()}
     manager = KVManager(layout, slabs, slots, length)
@@ -155,10 +166,12 @@ def _runner(
     return runner, manager
 
 
-def _forced_logits(name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
+def forced_logits(
+    name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: bool, kv_cache_dtype: str = "auto"
+) -> torch.Tensor:
     """Logits after each of `tokens`, half of them in one chunk, the rest decoded one by one."""
     device, length = torch.device("cuda"), len(tokens)
-    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True)
+    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True, kv_cache_dtype=kv_cache_dtype)
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)

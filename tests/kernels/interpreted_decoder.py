@@ -1,4 +1,6 @@
-"""The fused decoder in Triton's interpreter against the plain one: the same greedy tokens. Run by its test."""
+"""The fused decoder in Triton's interpreter against the plain one: the same greedy tokens. Run by its test, with the
+name of a model, and of a KV format where it is not the activations' own.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,12 @@ LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        CONFIGS[name] = TINY[name]
-        found = [
-            run(name, Setting(fused, False, False, CHUNK_TOKENS), "cpu", LENGTHS, NEW_TOKENS) for fused in (False, True)
-        ]
-        if found[0] != found[1]:
-            sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
+    name, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
+    CONFIGS[name] = TINY[name]
+    settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype) for fused in (False, True)]
+    found = [run(name, setting, "cpu", LENGTHS, NEW_TOKENS) for setting in settings]
+    if found[0] != found[1]:
+        sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ class ChunkQueries:
     """The chunks of a step, for one set of rows that ask.
 
     `segments` is [chunks, 6]: slot, start, stop, row, first query row, queries; the last tokens of a chunk ask.
-    `tiles` lists query tiles by their number of tokens.
+    `tiles` lists query tiles by their number of tokens. `host_segments` are the same segments where no device is asked.
     """
 
     segments: torch.Tensor
     tiles: dict[int, torch.Tensor]
+    host_segments: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class StepBuilder:
             query_row += count
         table = np.array(segments, dtype=np.int32).reshape(-1, 6)
         tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in self._tile_tokens}
-        return _QueryHandles(transfer.add(table), tiles)
+        return _QueryHandles(transfer.add(table), tiles, table)
 
     def _writes(self, batch: Batch, group: int) -> tuple[Ints, Ints, Ints]:
         """What the future can see of every token of the step, and where this group stores it."""
@@ -144,9 +145,11 @@ class StepBuilder:
 class _QueryHandles:
     segments: int
     tiles: dict[int, int]
+    host_segments: NDArray[np.int32]
 
     def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
-        return ChunkQueries(sent[self.segments], {tokens: sent[h] for tokens, h in self.tiles.items()})
+        tiles = {tokens: sent[h] for tokens, h in self.tiles.items()}
+        return ChunkQueries(sent[self.segments], tiles, self.host_segments)
 
 
 def wanted(batch: Batch, all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:

@@ -12,7 +12,9 @@ Two things differ from the plain decoder, neither of them visible in results:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,10 @@ from windowpane.attention.device_step import ChunkQueries, DeviceStep
 from windowpane.attention.device_tables import DeviceTables
 from windowpane.attention.pages import KVPages
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
+from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
 from windowpane.attention.triton.view import LayerView
-from windowpane.attention.triton.write import write
+from windowpane.attention.triton.widen import PastPlan, plain_view, plan_past, widen
+from windowpane.attention.triton.write import CodedRows, write, write_coded
 from windowpane.modeling.decoder import Decoder, _Layer
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope
@@ -39,6 +42,15 @@ LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
 OVERLAPPING_LAUNCHES = (9, 0)  # from this compute capability on, a kernel may load weights while the one before ends
 
 
+@dataclass(frozen=True, slots=True)
+class _Present:
+    """K and V of this step's rows (a latent's V is the latent), and how they will lie in pages where those are coded."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    coded: CodedRows | None
+
+
 @dataclass(slots=True)
 class _Pass:
     """The state of one forward pass; `present` keeps K and V of layers that later ones share."""
@@ -48,7 +60,8 @@ class _Pass:
     chunks: ChunkQueries | None
     cum_tiles: dict[int | None, torch.Tensor]
     narrowed: bool = False
-    present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    present: dict[int, _Present] = field(default_factory=dict)
+    past_plans: dict[tuple[int, int | None, int], list[PastPlan]] = field(default_factory=dict)
 
 
 class FusedDecoder:
@@ -174,12 +187,13 @@ class FusedLayer:
         self._scratch = scratch
         self._arena = pages.arena
         stored = pages.layers[r.kv_layer]
-        self._kv_dtype = stored.dtype
+        self._kv_dtype = layer.qkv.dtype if view.code else stored.dtype
         self.group = stored.group
         self.view = view
         self._table = tables.reading[self.group]
         self._page_write = PageWrite(pages.arena, tables.writing[self.group], self.view) if self.owns_kv else None
-        self.tile_tokens = prefill_tile_tokens(view, r.query_heads)
+        chunk_view = plain_view(view, self._kv_dtype) if view.code else view
+        self.tile_tokens = prefill_tile_tokens(chunk_view, r.query_heads)
         self._rope = None
         if r.latent:
             assert angles is not None and self.k_norm is not None
@@ -220,12 +234,16 @@ class FusedLayer:
             per_layer = per_layer[step.wanted]
         return hidden, self._feed_forward(hidden, self._linear(attended, self.out, self.out_bias), per_layer)
 
-    def write(self, present: tuple[torch.Tensor, torch.Tensor], step: DeviceStep) -> None:
+    def write(self, present: _Present, step: DeviceStep) -> None:
         """Store what the future can see of this step's rows."""
         assert step.writes is not None
-        k, v = (present[1], present[1]) if self.recipe.latent else present
         writes = step.writes[self.group]
-        write(k, v, self._arena, self.view, writes.rows, writes.offsets[self.view.stripe], writes.within)
+        if present.coded is not None:
+            offsets = writes.offsets[self.view.stripe]
+            write_coded(present.coded, self._arena, self.view, writes.rows, offsets, writes.within)
+            return
+        k = present.v if self.recipe.latent else present.k
+        write(k, present.v, self._arena, self.view, writes.rows, writes.offsets[self.view.stripe], writes.within)
 
     def _feed_forward(
         self, hidden: torch.Tensor, attended: torch.Tensor, per_layer: torch.Tensor | None
@@ -257,14 +275,17 @@ class FusedLayer:
 
     def _heads(
         self, projected: torch.Tensor, query_heads: int, state: _Pass, *, queries_only: bool = False
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Queries, and K and V of the present (a latent's V is the latent), normed and rotated."""
+    ) -> tuple[torch.Tensor, _Present]:
+        """Queries, and K and V of the present, normed and rotated."""
         r, rows, step = self.recipe, len(projected), state.step
         kv_heads = 0 if queries_only else r.kv_heads
         q = projected.new_empty(rows, query_heads, r.head_dim)
         k = projected.new_empty(rows, kv_heads, r.head_dim, dtype=self._kv_dtype)
         v = torch.empty_like(k)
         writes_now = step.writes is None and not queries_only
+        coded = None
+        if self.view.code and not writes_now and not queries_only:
+            coded = CodedRows.empty(rows, self.view, projected.device)
         prepare_heads(
             projected,
             state.positions if queries_only else step.positions,
@@ -280,18 +301,20 @@ class FusedLayer:
             latent=r.latent,
             page_write=self._page_write if writes_now else None,
             slots=step.slots if writes_now else None,
+            view=self.view if self.view.code else None,
+            coded=coded,
             pdl=self._pdl,
         )
-        return q, (k, v)
+        return q, _Present(k, v, coded)
 
-    def _attend(self, queries: torch.Tensor, present: tuple[torch.Tensor, torch.Tensor], state: _Pass) -> torch.Tensor:
+    def _attend(self, queries: torch.Tensor, present: _Present, state: _Pass) -> torch.Tensor:
         r, step, rows = self.recipe, state.step, state.step.num_decoding
         out = torch.empty_like(queries)
         if rows:
             decode(
                 queries[:rows],
-                present[0][:rows],
-                present[1][:rows],
+                present.k[:rows],
+                present.v[:rows],
                 self._arena,
                 self.view,
                 self._table,
@@ -306,20 +329,46 @@ class FusedLayer:
                 pdl=self._pdl,
             )
         if state.chunks is not None:
+            self._attend_chunks(queries, present, state, state.chunks, out)
+        return out.flatten(1)
+
+    def _attend_chunks(
+        self, queries: torch.Tensor, present: _Present, state: _Pass, chunks: ChunkQueries, out: torch.Tensor
+    ) -> None:
+        r = self.recipe
+        if not self.view.code:
+            goes = [(self._arena, self.view, self._table, chunks.segments, chunks.tiles[self.tile_tokens])]
+        else:
+            goes = list(self._widened(state, chunks))
+        for arena, view, table, segments, tiles in goes:
             prefill(
                 queries,
-                *present,
-                self._arena,
-                self.view,
-                self._table,
-                state.chunks.segments,
-                state.chunks.tiles[self.tile_tokens],
+                present.k,
+                present.v,
+                arena,
+                view,
+                table,
+                segments,
+                tiles,
                 out,
                 scale=r.scale,
                 window_tokens=r.window_tokens,
                 rope=self._rope,
             )
-        return out.flatten(1)
+
+    def _widened(self, state: _Pass, chunks: ChunkQueries) -> Iterator[tuple[Any, ...]]:
+        """A step's chunks over what of their past was decoded for them, some at a time if it is a lot."""
+        window, dtype = self.recipe.window_tokens, self._kv_dtype
+        key = (self.group, window, id(chunks))
+        if key not in state.past_plans:
+            state.past_plans[key] = plan_past(chunks.host_segments, self.view, dtype, window, self._arena.device)
+        for plan in state.past_plans[key]:
+            scratch, view = widen(self._arena, self.view, self._table, chunks.segments, plan, dtype, window)
+            tiles = chunks.tiles[self.tile_tokens]
+            if plan.last - plan.first < len(chunks.host_segments):
+                own = chunks.host_segments[plan.first : plan.last]
+                tiles = torch.from_numpy(prefill_tiles(own, self.tile_tokens)).to(tiles.device)
+            yield scratch, view, plan.table, plan.segments, tiles
 
 
 def rotary_pairs(rope: Rope) -> int:
@@ -332,7 +381,7 @@ def _view(pages: KVPages, layer: int) -> LayerView:
     index = pages.layers[layer].group
     group = pages.layout.groups[index]
     piece = next(s for s in group.slices if s.cache.layer == layer)
-    return LayerView.of(group, piece, pages.columns(index))
+    return LayerView.of(group, piece, pages.columns(index), pages.layers[layer].layer_scales)
 
 
 def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:

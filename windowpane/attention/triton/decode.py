@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.attention.triton.codes import INT4, operand_type
+from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item
 from windowpane.attention.triton.view import (
     ELEMENTS,
     LOG2E,
@@ -61,13 +63,29 @@ TUNINGS = {
     (512, False): Tuning(32, 2, 4, 3),
     (512, True): Tuning(32, 2, 4, 5),
 }
+# By (dim, latent, bits), for coded rows.
+CODED_TUNINGS = {
+    (64, False, 8): Tuning(64, 3, 4, 4),
+    (128, False, 8): Tuning(64, 2, 4, 4),
+    (256, False, 8): Tuning(64, 2, 4, 4),
+    (512, False, 8): Tuning(32, 2, 4, 4),
+    (512, True, 8): Tuning(32, 2, 4, 4),
+    (64, False, 4): Tuning(64, 3, 4, 4),
+    (128, False, 4): Tuning(64, 2, 4, 4),
+    (256, False, 4): Tuning(64, 2, 4, 4),
+    (512, False, 4): Tuning(64, 2, 4, 4),
+    (512, True, 4): Tuning(32, 2, 4, 4),
+}
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 2, 4, 1)
 
 
-def tuning_for(view: LayerView) -> Tuning:
-    if view.dtype == torch.float32:
+def tuning_for(view: LayerView, activations: torch.dtype | None = None) -> Tuning:
+    if torch.float32 in (view.dtype, activations):
         return EXACT
+    if view.code:
+        bits = 4 if view.code == INT4 else 8
+        return CODED_TUNINGS.get((view.dim, view.latent, bits), CODED_TUNINGS[512, view.latent, bits])
     return TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
 
 
@@ -138,15 +156,17 @@ def decode(
     group = query_heads // view.kv_heads
     if group > GROUP_ROWS:
         raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
-    tuning = tuning_for(view)
+    tuning = tuning_for(view, q.dtype)
     cos, sin, w = rope or (scratch.lse,) * 3
+    dtype = operand_type(view.code, q.dtype) if view.code else ELEMENTS[view.dtype]
     _decode_kernel[(scratch.programs,)](
         q, k_present, v_present, arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part, scratch.lse, out,
         rows, view.kv_heads, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), table.stride(0),
-        view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1], scale * LOG2E,
-        window_tokens or NO_WINDOW, D=dim, R=rotary_pairs(view, rope), P=view.block_tokens, G=group,
-        N=tuning.tile_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring,
-        DTYPE=ELEMENTS[view.dtype], TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS, PDL=pdl,
+        view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1], *view.scales_at(),
+        *((view.layer_scales * 2)[:2] or (1.0, 1.0)), scale * LOG2E, window_tokens or NO_WINDOW, D=dim,
+        R=rotary_pairs(view, rope), P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
+        STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
+        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS, PDL=pdl,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](
@@ -347,10 +367,10 @@ def _end_piece(
 )
 def _decode_kernel(
     Q, K, V, ARENA, TABLE, SLOTS, POSITIONS, CUM, COS, SIN, W, PART, LSE, OUT, rows, kv_heads, q_stride, k_stride,
-    v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales, k_layer_scale,
+    v_layer_scale, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
-    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the line, item by item. R > 0 means a latent."""
     if PDL:
@@ -383,7 +403,19 @@ def _decode_kernel(
         k_present = K + row.to(tl.int64) * k_stride + head * D
         v_present = V + row.to(tl.int64) * v_stride + head * D
         o_row = OUT + row.to(tl.int64) * out_stride + head * G * D
-        if R > 0:
+        if CODE > 0 and R > 0:
+            coded_latent_item(
+                Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
+                k_offset, k_scales, k_layer_scale, scale_log2, count == tiles, k_present, v_present, o_row, D, R, P, G,
+                N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS,
+            )  # fmt: skip
+        elif CODE > 0:
+            coded_pair_item(
+                Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
+                k_scales, v_scales, k_layer_scale, v_layer_scale, scale_log2, count == tiles, k_present, v_present,
+                o_row, D, P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS,
+            )  # fmt: skip
+        elif R > 0:
             _latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
                 k_offset, scale_log2, count == tiles, k_present, v_present, o_row, D, R, P, G, N, UNIT, STRIPES, RING,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from windowpane.attention.pages import TORCH_DTYPES
+from windowpane.attention.triton.codes import CODES, WORD_BYTES
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, Slice
 
@@ -27,7 +29,8 @@ Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class LayerView:
     """One layer's slice of a page. `data_offsets` are bytes from the page's start: of K and V, or of one latent.
 
-    `columns` counts the columns of the group's table; in a ring, block b stands in column b % columns.
+    `columns` counts the columns of the group's table; in a ring, block b stands in column b % columns. Coded rows have a
+    `code` (see `codes`), lie `row_words` 16-bit words apart and have their scales at `scale_offsets`, or one for all.
     """
 
     kv_heads: int
@@ -39,14 +42,18 @@ class LayerView:
     stripe: int
     stripes: int
     dtype: torch.dtype
+    code: int = 0
+    row_words: int = 0
+    scale_offsets: tuple[int, ...] = ()
+    layer_scales: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, group: Group, piece: Slice, columns: int) -> LayerView:
+    def of(
+        cls, group: Group, piece: Slice, columns: int, layer_scales: Sequence[float] | None = None
+    ) -> LayerView:
         cache, fmt = piece.cache, group.kv_format
         if not isinstance(cache, TokenCache) or fmt is None or group.block_tokens is None:
             raise ValueError(f"group {group.name} keeps no tokens: it has no attention to run")
-        if fmt.name not in TORCH_DTYPES:
-            raise ValueError(f"KV format {fmt.name} has no kernel yet; use {', '.join(TORCH_DTYPES)}")
         if len(set(cache.row_dims)) > 1:
             raise ValueError(
                 f"layer {cache.layer}: K of {cache.key_dim} and V of {cache.value_dim} dims have no kernel"
@@ -60,7 +67,11 @@ class LayerView:
             piece.data_offsets,
             piece.stripe,
             group.stripes,
-            TORCH_DTYPES[fmt.name],
+            TORCH_DTYPES.get(fmt.name, torch.int16),
+            CODES.get(fmt.name, 0),
+            piece.row_bytes[0] // WORD_BYTES,
+            piece.scale_offsets,
+            tuple(layer_scales or (1.0,) * len(piece.data_offsets)),
         )
 
     @property
@@ -72,9 +83,15 @@ class LayerView:
         """What one step of a table entry is, in elements."""
         return OFFSET_UNIT_BYTES // self.dtype.itemsize
 
+    def scales_at(self) -> tuple[int, int]:
+        """Byte offsets of the scales of K (or the latent) and V; 0 where there are none."""
+        return (self.scale_offsets[0], self.scale_offsets[-1]) if self.scale_offsets else (0, 0)
+
     def require_dtype(self, x: torch.Tensor) -> None:
-        """The present is attended exactly as the past is, so it comes in the dtype of the pages."""
-        if x.dtype != self.dtype:
+        """The present is attended exactly as the past is, so it comes in the dtype of the pages, unless they are coded:
+        then it went through the format already.
+        """
+        if x.dtype != self.dtype and not self.code:
             raise ValueError(f"activations are {x.dtype} and pages {self.dtype}: cast the activations to that first")
 
 

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.attention.triton.codes import INT4, encode
 from windowpane.attention.triton.view import ELEMENTS, LayerView, rotate, section
+from windowpane.attention.triton.write import CodedRows
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 
 # Values and warps per program: with 16 values a thread, both halves of a head come in 16-byte loads.
@@ -31,10 +33,11 @@ class PageWrite:
         """As the kernel takes them."""
         view = self.view
         numbers = (self.table.shape[1], view.columns, view.stripe, view.stripes, view.block_tokens)
-        return self.arena, self.table, slots, *numbers, view.data_offsets[0], view.data_offsets[-1]
+        offsets = view.data_offsets[0], view.data_offsets[-1], *view.scales_at()
+        return self.arena, self.table, slots, *numbers, *offsets
 
 
-_NOWHERE = (None, None, None, 0, 0, 0, 0, 0, 0, 0)
+_NOWHERE = (None, None, None, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def prepare_heads(
@@ -53,6 +56,8 @@ def prepare_heads(
     latent: bool,
     page_write: PageWrite | None = None,
     slots: torch.Tensor | None = None,
+    view: LayerView | None = None,
+    coded: CodedRows | None = None,
     pdl: bool = False,
 ) -> None:
     """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
@@ -62,6 +67,9 @@ def prepare_heads(
     latent, v is its norm in v's dtype and k is rebuilt from that, as past keys are from pages.
 
     With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
+
+    Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
+    coded goes to pages or else to `coded`.
     """
     rows, query_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -72,6 +80,8 @@ def prepare_heads(
     cos, sin = (None, None) if angles is None else angles
     heads = max(1, VALUES // dim)
     query_parts, kv_parts = triton.cdiv(query_heads, heads), triton.cdiv(kv_heads, heads)
+    code, layer_scales, row_words = (view.code, view.layer_scales, view.row_words) if view else (0, (1.0,), 0)
+    buffers = (None,) * 4 if coded is None else (coded.k, coded.v, coded.k_scales, coded.v_scales)
     _heads_kernel[(rows, query_parts + kv_parts * (1 if latent else 2))](
         projected,
         positions,
@@ -89,6 +99,9 @@ def prepare_heads(
         v.stride(0),
         eps,
         *(_NOWHERE if page_write is None else page_write.arguments(slots)),
+        *buffers,
+        layer_scales[0],
+        layer_scales[-1],
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -99,6 +112,10 @@ def prepare_heads(
         LATENT=latent,
         UNIT_BYTES=OFFSET_UNIT_BYTES,
         KV_DTYPE=ELEMENTS[k.dtype],
+        CODE=code,
+        PER_ROW=view is not None and bool(view.scale_offsets),
+        ROW=row_words,
+        WORDS=dim // (4 if code == INT4 else 2),
         PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,
@@ -138,16 +155,35 @@ def _normed(low, high, WEIGHT, dims, mask, DIM: tl.constexpr, DISTANCE: tl.const
     return _rounded(low, high, DTYPE)
 
 
+@triton.jit
+def _coded(
+    low, high, WORDS_AT, SCALES_AT, words_at, place, ok, layer_scale, DIM: tl.constexpr, WORDS: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    """Store heads as words and scales; returns what they then are. Halves are put together as a row for it."""
+    HEADS: tl.constexpr = low.shape[0]
+    PIECES: tl.constexpr = low.shape[1]
+    DISTANCE: tl.constexpr = low.shape[2]
+    x = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [HEADS, DIM])
+    words, bits, decoded = encode(x, layer_scale, DIM, WORDS, CODE, PER_ROW)
+    w = tl.arange(0, WORDS)[None, :]
+    tl.store(WORDS_AT + words_at[:, None] + w, words.to(tl.int16), mask=ok[:, None])
+    if PER_ROW:
+        tl.store(SCALES_AT + place, bits, mask=ok)
+    return tl.split(tl.permute(tl.reshape(decoded, [HEADS, PIECES, 2, DISTANCE]), (0, 1, 3, 2)))
+
+
 @triton.jit(
     do_not_specialize=["table_width", "columns", "stripe", "stripes", "block_tokens"],
     do_not_specialize_on_alignment=["POSITIONS", "SLOTS", "TABLE"],
 )
 def _heads_kernel(
     X, POSITIONS, Q_NORM, K_NORM, COS, SIN, Q, K, V, x_stride, angle_stride, q_stride, k_stride, v_stride, eps,
-    ARENA, TABLE, SLOTS, table_width, columns, stripe, stripes, block_tokens, k_offset, v_offset,
+    ARENA, TABLE, SLOTS, table_width, columns, stripe, stripes, block_tokens, k_offset, v_offset, k_scales, v_scales,
+    K_WORDS, V_WORDS, K_SCALES, V_SCALES, k_layer_scale, v_layer_scale,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: of queries, keys (or latents) or values.
 
@@ -188,6 +224,22 @@ def _heads_kernel(
         entry = TABLE + (slot * table_width + position // block_tokens % columns) * stripes + stripe
         page = tl.load(entry, mask=is_stored, other=0).to(tl.int64) * UNIT_BYTES
         in_page = (head * block_tokens + position % block_tokens) * DIM + dims
+    if CODE > 0:
+        # Where words and scales of these heads go: to their page, or to their row of a buffer.
+        line = kind_part * HEADS + tl.arange(0, HEADS)
+        line_inside = line < KV_HEADS
+        if ARENA is not None:
+            line_inside = line_inside & is_stored
+            place = line * block_tokens + position % block_tokens
+            words_at = place * ROW
+            k_words = section(ARENA, page + k_offset, tl.int16)
+            v_words = section(ARENA, page + v_offset, tl.int16)
+            k_scales_at = section(ARENA, page + k_scales, tl.int32)
+            v_scales_at = section(ARENA, page + v_scales, tl.int32)
+        else:
+            place = row * KV_HEADS + line
+            words_at = place * WORDS
+            k_words, v_words, k_scales_at, v_scales_at = K_WORDS, V_WORDS, K_SCALES, V_SCALES
 
     if is_query:
         if Q_NORM is not None:
@@ -198,16 +250,25 @@ def _heads_kernel(
     elif is_value:
         if V_NORM:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
+        if CODE > 0:
+            low, high = _coded(
+                low, high, v_words, v_scales_at, words_at, place, line_inside, v_layer_scale, DIM, WORDS, CODE, PER_ROW
+            )
         _store_pairs(V + row * v_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
-        if ARENA is not None:
+        if ARENA is not None and CODE == 0:
             values = section(ARENA, page + v_offset, KV_DTYPE)
             _store_pairs(values + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)
     else:
         if LATENT:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
+            if CODE > 0:
+                low, high = _coded(
+                    low, high, k_words, k_scales_at, words_at, place, line_inside, k_layer_scale, DIM, WORDS, CODE,
+                    PER_ROW,
+                )  # fmt: skip
             low, high = _rounded(low, high, KV_DTYPE)
             _store_pairs(V + row * v_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
-            if ARENA is not None:
+            if ARENA is not None and CODE == 0:
                 latents = section(ARENA, page + k_offset, KV_DTYPE)
                 _store_pairs(latents + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)
             if K_NORM is not None:
@@ -219,7 +280,11 @@ def _heads_kernel(
         if PAIRS > 0:
             low, high = rotate(low, high, cos, sin)
         low, high = _rounded(low, high, DTYPE)
+        if CODE > 0 and not LATENT:
+            low, high = _coded(
+                low, high, k_words, k_scales_at, words_at, place, line_inside, k_layer_scale, DIM, WORDS, CODE, PER_ROW
+            )
         _store_pairs(K + row * k_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
-        if ARENA is not None and not LATENT:
+        if ARENA is not None and not LATENT and CODE == 0:
             keys = section(ARENA, page + k_offset, KV_DTYPE)
             _store_pairs(keys + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)

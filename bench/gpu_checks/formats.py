@@ -1,0 +1,176 @@
+"""Coded KV on a GPU: kernels against float64 over the codecs' own pages, whole models, and timings beside bfloat16.
+
+    python3 -m bench.gpu_checks.formats [WORD …]     timings of steps whose name has one of the words
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench.gpu_checks.attention import (
+    ARENA_BYTES,
+    DEVICE,
+    FULL_31B,
+    LENGTHS,
+    QWEN3,
+    WINDOW_31B,
+    Bare,
+    DecodeStep,
+    random_arena,
+)
+from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill
+from bench.gpu_checks.engine import forced_logits
+from bench.spike.measure import microseconds
+from tests.running.small_models import CONFIGS
+from windowpane.attention.triton.decode import CODED_TUNINGS, Tuning
+from windowpane.attention.triton.widen import plan_past, widen
+from windowpane.kv.formats import FORMATS
+
+Check = tuple[str, Callable[[], str]]
+
+CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
+LAYERS = {
+    "31B window": WINDOW_31B,
+    "31B full, latent": FULL_31B,
+    "Qwen3": QWEN3,
+    "E4B full, pair": Layer(2, 4, 512),
+    "latent, 1/2 of 64 dims": Layer(2, 2, 64, rotary=32, window_tokens=200),
+    "latent, 1/4 of 128 dims, 3 stripes": Layer(1, 16, 128, rotary=32, stripes=3),
+    "64 dims, 32-token blocks": Layer(5, 3, 64, block_tokens=32),
+}
+# Products of 16-bit operands: what plain torch in bfloat16 is off by, and no more.
+MOST_ERROR = 1.5
+MODELS = ("gemma3", "gemma4 everything", "gemma4 K = V", "llama with biases")
+TEACHER_TOKENS = 400
+
+
+def checks() -> list[Check]:
+    found: list[Check] = []
+    for fmt in CODED:
+        for name, layer in LAYERS.items():
+            coded = replace(layer, kv_format=fmt)
+            found.append((f"formats decode {fmt} {name}", partial(_decode, coded, torch.bfloat16)))
+            found.append((f"formats prefill {fmt} {name}", partial(_prefill, coded, torch.bfloat16)))
+        small = Layer(2, 4, 64, window_tokens=70, kv_format=fmt)
+        found.append((f"formats decode {fmt} float32", partial(_decode, small, torch.float32)))
+        found += [(f"formats model {fmt} {name}", partial(_model, name, fmt)) for name in MODELS]
+    return found
+
+
+def _judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> str:
+    if not bool(got.isfinite().all()):
+        raise AssertionError("the output has NaN or Inf")
+    mine, torchs = error(got, exact), error(rounded, exact)
+    limit = 1e-5 if got.dtype == torch.float32 else MOST_ERROR * torchs
+    if not mine <= limit:
+        raise AssertionError(f"relative error {mine:.2e} exceeds {limit:.2e} (torch: {torchs:.2e})")
+    return f"{mine:.2e}, torch {torchs:.2e}"
+
+
+def _decode(layer: Layer, dtype: torch.dtype) -> str:
+    told = []
+    for lengths in ([9000], LENGTHS, [100, 3, 0], [70] * 300):
+        paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=8, arena_bytes=ARENA_BYTES)
+        told.append(_judge(*run_decode(paged, padding=3)))
+    return told[1]
+
+
+def _prefill(layer: Layer, dtype: torch.dtype) -> str:
+    chunks = [(n % 700 + 1, n % 700 + 1) for n in range(0, 170 * len(LENGTHS), 170)]
+    paged = make_pages(layer, LENGTHS, DEVICE, dtype, room_tokens=2048, arena_bytes=ARENA_BYTES)
+    return _judge(*run_prefill(paged, chunks))
+
+
+def _model(name: str, fmt: str) -> str:
+    """Kernels in float32 against plain torch in float32, the same format in both: a fixed text, half of it decoded.
+
+    Sums in another order take a number to the next code now and then, so a few logits may move by a fraction of what
+    the format itself moves them.
+    """
+    tokens = np.random.default_rng(5).integers(3, CONFIGS[name]["vocab_size"], size=TEACHER_TOKENS)
+    logits = partial(forced_logits, name, tokens, torch.float32)
+    got, want, plain = (
+        logits(fused=True, kv_cache_dtype=fmt), logits(fused=False, kv_cache_dtype=fmt), logits(fused=False)
+    )  # fmt: skip
+    difference, effect = error(got, want), error(want, plain)
+    told = f"differs by {difference:.1e} where the format changes {effect:.1e}"
+    if not difference <= 0.25 * effect:
+        raise AssertionError(told)
+    return told
+
+
+DECODING = (
+    ("31B window, 64 x 1,023", WINDOW_31B, 64, 30_000),
+    ("31B window, 128 x 1,023", WINDOW_31B, 128, 30_000),
+    ("31B full, latent, 8 x 65,536", FULL_31B, 8, 65_536),
+    ("31B full, latent, 128 x 843", FULL_31B, 128, 843),
+    ("full pair 512, 8 x 32,768", Layer(4, 8, 512), 8, 32_768),
+    ("Qwen3, 256 x 843", QWEN3, 256, 843),
+)
+TIMED_FORMATS = (None, "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+
+
+def timings(words: Sequence[str] = ()) -> None:
+    """Decode steps per format, each with the bytes it reads; then the decoding of a chunk's past."""
+    arena = random_arena(24 * 2**30)
+    for name, layer, sequences, past in DECODING:
+        for fmt in TIMED_FORMATS:
+            title = f"formats decode {name} {fmt or 'bfloat16'}"
+            if words and not any(word in title for word in words):
+                continue
+            step = _step(layer, fmt, sequences, past, arena)
+            us = microseconds(step)
+            print(f"{title:70s} {us:9.1f} us {step.kv_bytes / us / 1e6:8.2f} TB/s", flush=True)
+    for fmt in TIMED_FORMATS[1:]:
+        title = f"formats widen 31B full, latent, 32,768 of past {fmt}"
+        if not words or any(word in title for word in words):
+            us = microseconds(_widening(replace(FULL_31B, kv_format=fmt), 32_768, arena))
+            print(f"{title:70s} {us:9.1f} us", flush=True)
+
+
+def sweep(words: Sequence[str] = ()) -> None:
+    """Other tile sizes, programs, warps and stages for the 31B shapes."""
+    arena = random_arena(24 * 2**30)
+    trials = [(64, 2, 4, 3), (64, 2, 4, 5), (32, 2, 4, 5), (32, 3, 4, 4), (32, 4, 4, 3), (64, 2, 8, 3), (64, 1, 8, 5)]
+    for name, layer, sequences, past in DECODING:
+        for fmt in TIMED_FORMATS[1:]:
+            key = (layer.dim, layer.rotary > 0, FORMATS[fmt or ""].element_bits)
+            title = f"formats decode {name} {fmt}"
+            if words and not any(word in title for word in words):
+                continue
+            kept = CODED_TUNINGS[key]
+            for trial in trials:
+                CODED_TUNINGS[key] = Tuning(*trial)
+                try:
+                    us = microseconds(_step(layer, fmt, sequences, past, arena))
+                    print(f"{title:60s} {trial!s:16s} {us:9.1f} us", flush=True)
+                except Exception as refusal:
+                    print(f"{title:60s} {trial!s:16s} {str(refusal)[:60]}", flush=True)
+            CODED_TUNINGS[key] = kept
+
+
+def _step(layer: Layer, fmt: str | None, sequences: int, past: int, arena: torch.Tensor) -> DecodeStep:
+    lengths = past + torch.randint(0, 64, (sequences,)) * (layer.window_tokens is not None)
+    return DecodeStep(Bare.make(replace(layer, kv_format=fmt), sequences, past + 64, arena), lengths)
+
+
+def _widening(layer: Layer, past: int, arena: torch.Tensor) -> Callable[[], None]:
+    bare = Bare.make(layer, 1, past + 1, arena)
+    segments = np.array([(0, past, past + 8192, 0, 0, 8192)], dtype=np.int32)
+    plan = plan_past(segments, bare.view, torch.bfloat16, None, torch.device(DEVICE))[0]
+    on_device = torch.from_numpy(segments).to(DEVICE)
+
+    def step() -> None:
+        widen(arena, bare.view, bare.table, on_device, plan, torch.bfloat16, None)
+
+    return step
+
+
+if __name__ == "__main__":
+    (sweep if "--sweep" in sys.argv else timings)([word for word in sys.argv[1:] if not word.startswith("-")])

@@ -1,0 +1,55 @@
+"""Checks of coded KV in kernels, for a process with TRITON_INTERPRET=1; named on the command line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+
+import torch
+
+from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill
+from tests.kernels.interpreted_attention import FLOAT, require
+from windowpane.attention.triton import widen
+from windowpane.kv.formats import FORMATS
+
+CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
+LAYERS = {
+    "pair": Layer(2, 3, 64),
+    "pair, window, 3 stripes": Layer(1, 2, 32, window_tokens=41, block_tokens=8, stripes=3),
+    "latent, 1/8 of the head turns": Layer(2, 4, 128, rotary=16),
+    "latent, 1/4 of the head turns, window": Layer(1, 16, 64, rotary=16, window_tokens=40),
+    "latent, 1/2 of the head turns": Layer(1, 2, 64, rotary=32),
+}
+
+
+def decode() -> None:
+    for name in CODED:
+        for title, layer in LAYERS.items():
+            window = layer.window_tokens or 64
+            lengths = [0, 1, 2 * layer.block_tokens, window, 3 * window + 1]
+            paged = make_pages(replace(layer, kv_format=name), lengths, "cpu", FLOAT, room_tokens=1)
+            for programs in (None, 1):
+                got, exact, _ = run_decode(paged, padding=2, programs=programs)
+                require(error(got, exact), f"decode, {name}, {title}")
+
+
+def prefill() -> None:
+    """Chunks over a past that is decoded for them, all at once and one at a time."""
+    for name in CODED:
+        for title, layer in LAYERS.items():
+            window = layer.window_tokens or 40
+            lengths = [0, window - 1, 2 * window + 3]
+            paged = make_pages(replace(layer, kv_format=name), lengths, "cpu", FLOAT, room_tokens=80)
+            for limit in (2**30, 1):
+                widen.SCRATCH_BYTES = limit
+                got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)])
+                require(error(got, exact), f"prefill, {name}, {title}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("error")
+    # the interpreter's own use of NumPy
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+    torch.manual_seed(0)
+    globals()[sys.argv[1]]()

@@ -1,0 +1,165 @@
+"""Coded rows in kernels: the formats of `windowpane.attention.codecs`, made and read in registers.
+
+A row is a line of 16-bit words; *plane* p of it is the p-th code of every word, W consecutive dims. A kernel loads words
+and takes planes out of them, each of which is an operand of a matrix product as it stands: no byte ever moves between
+threads. 16-bit operands are made two at a time by the instructions below; there is no 8-bit float type among them, so
+they run on any card with bfloat16.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# What a kernel is told of a format; 0 is a plain one.
+E4M3, E5M2, INT8, INT4 = 1, 2, 3, 4
+CODES = {
+    "fp8_e4m3": E4M3,
+    "fp8_per_token_head": E4M3,
+    "fp8_e5m2": E5M2,
+    "int8_per_token_head": INT8,
+    "int4_per_token_head": INT4,
+}
+_E4M3, _E5M2, _INT8, _INT4 = tl.constexpr(E4M3), tl.constexpr(E5M2), tl.constexpr(INT8), tl.constexpr(INT4)
+
+WORD_BYTES = 2
+# Halves of what rounds a float32 to the nearest whole number: beyond 2^23 there is nothing between them.
+_ROUND = tl.constexpr(1.5 * 2.0**23)
+_TINIEST_SCALE = tl.constexpr(2.0**-100)
+
+# float16 has 10 bits of mantissa: 0x6400 | code is the number 1024 + code, whatever code of 8 bits.
+_INT8_PLANE_0 = tl.constexpr("{ .reg .b32 t, c; prmt.b32 t, $1, 0x64646464, 0x4240; mov.b32 c, 0x64806480; sub.f16x2 $0, t, c; }")
+_INT8_PLANE_1 = tl.constexpr("{ .reg .b32 t, c; prmt.b32 t, $1, 0x64646464, 0x4341; mov.b32 c, 0x64806480; sub.f16x2 $0, t, c; }")
+_INT4_PLANE_0 = tl.constexpr("{ .reg .b32 t, c; lop3.b32 t, $1, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
+_INT4_PLANE_1 = tl.constexpr("{ .reg .b32 t, c; shr.u32 t, $1, 4; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
+_INT4_PLANE_2 = tl.constexpr("{ .reg .b32 t, c; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
+_INT4_PLANE_3 = tl.constexpr("{ .reg .b32 t, c; shr.u32 t, $1, 12; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
+# Exponent and mantissa to their places in bfloat16, then times a power of two for the other bias; exact, subnormals too.
+_E4M3_PLANE_0 = tl.constexpr("{ .reg .b32 t, s, c, z; shl.b32 t, $1, 4; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; lop3.b32 t, t, 0x07F007F0, s, 0xEA; mov.b32 c, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
+_E4M3_PLANE_1 = tl.constexpr("{ .reg .b32 t, s, c, z; shr.u32 t, $1, 4; and.b32 s, $1, 0x80008000; lop3.b32 t, t, 0x07F007F0, s, 0xEA; mov.b32 c, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
+_E5M2_PLANE_0 = tl.constexpr("{ .reg .b32 t, s, c, z; shl.b32 t, $1, 5; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; lop3.b32 t, t, 0x0FE00FE0, s, 0xEA; mov.b32 c, 0x77807780; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
+_E5M2_PLANE_1 = tl.constexpr("{ .reg .b32 t, s, c, z; shr.u32 t, $1, 3; and.b32 s, $1, 0x80008000; lop3.b32 t, t, 0x0FE00FE0, s, 0xEA; mov.b32 c, 0x77807780; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
+
+
+def operand_type(code: int, activations: torch.dtype) -> tl.dtype:
+    """What planes become: float32 for exactness, else the 16-bit type that holds all codes and is made fastest."""
+    if activations == torch.float32:
+        return tl.float32
+    return tl.float16 if code in (INT8, INT4) else tl.bfloat16
+
+
+@triton.jit
+def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """The numbers of one plane, before scales: what int4 codes are above their base, what others are."""
+    if OPERAND == tl.float32:
+        BITS: tl.constexpr = 4 if CODE == _INT4 else 8
+        return number((words.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1), CODE)
+    elif CODE == _INT8:
+        asm: tl.constexpr = _INT8_PLANE_0 if PLACE == 0 else _INT8_PLANE_1
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    elif CODE == _INT4:
+        low: tl.constexpr = _INT4_PLANE_0 if PLACE == 0 else _INT4_PLANE_1
+        high: tl.constexpr = _INT4_PLANE_2 if PLACE == 2 else _INT4_PLANE_3
+        either: tl.constexpr = low if PLACE < 2 else high
+        return tl.inline_asm_elementwise(either, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    elif CODE == _E4M3:
+        e4m3: tl.constexpr = _E4M3_PLANE_0 if PLACE == 0 else _E4M3_PLANE_1
+        return tl.inline_asm_elementwise(e4m3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        e5m2: tl.constexpr = _E5M2_PLANE_0 if PLACE == 0 else _E5M2_PLANE_1
+        return tl.inline_asm_elementwise(e5m2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def number(code, CODE: tl.constexpr):
+    """Codes (int32) as float32 numbers."""
+    if CODE == _E4M3:
+        return (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
+    elif CODE == _E5M2:
+        return (((code & 0x7F) << 21) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**112
+    elif CODE == _INT8:
+        return code.to(tl.float32) - 128.0
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def dims_of(row, d, ok, W: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Any dims of rows of words, before scales. Dims within one plane are consecutive words."""
+    BITS: tl.constexpr = 4 if CODE == _INT4 else 8
+    words = tl.load(row + d % W, mask=ok, other=0).to(tl.int32)
+    return number((words >> (d // W * BITS)) & ((1 << BITS) - 1), CODE).to(OPERAND)
+
+
+@triton.jit
+def scales_of(SCALES, at, ok, layer_scale, CODE: tl.constexpr, PER_ROW: tl.constexpr):
+    """(scale, base) of rows: x = base + scale * number. Rows that are not there have a scale of 1."""
+    if not PER_ROW:
+        scale = tl.where(ok, layer_scale, 1.0)
+        return scale, scale * 0.0
+    bits = tl.load(SCALES + at, mask=ok, other=0x3F800000 if CODE != _INT4 else 0x3F80)
+    if CODE == _INT4:
+        return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
+    scale = bits.to(tl.float32, bitcast=True)
+    return scale, scale * 0.0
+
+
+@triton.jit
+def encode(x, layer_scale, D: tl.constexpr, W: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr):
+    """Rows [n, D] of float32: words [n, W] (int32, of which 16 bits count), what their scale sections hold (int32 [n]), and what they are
+    once decoded.
+    """
+    BITS: tl.constexpr = 4 if CODE == _INT4 else 8
+    if CODE == _INT4:
+        base = -_rounded_up(-tl.min(x, 1), 16)
+        step = _rounded_up(tl.maximum(tl.div_rn(tl.max(x, 1) - base, 15.0), _TINIEST_SCALE), 16)
+        codes = tl.minimum(_nearest(tl.div_rn(x - base[:, None], step[:, None])), 15.0).to(tl.int32)
+        decoded = base[:, None] + step[:, None] * number(codes, CODE)
+        bits = base.to(tl.int32, bitcast=True) | (step.to(tl.int32, bitcast=True) >> 16)
+    else:
+        MOST: tl.constexpr = 127.0 if CODE == _INT8 else (448.0 if CODE == _E4M3 else 57344.0)
+        scale = tl.max(x, 1) * 0.0 + layer_scale
+        if PER_ROW:
+            scale = _rounded_up(tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), MOST), _TINIEST_SCALE), 8)
+        units = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        if CODE == _INT8:
+            codes = (_nearest(units) + 128.0).to(tl.int32)
+        elif CODE == _E4M3:
+            codes = _minifloat(units, 3, 7, MOST)
+        else:
+            codes = _minifloat(units, 2, 15, MOST)
+        decoded = number(codes, CODE) * scale[:, None]
+        bits = scale.to(tl.int32, bitcast=True)
+    PLANES: tl.constexpr = 16 // BITS
+    shifts = (tl.arange(0, PLANES) * BITS)[None, :, None]
+    words = tl.sum(tl.reshape(codes, [x.shape[0], PLANES, W]) << shifts, 1)
+    return words, bits, decoded
+
+
+@triton.jit
+def _rounded_up(x, DROPPED: tl.constexpr):
+    MASK: tl.constexpr = (1 << DROPPED) - 1
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(x > 0, bits + MASK, bits) & ~MASK).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(x):
+    """Ties to even, for numbers below 2^22."""
+    return (x + _ROUND) - _ROUND
+
+
+@triton.jit
+def _minifloat(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    magnitude = tl.minimum(tl.abs(x), MOST)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    rounded = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    LEAST: tl.constexpr = 2.0 ** (1 - BIAS)
+    subnormal = _nearest(tl.minimum(magnitude, LEAST) * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32)
+    code = tl.where(magnitude < LEAST, subnormal, normal)
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)

@@ -1,0 +1,258 @@
+"""Decode attention over coded pages, item by item: what `decode` does for plain rows, with codes and scales.
+
+Numbers are attended as codes; scales multiply scores and probabilities. A score takes the logarithm of its token's V
+scale into the exponent, so that probabilities times scales stay at most 1 and fit 16 bits at any length; the norm takes
+it out again. Tokens are the rows of both products and query heads the columns.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from windowpane.attention.triton.codes import dims_of, plane, scales_of
+from windowpane.attention.triton.view import add_scores, column_of, rotate, section, weighted
+
+
+@triton.jit
+def coded_pair_item(
+    Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset, k_scales,
+    v_scales, k_layer_scale, v_layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = 4 if CODE == 4 else 2
+    W: tl.constexpr = D // PLANES
+    UNIT: tl.constexpr = 128  # words, and half as many scales, in a unit of page offsets
+    g = tl.arange(0, GROUP_ROWS)
+    n = tl.arange(0, N)
+    d = tl.arange(0, W)
+    q_at = Q + q_row + g[:, None] * D + d[None, :]
+    g_ok = g[:, None] < G
+    q0 = _operand(tl.load(q_at, mask=g_ok, other=0.0), OPERAND)
+    q1 = _operand(tl.load(q_at + W, mask=g_ok, other=0.0), OPERAND)
+    a0 = tl.zeros([W, GROUP_ROWS], tl.float32)
+    a1 = tl.zeros([W, GROUP_ROWS], tl.float32)
+    if PLANES == 4:
+        q2 = _operand(tl.load(q_at + 2 * W, mask=g_ok, other=0.0), OPERAND)
+        q3 = _operand(tl.load(q_at + 3 * W, mask=g_ok, other=0.0), OPERAND)
+        a2 = tl.zeros([W, GROUP_ROWS], tl.float32)
+        a3 = tl.zeros([W, GROUP_ROWS], tl.float32)
+        q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)[None, :]
+        above_base = tl.zeros([N, GROUP_ROWS], tl.float32)  # what all dims of V share: bases times probabilities
+    K = section(ARENA, k_offset, tl.int16)
+    V = section(ARENA, v_offset, tl.int16)
+    KS = section(ARENA, k_scales, tl.int32)
+    VS = section(ARENA, v_scales, tl.int32)
+    m = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
+    for i in range(lo, hi, N):
+        t = i + n
+        ok = (t >= first) & (t < past)
+        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+        row = head * P + t % P
+        start = page * UNIT + row * ROW
+        scale_at = page * (UNIT // 2) + row
+        k_scale, k_base = scales_of(KS, scale_at, ok, k_layer_scale, CODE, PER_ROW)
+        v_scale, v_base = scales_of(VS, scale_at, ok, v_layer_scale, CODE, PER_ROW)
+        # Rows that no token fills may be anything: they are never loaded.
+        k = tl.load(K + start[:, None] + d[None, :], mask=ok[:, None], other=0)
+        s = add_scores(plane(k, 0, CODE, OPERAND), q0, tl.zeros([N, GROUP_ROWS], tl.float32))
+        s = add_scores(plane(k, 1, CODE, OPERAND), q1, s)
+        if PLANES == 4:
+            s = add_scores(plane(k, 2, CODE, OPERAND), q2, s)
+            s = add_scores(plane(k, 3, CODE, OPERAND), q3, s)
+        s *= (k_scale * scale_log2)[:, None]
+        if PLANES == 4:
+            s += (k_base * scale_log2)[:, None] * q_sum
+        p, weight, alpha, m = _probabilities(s, v_scale, ok, m, OPERAND)
+        norm = norm * alpha + weight
+        if PLANES == 4:
+            above_base = above_base * alpha + weight * v_base[:, None]
+        v = tl.load(V + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+        a0 = tl.dot(plane(v, 0, CODE, OPERAND), p, a0 * alpha, input_precision="ieee")
+        a1 = tl.dot(plane(v, 1, CODE, OPERAND), p, a1 * alpha, input_precision="ieee")
+        if PLANES == 4:
+            a2 = tl.dot(plane(v, 2, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
+            a3 = tl.dot(plane(v, 3, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
+    total = tl.sum(norm, 0)
+    if PLANES == 4:
+        shared = tl.sum(above_base, 0)[None, :]
+        a0 += shared
+        a1 += shared
+        a2 += shared
+        a3 += shared
+    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, total, scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
+    at = slot * G + g
+    _leave(PART, OUT, V_PRESENT, at, 0, d, a0, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V_PRESENT, at, W, d, a1, alpha, weight, total, whole, G, D)
+    if PLANES == 4:
+        _leave(PART, OUT, V_PRESENT, at, 2 * W, d, a2, alpha, weight, total, whole, G, D)
+        _leave(PART, OUT, V_PRESENT, at, 3 * W, d, a3, alpha, weight, total, whole, G, D)
+    if not whole:
+        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def coded_latent_item(
+    Q, ARENA, table, COS, SIN, W_NORM, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
+    n_scales, layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """As `_latent_item`: K = rotate(n * w) and V = n, in pieces of R and 2R dims, with q turned from tile to tile."""
+    PLANES: tl.constexpr = 4 if CODE == 4 else 2
+    W: tl.constexpr = D // PLANES
+    UNIT: tl.constexpr = 128
+    g = tl.arange(0, GROUP_ROWS)
+    n = tl.arange(0, N)
+    r = tl.arange(0, R)[None, :]
+    e = tl.arange(0, 2 * R)[None, :]
+    g_ok = g[:, None] < G
+    q = Q + q_row + g[:, None] * D
+    q1 = tl.load(q + r, mask=g_ok, other=0.0).to(tl.float32)
+    q2 = tl.load(q + R + r, mask=g_ok, other=0.0).to(tl.float32)
+    q1, q2 = rotate(q1, q2, tl.load(COS + lo * R + r), -tl.load(SIN + lo * R + r))
+    w1 = tl.load(W_NORM + r)
+    w2 = tl.load(W_NORM + R + r)
+    # The tables may end before N if the past does.
+    cos = tl.load(COS + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
+    sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
+    step_cos = tl.load(COS + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
+    step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
+    m = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    norm = tl.zeros([N, GROUP_ROWS], tl.float32)
+    above_base = tl.zeros([N, GROUP_ROWS], tl.float32)
+    a1 = tl.zeros([R, GROUP_ROWS], tl.float32)
+    a2 = tl.zeros([R, GROUP_ROWS], tl.float32)
+    q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not turn
+    if D > 2 * R:
+        q3 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
+        a3 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+        q_sum += tl.sum(q3.to(tl.float32), 1)
+    if D > 4 * R:
+        q4 = weighted(q + 4 * R + e, W_NORM + 4 * R + e, g_ok, OPERAND)
+        q5 = weighted(q + 6 * R + e, W_NORM + 6 * R + e, g_ok, OPERAND)
+        a4 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+        a5 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+        q_sum += tl.sum(q4.to(tl.float32) + q5.to(tl.float32), 1)
+    X = section(ARENA, n_offset, tl.int16)
+    XS = section(ARENA, n_scales, tl.int32)
+    for i in range(lo, hi, N):
+        t = i + n
+        ok = (t >= first) & (t < past)
+        row_ok = ok[:, None]
+        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+        row = head * P + t % P
+        scale, x_base = scales_of(XS, page * (UNIT // 2) + row, ok, layer_scale, CODE, PER_ROW)
+        x = X + (page * UNIT + row * ROW)[:, None]
+        x1 = dims_of(x, r, row_ok, W, CODE, OPERAND)
+        x2 = dims_of(x, R + r, row_ok, W, CODE, OPERAND)
+        y1 = x1.to(tl.float32)
+        y2 = x2.to(tl.float32)
+        if CODE == 4:
+            y1 += (x_base / scale)[:, None]
+            y2 += (x_base / scale)[:, None]
+        k1, k2 = rotate(y1 * w1, y2 * w2, cos, sin)
+        s = add_scores(k1.to(OPERAND), _operand(q1, OPERAND), tl.zeros([N, GROUP_ROWS], tl.float32))
+        s = add_scores(k2.to(OPERAND), _operand(q2, OPERAND), s)
+        q1, q2 = rotate(q1, q2, step_cos, -step_sin)
+        if D > 2 * R:
+            x3 = dims_of(x, 2 * R + e, row_ok, W, CODE, OPERAND)
+            s = add_scores(x3, q3, s)
+        if D > 4 * R:
+            x4 = dims_of(x, 4 * R + e, row_ok, W, CODE, OPERAND)
+            x5 = dims_of(x, 6 * R + e, row_ok, W, CODE, OPERAND)
+            s = add_scores(x4, q4, s)
+            s = add_scores(x5, q5, s)
+        s *= (scale * scale_log2)[:, None]
+        if CODE == 4:
+            s += (x_base * scale_log2)[:, None] * q_sum[None, :]
+        p, weight, alpha, m = _probabilities(s, scale, ok, m, OPERAND)
+        norm = norm * alpha + weight
+        if CODE == 4:
+            above_base = above_base * alpha + weight * x_base[:, None]
+        a1 = tl.dot(tl.trans(x1), p, a1 * alpha, input_precision="ieee")
+        a2 = tl.dot(tl.trans(x2), p, a2 * alpha, input_precision="ieee")
+        if D > 2 * R:
+            a3 = tl.dot(tl.trans(x3), p, a3 * alpha, input_precision="ieee")
+        if D > 4 * R:
+            a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
+            a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
+    total = tl.sum(norm, 0)
+    shared = tl.sum(above_base, 0)[None, :]
+    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, total, scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
+    at = slot * G + g
+    narrow = tl.arange(0, R)
+    wide = tl.arange(0, 2 * R)
+    _leave(PART, OUT, V_PRESENT, at, 0, narrow, a1 + shared, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V_PRESENT, at, R, narrow, a2 + shared, alpha, weight, total, whole, G, D)
+    if D > 2 * R:
+        _leave(PART, OUT, V_PRESENT, at, 2 * R, wide, a3 + shared, alpha, weight, total, whole, G, D)
+    if D > 4 * R:
+        _leave(PART, OUT, V_PRESENT, at, 4 * R, wide, a4 + shared, alpha, weight, total, whole, G, D)
+        _leave(PART, OUT, V_PRESENT, at, 6 * R, wide, a5 + shared, alpha, weight, total, whole, G, D)
+    if not whole:
+        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def _operand(x, OPERAND: tl.constexpr):
+    """Queries beyond float16's range do not occur; should one, it is cut off rather than infinite."""
+    if OPERAND == tl.float16:
+        x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
+    return x.to(OPERAND)
+
+
+@triton.jit
+def _shift(OPERAND: tl.constexpr):
+    """Probabilities in float16 are stored this many powers of two higher, so that small ones keep their bits."""
+    return 15.0 if OPERAND == tl.float16 else 0.0
+
+
+@triton.jit
+def _probabilities(s, v_scale, ok, m, OPERAND: tl.constexpr):
+    """Of one tile of scores [tokens, heads]: probabilities times V's scales, without them, and what sums shrink by."""
+    s = tl.where(ok[:, None], s + tl.log2(v_scale)[:, None], float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 0))
+    alpha = tl.exp2(m - m_new)[None, :]
+    p = tl.exp2(s - m_new[None, :] + _shift(OPERAND))
+    return p.to(OPERAND), p / v_scale[:, None], alpha, m_new
+
+
+@triton.jit
+def _end(
+    Q, K, m, total, scale_log2, whole, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The present token's weight where nobody else has a part of the item (else 0), what the sums so far count for, and
+    their total, with the shift of probabilities taken back.
+    """
+    shift = tl.exp2(-_shift(OPERAND))
+    weight = tl.zeros([GROUP_ROWS], tl.float32)
+    alpha = weight + 1.0
+    if whole:
+        g = tl.arange(0, GROUP_ROWS)[:, None]
+        d = tl.arange(0, D)[None, :]
+        q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
+        s = tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2
+        m_new = tl.maximum(m, s)
+        weight = tl.exp2(s - m_new)
+        alpha = tl.exp2(m - m_new)
+    return weight, alpha * shift, total * alpha * shift + weight
+
+
+@triton.jit
+def _leave(PART, OUT, V, at, first, d, acc, alpha, weight, total, whole, G: tl.constexpr, D: tl.constexpr):
+    """Some dims of an item's result, [dims, heads]: to the output with the present token, or as a partial result."""
+    g = tl.arange(0, acc.shape[1])
+    sums = tl.trans(acc) * alpha[:, None]
+    ok = (g < G)[:, None]
+    if whole:
+        sums += weight[:, None] * tl.load(V + first + d).to(tl.float32)[None, :]
+        attended = (sums / total[:, None]).to(OUT.dtype.element_ty)
+        tl.store(OUT + g[:, None] * D + first + d[None, :], attended, mask=ok)
+    else:
+        tl.store(PART + at[:, None] * D + first + d[None, :], sums / total[:, None], mask=ok)
