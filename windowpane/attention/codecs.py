@@ -17,6 +17,7 @@ coded the same again: what is attended as present and what is then stored are th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +104,26 @@ def decode(
         return base[..., None] + step[..., None] * codes
     numbers = MINIFLOATS[fmt.name].decode(codes) if fmt.family == "fp8" else codes.float() - INT8_BIAS
     return numbers * scales.view(torch.float32)[..., None]
+
+
+def basis_for(fmt: KVFormat, dims: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """The orthogonal matrix that K, V and queries are multiplied with before K and V are coded; None for none.
+
+    A few dims of a row are often far larger than all others, and evenly spaced codes would spend themselves on them. A
+    Hadamard matrix spreads every dim over all; it is its own inverse, and products of queries and keys do not change. A
+    latent stays as it is, since K is rebuilt from its single dims, and 8-bit floats need no help.
+    """
+    if not has_basis(fmt, dims):
+        return None
+    matrix = torch.ones(1, 1)
+    while len(matrix) < dims[0]:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / dims[0] ** 0.5).to(device)
+
+
+def has_basis(fmt: KVFormat, dims: Sequence[int]) -> bool:
+    """Whether rows of these widths (K and V, or one latent) are coded in a basis of their own."""
+    return fmt.family == "int" and len(dims) == 2 and dims[0] == dims[1] and dims[0] & (dims[0] - 1) == 0
 
 
 def layer_scale_for(fmt: KVFormat, largest: float) -> float:

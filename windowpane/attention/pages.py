@@ -150,6 +150,7 @@ class LayerPages:
         self._scale_views = [
             _page_view(pages.arena.view(torch.int32), offset, scale_bytes, *shape, 1) for offset in piece.scale_offsets
         ]
+        self.basis = codecs.basis_for(spec.kv_format, self._dims, pages.device)
         # Of K and V, or of one latent, where the format has one scale for the whole layer. While they are not known,
         # `through_format` only notes the largest magnitudes and nothing is stored: the warm-up pass.
         self.layer_scales: list[float] | None = None
@@ -203,6 +204,10 @@ class LayerPages:
         within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
         for part, values in enumerate(rows):
             self._store(part, offsets, within, values)
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values into the basis that they are stored in, and what was attended back out of it."""
+        return x if self.basis is None else x @ self.basis.to(x.dtype)
 
     def through_format(self, x: torch.Tensor, part: int) -> torch.Tensor:
         """What `x` is once stored and loaded: the present is attended as the past will be."""

@@ -184,7 +184,7 @@ class _Layer:
         q = projected.reshape(-1, self.recipe.query_heads, self.recipe.head_dim)
         if self.model.qk_norm:
             q = _rms_norm(q, self.q_norm, self.model.norm_eps)
-        return self._rotate_now(q, state)
+        return state.pages.layers[self.recipe.kv_layer].turned(self._rotate_now(q, state))
 
     def _store_form(self, projected: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -198,7 +198,8 @@ class _Layer:
             k = _rms_norm(k, self.k_norm, eps)
         if self.model.v_norm:
             v = _rms_norm(v, None, eps)
-        return [stored.through_format(self._rotate_now(k, state), 0), stored.through_format(v, 1)]
+        keys, values = stored.turned(self._rotate_now(k, state)), stored.turned(v)
+        return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         outputs = []
@@ -207,7 +208,8 @@ class _Layer:
         for segment, asked in zip(state.step.segments, state.queries, strict=True):
             if asked.first < asked.last:
                 outputs.append(self._attend_chunk(queries[asked.first : asked.last], asked, segment, present, state))
-        return torch.cat(outputs).flatten(1) if outputs else queries.flatten(1)
+        attended = torch.cat(outputs) if outputs else queries
+        return state.pages.layers[self.recipe.kv_layer].turned(attended).flatten(1)
 
     def _attend_chunk(
         self, queries: torch.Tensor, asked: Queries, segment: Segment, present: list[torch.Tensor], state: _Pass

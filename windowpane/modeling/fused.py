@@ -3,11 +3,12 @@
 It takes over a decoder's weights. Decoding steps keep a fixed shape, so that they can be captured as graphs: whatever
 varies (positions, slots, tables) is read from device tensors.
 
-Two things differ from the plain decoder, neither of them visible in results:
+Three things differ from the plain decoder, none of them visible in results:
 - Rotary dims of latent layers are made adjacent, in the projections, norms and the output's columns alike, so that a
   kernel can rotate them as blocks.
 - Steps that only decode store K and V while making them. The row written is one that no query of the step can see: a
   sequence's own next row, or one that its window has just let go of.
+- Where a KV format has a basis of its own, values are turned into it and out of it by the weights on either side.
 """
 
 from __future__ import annotations
@@ -168,6 +169,9 @@ class FusedLayer:
         self._pairs = 0 if angles is None else angles[0].shape[1]
         if r.latent:
             _make_rotary_dims_adjacent(layer, self._pairs)
+        basis = pages.layers[r.kv_layer].basis
+        if basis is not None:
+            _turn_values(layer, basis)
         self._distance = self._pairs if r.latent else r.head_dim // 2
         self.input_norm = layer.input_norm
         self.post_attention_norm = layer.post_attention_norm
@@ -397,6 +401,24 @@ def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:
         layer.qkv_bias = layer.qkv_bias.view(-1, dim)[:, order].reshape(-1)
     layer.out = layer.out.view(layer.out.shape[0], -1, dim)[:, :, order].reshape(layer.out.shape)
     layer.q_norm, layer.k_norm = layer.q_norm[order], layer.k_norm[order]
+
+
+def _turn_values(layer: _Layer, basis: torch.Tensor) -> None:
+    """Make values in another basis, and read what was attended in it: both by the weights before and behind."""
+    r = layer.recipe
+    dim = r.head_dim
+    exact = basis.double()
+    heads = layer.out.view(layer.out.shape[0], -1, dim)
+    layer.out = (heads.double() @ exact).to(layer.out.dtype).view(layer.out.shape)
+    if not layer.owns_kv:
+        return
+    first = (r.query_heads + r.kv_heads) * dim
+    values = layer.qkv[first:].view(r.kv_heads, dim, -1)
+    turned = (exact @ values.double()).to(values.dtype).view(r.kv_heads * dim, -1)
+    layer.qkv = torch.cat([layer.qkv[:first], turned])
+    if layer.qkv_bias is not None:
+        bias = layer.qkv_bias[first:].view(r.kv_heads, dim).double() @ exact
+        layer.qkv_bias = torch.cat([layer.qkv_bias[:first], bias.to(layer.qkv_bias.dtype).view(-1)])
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pdl: bool) -> torch.Tensor:

@@ -51,6 +51,11 @@ def operand_type(code: int, activations: torch.dtype) -> tl.dtype:
     return tl.float16 if code in (INT8, INT4) else tl.bfloat16
 
 
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
 @triton.jit
 def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
     """The numbers of one plane, before scales: what int4 codes are above their base, what others are."""
@@ -105,6 +110,16 @@ def scales_of(SCALES, at, ok, layer_scale, CODE: tl.constexpr, PER_ROW: tl.const
         return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
     scale = bits.to(tl.float32, bitcast=True)
     return scale, scale * 0.0
+
+
+@triton.jit
+def turn(x, D: tl.constexpr):
+    """Rows [n, D] times the Hadamard matrix of `codecs.basis_for`: sums and differences of neighbours, log2 D times."""
+    STAGES: tl.constexpr = _log2(D)
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(x, [x.shape[0], D // 2, 2]))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [x.shape[0], D])
+    return x * D**-0.5
 
 
 @triton.jit

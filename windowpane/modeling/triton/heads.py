@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.attention.triton.codes import INT4, encode
+from windowpane.attention.triton.codes import INT4, encode, turn
 from windowpane.attention.triton.view import ELEMENTS, LayerView, rotate, section
 from windowpane.attention.triton.write import CodedRows
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
@@ -69,7 +69,7 @@ def prepare_heads(
     With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
 
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
-    coded goes to pages or else to `coded`.
+    coded goes to pages or else to `coded`. Queries and keys are turned into the view's basis here, values by weights.
     """
     rows, query_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -116,6 +116,7 @@ def prepare_heads(
         PER_ROW=view is not None and bool(view.scale_offsets),
         ROW=row_words,
         WORDS=dim // (4 if code == INT4 else 2),
+        TURNED=view is not None and view.turned,
         PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,
@@ -156,21 +157,28 @@ def _normed(low, high, WEIGHT, dims, mask, DIM: tl.constexpr, DISTANCE: tl.const
 
 
 @triton.jit
+def _row(low, high, DIM: tl.constexpr):
+    """Heads [heads, pieces, distance] and their other halves as rows [heads, DIM]."""
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [low.shape[0], DIM])
+
+
+@triton.jit
+def _halves(row, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(row, [row.shape[0], PIECES, 2, DISTANCE]), (0, 1, 3, 2)))
+
+
+@triton.jit
 def _coded(
     low, high, WORDS_AT, SCALES_AT, words_at, place, ok, layer_scale, DIM: tl.constexpr, WORDS: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Store heads as words and scales; returns what they then are. Halves are put together as a row for it."""
-    HEADS: tl.constexpr = low.shape[0]
-    PIECES: tl.constexpr = low.shape[1]
-    DISTANCE: tl.constexpr = low.shape[2]
-    x = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), [HEADS, DIM])
-    words, bits, decoded = encode(x, layer_scale, DIM, WORDS, CODE, PER_ROW)
+    """Store heads as words and scales; returns what they then are."""
+    words, bits, decoded = encode(_row(low, high, DIM), layer_scale, DIM, WORDS, CODE, PER_ROW)
     w = tl.arange(0, WORDS)[None, :]
     tl.store(WORDS_AT + words_at[:, None] + w, words.to(tl.int16), mask=ok[:, None])
     if PER_ROW:
         tl.store(SCALES_AT + place, bits, mask=ok)
-    return tl.split(tl.permute(tl.reshape(decoded, [HEADS, PIECES, 2, DISTANCE]), (0, 1, 3, 2)))
+    return _halves(decoded, low.shape[1], low.shape[2])
 
 
 @triton.jit(
@@ -183,7 +191,8 @@ def _heads_kernel(
     K_WORDS, V_WORDS, K_SCALES, V_SCALES, k_layer_scale, v_layer_scale,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
+    TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: of queries, keys (or latents) or values.
 
@@ -246,6 +255,9 @@ def _heads_kernel(
             low, high = _normed(low, high, Q_NORM, dims, inside, DIM, DISTANCE, eps, DTYPE)
         if PAIRS > 0:
             low, high = rotate(low, high, cos, sin)
+        if TURNED:
+            low, high = _rounded(low, high, DTYPE)
+            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
         _store_pairs(Q + row * q_stride + at, low, high, inside, DISTANCE, DTYPE)
     elif is_value:
         if V_NORM:
@@ -280,6 +292,9 @@ def _heads_kernel(
         if PAIRS > 0:
             low, high = rotate(low, high, cos, sin)
         low, high = _rounded(low, high, DTYPE)
+        if TURNED:
+            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
+            low, high = _rounded(low, high, DTYPE)
         if CODE > 0 and not LATENT:
             low, high = _coded(
                 low, high, k_words, k_scales_at, words_at, place, line_inside, k_layer_scale, DIM, WORDS, CODE, PER_ROW
