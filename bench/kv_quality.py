@@ -1,9 +1,9 @@
 """What a KV format costs in quality: perplexity of Gemma 3 270M against float32 KV. `python -m bench.kv_quality`.
 
 The text is Python's own documentation as every Python carries it (`pydoc_data/topics.py`, then the sources of the
-standard library; PSF licence), cut into contexts of 2,048 tokens, four windows long. Every `--every`-th token from 768 on
-is scored: by then windows have slid past what they began with. All formats score the same tokens, so differences are
-far more exact than the perplexities themselves; the error beside each is the standard error over contexts.
+standard library; PSF licence), cut into contexts of 2,048 tokens, four windows long. Every `--every`-th token from 768
+on is scored: by then windows have slid past what they began with. All formats score the same tokens, so differences are
+more exact than the perplexities themselves; the error beside each is the standard error over contexts.
 
 K and V go through their format exactly as the engine's present does. Results are kept in a file, so that a run that was
 cut short goes on where it stopped, and a longer run adds to a shorter one.
@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pydoc_data.topics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
-import pydoc_data.topics
 import torch
 from rich.console import Console
 from rich.progress import track

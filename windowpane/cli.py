@@ -107,6 +107,10 @@ def _engine_flags(
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
     ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Sequences and length, as in 16x131072: the least lossy KV formats.", rich_help_panel=MEMORY),
+    ] = None,
     swa_full: Annotated[
         bool, typer.Option("--swa-full", help="Keep sliding layers at full length.", rich_help_panel=MEMORY)
     ] = False,
@@ -141,6 +145,7 @@ def _engine_flags(
         "gpu_memory_utilization": gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
         "kv_cache_dtype": kv_cache_dtype,
+        "fit": fit,
         "swa_full": swa_full,
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,

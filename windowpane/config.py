@@ -18,6 +18,7 @@ class EngineConfig:
 
     `kv_cache_dtype` is `auto`, one format, or one per group (`full=int8_per_token_head,window=bfloat16`). `swa_full`
     keeps sliding layers at full length. `enforce_eager` runs a GPU's steps launch by launch, without graphs.
+    `fit` (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -26,6 +27,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    fit: str | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int | None = None
     enable_prefix_caching: bool = True
@@ -40,6 +42,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}")
+        if self.fit is not None and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"--fit chooses the KV formats and --kv-cache-dtype {self.kv_cache_dtype} names them; leave one out"
+            )
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -21,7 +21,7 @@ from windowpane.attention.triton.widen import plan_past, widen
 from windowpane.attention.triton.write import write
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.formats import KVFormat, kv_format
-from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
+from windowpane.kv.layout import DECODED_PAST_BYTES, OFFSET_UNIT_BYTES, Group, plan_layout
 from windowpane.kv.retention import Full, Window
 from windowpane.kv.tables import PageTable
 
@@ -255,7 +255,9 @@ def _decode_reference(paged: Paged, sequence: int, q: torch.Tensor, present: Vec
     )
 
 
-def run_prefill(paged: Paged, chunks: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_prefill(
+    paged: Paged, chunks: Sequence[tuple[int, int]], *, scratch_bytes: int = DECODED_PAST_BYTES
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A chunk (tokens, those of them that ask) of each sequence in one launch: kernel, float64, same dtype."""
     layer, view, device = paged.layer, paged.view, paged.device
     row, q_row = 2, 1  # rows before the first segment belong to someone else
@@ -272,7 +274,7 @@ def run_prefill(paged: Paged, chunks: Sequence[tuple[int, int]]) -> tuple[torch.
     if view.code:
         host = np.array(segments, dtype=np.int32)
         goes = []
-        for plan in plan_past(host, view, paged.dtype, layer.window_tokens, device):
+        for plan in plan_past(host, view, paged.dtype, layer.window_tokens, device, scratch_bytes):
             scratch, plain = widen(
                 kernel_arena(paged), view, paged.table, on_device, plan, paged.dtype, layer.window_tokens
             )

@@ -1,6 +1,6 @@
 """Coded KV on a GPU: kernels against float64 over the codecs' own pages, whole models, and timings beside bfloat16.
 
-    python3 -m bench.gpu_checks.formats [WORD …]     timings of steps whose name has one of the words
+python3 -m bench.gpu_checks.formats [WORD …]     timings of steps whose name has one of the words
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from windowpane.runner import Runner
 NEW_TOKENS = 16
 CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
 MIXES = ("gemma3", "gemma4 K = V", "gemma4 everything")  # pairs in windows and full groups; latents; shared KV
-# Sums in another order differ by an ulp, which now and then takes a number to the next code. So logits may move, but by
-# a small share of what the format itself moves them; a present that is attended before it is coded moves them by as much.
+# Sums in another order differ by an ulp, which now and then takes a number to the next code. So logits may move, but
+# by a small share of what the format itself moves them; a present attended before it is coded moves them by as much.
 FLIP_SHARE = 0.25
 
 

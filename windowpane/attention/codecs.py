@@ -1,8 +1,8 @@
 """KV formats at work: rows of numbers to stored bytes and back, in plain torch on any device. The yardstick of kernels.
 
-A coded row is a line of 16-bit words. Word j holds dims j, W + j, 2W + j, … (W words; two 8-bit or four 4-bit codes each,
-lowest bits first), so that a kernel takes whole words apart into pieces of consecutive dims and never moves single bytes
-between threads:
+A coded row is a line of 16-bit words. Word j holds dims j, W + j, 2W + j, … (W words; two 8-bit or four 4-bit codes
+each, lowest bits first), so that a kernel takes whole words apart into pieces of consecutive dims and never moves
+single bytes between threads:
 
     int8, dim 8     word 0: dims 0 | 4   word 1: 1 | 5   word 2: 2 | 6   word 3: 3 | 7
     int4, dim 8     word 0: dims 0 | 2 | 4 | 6   word 1: 1 | 3 | 5 | 7
@@ -118,7 +118,8 @@ def basis_for(fmt: KVFormat, dims: Sequence[int], device: torch.device) -> torch
     matrix = torch.ones(1, 1)
     while len(matrix) < dims[0]:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / dims[0] ** 0.5).to(device)
+    basis: torch.Tensor = matrix / dims[0] ** 0.5
+    return basis.to(device)
 
 
 def has_basis(fmt: KVFormat, dims: Sequence[int]) -> bool:
@@ -152,11 +153,12 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     per_word = WORD_BITS // bits
     words = -(-codes.shape[-1] // per_word)
     codes = torch.nn.functional.pad(codes.to(torch.int32), (0, words * per_word - codes.shape[-1]))
-    pieces = codes.unflatten(-1, (per_word, words)).unbind(-2)
+    pieces = codes.view(*codes.shape[:-1], per_word, words).unbind(-2)
     word = pieces[0]
     for place, piece in enumerate(pieces[1:], start=1):
         word = word | (piece << (place * bits))
-    return word.to(torch.int16)  # the upper half wraps to negative numbers
+    packed: torch.Tensor = word.to(torch.int16)  # the upper half wraps to negative numbers
+    return packed
 
 
 def _unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

@@ -30,6 +30,10 @@ def plan(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
     ] = "auto",
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Sequences and length, as in 16x131072: the least lossy KV formats.", rich_help_panel=MEMORY),
+    ] = None,
     swa_full: Annotated[
         bool, typer.Option("--swa-full", help="Keep sliding layers at full length.", rich_help_panel=MEMORY)
     ] = False,
@@ -79,6 +83,7 @@ def plan(
             max_num_batched_tokens=None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
+            fit=fit,
             kv_cache_memory_bytes=None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
             tensor_parallel_size=tensor_parallel_size,
             enable_prefix_caching=enable_prefix_caching,

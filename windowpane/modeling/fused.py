@@ -45,7 +45,7 @@ OVERLAPPING_LAUNCHES = (9, 0)  # from this compute capability on, a kernel may l
 
 @dataclass(frozen=True, slots=True)
 class _Present:
-    """K and V of this step's rows (a latent's V is the latent), and how they will lie in pages where those are coded."""
+    """K and V of this step's rows (a latent's V is the latent), and their codes where pages are coded."""
 
     k: torch.Tensor
     v: torch.Tensor

@@ -8,6 +8,7 @@ The activation estimate counts the tensors that are alive together at the widest
                   2 × query width + 2 × KV width    q, attention output, k, v
                   3 × MLP width                     gate, up, their product
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy
+    coded KV    one layer's longest past        decoded for chunks that attend it
 
 Widths are per rank. The engine prints what it measures beside this estimate.
 """
@@ -20,6 +21,7 @@ from windowpane.config import EngineConfig
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import dtype_bytes
+from windowpane.kv.layout import DECODED_PAST_BYTES, Layout
 from windowpane.kv.retention import ceil_div
 from windowpane.models.spec import ModelSpec
 
@@ -93,6 +95,20 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size // ranks * 4 * 2
     return tokens + logits
+
+
+def decoded_past_bytes(layout: Layout, compute_dtype: str, longest: int) -> int:
+    """Scratch for the past of chunks where pages are coded: of one layer, at most one longest sequence at a time."""
+    widest = 0
+    for group in layout.groups:
+        if group.kv_format is None or group.kv_format.family == "float":
+            continue
+        held = len(group.retention.held(longest))  # type: ignore[union-attr]  # token groups only
+        for piece in group.slices:
+            assert isinstance(piece.cache, TokenCache)
+            row_bytes = piece.cache.kv_heads * sum(piece.cache.row_dims) * dtype_bytes(compute_dtype)
+            widest = max(widest, held * row_bytes)
+    return max(widest, DECODED_PAST_BYTES) if widest else 0
 
 
 def _kv_width(cache: TokenCache) -> int:

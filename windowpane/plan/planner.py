@@ -19,10 +19,11 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.gates import Gate, gate
 from windowpane.plan.hardware import Gpu, parse_gpus
-from windowpane.plan.memory import Budget, Device, activation_bytes
+from windowpane.plan.memory import Budget, Device, activation_bytes, decoded_past_bytes
 from windowpane.plan.peers import all as all_peers
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.peers.setting import Setting
+from windowpane.plan.quality import Fit, assignments
 from windowpane.plan.sizes import format_bytes
 
 # From here on vLLM's server takes 8,192 tokens a step instead of 2,048; A100s it leaves at 2,048.
@@ -92,6 +93,8 @@ def make_plan(
     """Plan one model on one kind of device. Raises PlanError, or a flag's own ValueError, when it cannot be done."""
     _check_concurrency(config, concurrency)
     ranks, device = _device(config, gpu, gpu_memory_bytes)
+    if config.fit is not None:
+        config, concurrency = _least_lossy(spec, config, ranks, device)
     sizing = size_up(spec, config, ranks, on_cpu=device is not None and device.is_cpu)
     gates = _gates(sizing, device)
     try:
@@ -101,6 +104,37 @@ def make_plan(
     max_model_len, note = _max_model_len(spec, config, capacity, concurrency or 1)
     peers = _peers(sizing, device, capacity.kv_bytes, max_model_len) if capacity else ()
     return Plan(sizing, device, budget, capacity, max_model_len, note, gates, peers)
+
+
+def _least_lossy(spec: ModelSpec, config: EngineConfig, ranks: int, device: Device | None) -> tuple[EngineConfig, int]:
+    """Flags with the formats that --fit leads to, and how many sequences it asks for."""
+    wanted = Fit.parse(config.fit or "")
+    on_cpu = device is not None and device.is_cpu
+    config = replace(
+        config,
+        max_model_len=config.max_model_len or wanted.length,
+        max_num_seqs=max(config.max_num_seqs, wanted.sequences),
+    )
+    plain = size_up(spec, config, ranks, on_cpu=on_cpu)
+    most = 0
+    for choice in assignments(plain.layout.groups, plain.compute_dtype, lambda name: _is_allowed(spec, name)):
+        chosen = replace(config, kv_cache_dtype=choice, fit=None)
+        _, capacity = fit(size_up(spec, chosen, ranks, on_cpu=on_cpu), device)
+        if capacity is None:
+            raise PlanError("--fit needs to know how much memory there is: add --gpu or --kv-cache-memory-bytes")
+        held = capacity.sequences(wanted.length)
+        if held >= wanted.sequences:
+            return chosen, wanted.sequences
+        most = max(most, held)
+    way_out = f"at most {most} do; write --fit {most}x{wanted.length}" if most else "not one does"
+    raise PlanError(
+        f"--fit {config.fit}: in no KV format do {wanted.sequences} sequences of {wanted.length:,} tokens fit, "
+        f"{way_out}, or give more memory"
+    )
+
+
+def _is_allowed(spec: ModelSpec, format_name: str) -> bool:
+    return gate(format_name, None, spec.weight_scheme, spec.kv_cache_scheme).verdict != "refused"
 
 
 def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
@@ -115,6 +149,8 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
     formats = resolve_formats(config.kv_cache_dtype, group_caches(caches), compute_dtype)
     layout = plan_layout(caches, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
     activations = activation_bytes(spec, config, ranks, compute_dtype)
+    if not on_cpu:
+        activations += decoded_past_bytes(layout, compute_dtype, config.max_model_len or spec.max_position)
     return Sizing(spec, config, ranks, compute_dtype, weights, activations, layout)
 
 

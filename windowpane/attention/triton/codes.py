@@ -1,9 +1,9 @@
 """Coded rows in kernels: the formats of `windowpane.attention.codecs`, made and read in registers.
 
-A row is a line of 16-bit words; *plane* p of it is the p-th code of every word, W consecutive dims. A kernel loads words
-and takes planes out of them, each of which is an operand of a matrix product as it stands: no byte ever moves between
-threads. 16-bit operands are made two at a time by the instructions below; there is no 8-bit float type among them, so
-they run on any card with bfloat16.
+A row is a line of 16-bit words; *plane* p of it is the p-th code of every word, W consecutive dims. A kernel loads
+words and takes planes out of them, each an operand of a matrix product as it stands: no byte ever moves between threads.
+16-bit operands are made two at a time by the instructions below; there is no 8-bit float type among them, so they run on
+any card with bfloat16.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -26,22 +26,39 @@ CODES = {
 _E4M3, _E5M2, _INT8, _INT4 = tl.constexpr(E4M3), tl.constexpr(E5M2), tl.constexpr(INT8), tl.constexpr(INT4)
 
 WORD_BYTES = 2
-# Halves of what rounds a float32 to the nearest whole number: beyond 2^23 there is nothing between them.
+# Added and taken off again, it rounds a float32 to a whole number: beyond 2^23 there is nothing between them.
 _ROUND = tl.constexpr(1.5 * 2.0**23)
 _TINIEST_SCALE = tl.constexpr(2.0**-100)
 
-# float16 has 10 bits of mantissa: 0x6400 | code is the number 1024 + code, whatever code of 8 bits.
-_INT8_PLANE_0 = tl.constexpr("{ .reg .b32 t, c; prmt.b32 t, $1, 0x64646464, 0x4240; mov.b32 c, 0x64806480; sub.f16x2 $0, t, c; }")
-_INT8_PLANE_1 = tl.constexpr("{ .reg .b32 t, c; prmt.b32 t, $1, 0x64646464, 0x4341; mov.b32 c, 0x64806480; sub.f16x2 $0, t, c; }")
-_INT4_PLANE_0 = tl.constexpr("{ .reg .b32 t, c; lop3.b32 t, $1, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
-_INT4_PLANE_1 = tl.constexpr("{ .reg .b32 t, c; shr.u32 t, $1, 4; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
-_INT4_PLANE_2 = tl.constexpr("{ .reg .b32 t, c; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
-_INT4_PLANE_3 = tl.constexpr("{ .reg .b32 t, c; shr.u32 t, $1, 12; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; mov.b32 c, 0x64006400; sub.f16x2 $0, t, c; }")
-# Exponent and mantissa to their places in bfloat16, then times a power of two for the other bias; exact, subnormals too.
-_E4M3_PLANE_0 = tl.constexpr("{ .reg .b32 t, s, c, z; shl.b32 t, $1, 4; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; lop3.b32 t, t, 0x07F007F0, s, 0xEA; mov.b32 c, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
-_E4M3_PLANE_1 = tl.constexpr("{ .reg .b32 t, s, c, z; shr.u32 t, $1, 4; and.b32 s, $1, 0x80008000; lop3.b32 t, t, 0x07F007F0, s, 0xEA; mov.b32 c, 0x7B807B80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
-_E5M2_PLANE_0 = tl.constexpr("{ .reg .b32 t, s, c, z; shl.b32 t, $1, 5; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; lop3.b32 t, t, 0x0FE00FE0, s, 0xEA; mov.b32 c, 0x77807780; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
-_E5M2_PLANE_1 = tl.constexpr("{ .reg .b32 t, s, c, z; shr.u32 t, $1, 3; and.b32 s, $1, 0x80008000; lop3.b32 t, t, 0x0FE00FE0, s, 0xEA; mov.b32 c, 0x77807780; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }")
+
+def _integers(take: str, bias: int) -> tl.constexpr:
+    """Two codes as float16, whose mantissa has 10 bits: 0x6400 | code is 1024 + code, and `bias` is taken off."""
+    return tl.constexpr(f"{{ .reg .b32 t, c; {take} mov.b32 c, {bias * 0x10001}; sub.f16x2 $0, t, c; }}")
+
+
+def _floats(move: str, sign: str, mask: int, power: int) -> tl.constexpr:
+    """Two codes as bfloat16: exponent and mantissa (`move`, `mask`) to their places, and 2^power for the other bias.
+
+    Exact, subnormals too. Minus 0 is what a fused multiply-add may add without a trace.
+    """
+    factor = ((127 + power) << 7) * 0x10001
+    return tl.constexpr(
+        f"{{ .reg .b32 t, s, c, z; {move} {sign} and.b32 s, s, 0x80008000; lop3.b32 t, t, {mask * 0x10001}, s, 0xEA; "
+        f"mov.b32 c, {factor}; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }}"
+    )
+
+
+_NIBBLE = "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;"
+_INT8_PLANE_0 = _integers("prmt.b32 t, $1, 0x64646464, 0x4240;", 0x6480)  # 1024 + 128
+_INT8_PLANE_1 = _integers("prmt.b32 t, $1, 0x64646464, 0x4341;", 0x6480)
+_INT4_PLANE_0 = _integers(f"mov.b32 t, $1; {_NIBBLE}", 0x6400)
+_INT4_PLANE_1 = _integers(f"shr.u32 t, $1, 4; {_NIBBLE}", 0x6400)
+_INT4_PLANE_2 = _integers(f"shr.u32 t, $1, 8; {_NIBBLE}", 0x6400)
+_INT4_PLANE_3 = _integers(f"shr.u32 t, $1, 12; {_NIBBLE}", 0x6400)
+_E4M3_PLANE_0 = _floats("shl.b32 t, $1, 4;", "shl.b32 s, $1, 8;", 0x07F0, 120)
+_E4M3_PLANE_1 = _floats("shr.u32 t, $1, 4;", "mov.b32 s, $1;", 0x07F0, 120)
+_E5M2_PLANE_0 = _floats("shl.b32 t, $1, 5;", "shl.b32 s, $1, 8;", 0x0FE0, 112)
+_E5M2_PLANE_1 = _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112)
 
 
 def operand_type(code: int, activations: torch.dtype) -> tl.dtype:
@@ -59,23 +76,22 @@ def _log2(n):
 @triton.jit
 def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
     """The numbers of one plane, before scales: what int4 codes are above their base, what others are."""
-    if OPERAND == tl.float32:
+    if tl.float32 == OPERAND:
         BITS: tl.constexpr = 4 if CODE == _INT4 else 8
         return number((words.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1), CODE)
-    elif CODE == _INT8:
+    if CODE == _INT8:
         asm: tl.constexpr = _INT8_PLANE_0 if PLACE == 0 else _INT8_PLANE_1
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    elif CODE == _INT4:
+    if CODE == _INT4:
         low: tl.constexpr = _INT4_PLANE_0 if PLACE == 0 else _INT4_PLANE_1
         high: tl.constexpr = _INT4_PLANE_2 if PLACE == 2 else _INT4_PLANE_3
         either: tl.constexpr = low if PLACE < 2 else high
         return tl.inline_asm_elementwise(either, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    elif CODE == _E4M3:
+    if CODE == _E4M3:
         e4m3: tl.constexpr = _E4M3_PLANE_0 if PLACE == 0 else _E4M3_PLANE_1
         return tl.inline_asm_elementwise(e4m3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        e5m2: tl.constexpr = _E5M2_PLANE_0 if PLACE == 0 else _E5M2_PLANE_1
-        return tl.inline_asm_elementwise(e5m2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    e5m2: tl.constexpr = _E5M2_PLANE_0 if PLACE == 0 else _E5M2_PLANE_1
+    return tl.inline_asm_elementwise(e5m2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -83,17 +99,21 @@ def number(code, CODE: tl.constexpr):
     """Codes (int32) as float32 numbers."""
     if CODE == _E4M3:
         return (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
-    elif CODE == _E5M2:
+    if CODE == _E5M2:
         return (((code & 0x7F) << 21) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**112
-    elif CODE == _INT8:
+    if CODE == _INT8:
         return code.to(tl.float32) - 128.0
-    else:
-        return code.to(tl.float32)
+    return code.to(tl.float32)
 
 
 @triton.jit
-def dims_of(row, d, ok, W: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
-    """Any dims of rows of words, before scales. Dims within one plane are consecutive words."""
+def dims_of(
+    row, FIRST: tl.constexpr, COUNT: tl.constexpr, ok, W: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr
+):  # fmt: skip
+    """Dims [FIRST, FIRST + COUNT) of rows of words, before scales."""
+    d = FIRST + tl.arange(0, COUNT)[None, :]
+    if FIRST // W == (FIRST + COUNT - 1) // W:
+        return plane(tl.load(row + (d - FIRST // W * W), mask=ok, other=0), FIRST // W, CODE, OPERAND)
     BITS: tl.constexpr = 4 if CODE == _INT4 else 8
     words = tl.load(row + d % W, mask=ok, other=0).to(tl.int32)
     return number((words >> (d // W * BITS)) & ((1 << BITS) - 1), CODE).to(OPERAND)
@@ -124,8 +144,8 @@ def turn(x, D: tl.constexpr):
 
 @triton.jit
 def encode(x, layer_scale, D: tl.constexpr, W: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr):
-    """Rows [n, D] of float32: words [n, W] (int32, of which 16 bits count), what their scale sections hold (int32 [n]), and what they are
-    once decoded.
+    """Rows [n, D] of float32: words [n, W] (int32, of which 16 bits count), what their scale sections hold (int32 [n]),
+    and what they are once decoded.
     """
     BITS: tl.constexpr = 4 if CODE == _INT4 else 8
     if CODE == _INT4:

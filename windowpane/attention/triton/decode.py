@@ -63,18 +63,19 @@ TUNINGS = {
     (512, False): Tuning(32, 2, 4, 3),
     (512, True): Tuning(32, 2, 4, 5),
 }
-# By (dim, latent, bits), for coded rows.
+# By (dim, latent, bits), for coded rows: 64 tokens are the rows of one warp group's product, and words come out of
+# shared memory as its operands, so a tile is only as large as its codes. Latents have registers for 32.
 CODED_TUNINGS = {
-    (64, False, 8): Tuning(64, 3, 4, 4),
-    (128, False, 8): Tuning(64, 2, 4, 4),
-    (256, False, 8): Tuning(64, 2, 4, 4),
-    (512, False, 8): Tuning(32, 2, 4, 4),
-    (512, True, 8): Tuning(32, 2, 4, 4),
-    (64, False, 4): Tuning(64, 3, 4, 4),
-    (128, False, 4): Tuning(64, 2, 4, 4),
-    (256, False, 4): Tuning(64, 2, 4, 4),
-    (512, False, 4): Tuning(64, 2, 4, 4),
-    (512, True, 4): Tuning(32, 2, 4, 4),
+    (64, False, 8): Tuning(64, 3, 4, 5),
+    (128, False, 8): Tuning(64, 2, 4, 5),
+    (256, False, 8): Tuning(64, 2, 4, 5),
+    (512, False, 8): Tuning(32, 2, 4, 5),
+    (512, True, 8): Tuning(32, 2, 4, 5),
+    (64, False, 4): Tuning(64, 3, 4, 5),
+    (128, False, 4): Tuning(64, 2, 4, 5),
+    (256, False, 4): Tuning(64, 2, 4, 5),
+    (512, False, 4): Tuning(64, 2, 4, 5),
+    (512, True, 4): Tuning(32, 2, 4, 5),
 }
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 2, 4, 1)
@@ -370,7 +371,8 @@ def _decode_kernel(
     v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales, k_layer_scale,
     v_layer_scale, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr,
+    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the line, item by item. R > 0 means a latent."""
     if PDL:

@@ -15,6 +15,9 @@ import triton.language as tl
 from windowpane.attention.triton.codes import dims_of, plane, scales_of
 from windowpane.attention.triton.view import add_scores, column_of, rotate, section, weighted
 
+UNIT = tl.constexpr(128)  # words, and half as many scales, in a unit of page offsets
+MOST_WORDS = tl.constexpr(128)  # of a row at a time: operands are registers
+
 
 @triton.jit
 def coded_pair_item(
@@ -25,29 +28,34 @@ def coded_pair_item(
 ):  # fmt: skip
     PLANES: tl.constexpr = 4 if CODE == 4 else 2
     W: tl.constexpr = D // PLANES
-    UNIT: tl.constexpr = 128  # words, and half as many scales, in a unit of page offsets
+    C: tl.constexpr = W if W < MOST_WORDS else MOST_WORDS  # words at a time
+    # Where the third and fourth of four pieces begin: planes 2 and 3, or the rest of planes 0 and 1.
+    THIRD: tl.constexpr = 2 * W if PLANES == 4 else C
+    FOUR: tl.constexpr = PLANES == 4 or W > C
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
-    d = tl.arange(0, W)
-    q_at = Q + q_row + g[:, None] * D + d[None, :]
+    d = tl.arange(0, C)
+    q = Q + q_row + g[:, None] * D + d[None, :]
     g_ok = g[:, None] < G
-    q0 = _operand(tl.load(q_at, mask=g_ok, other=0.0), OPERAND)
-    q1 = _operand(tl.load(q_at + W, mask=g_ok, other=0.0), OPERAND)
-    a0 = tl.zeros([W, GROUP_ROWS], tl.float32)
-    a1 = tl.zeros([W, GROUP_ROWS], tl.float32)
-    if PLANES == 4:
-        q2 = _operand(tl.load(q_at + 2 * W, mask=g_ok, other=0.0), OPERAND)
-        q3 = _operand(tl.load(q_at + 3 * W, mask=g_ok, other=0.0), OPERAND)
-        a2 = tl.zeros([W, GROUP_ROWS], tl.float32)
-        a3 = tl.zeros([W, GROUP_ROWS], tl.float32)
-        q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)[None, :]
-        above_base = tl.zeros([N, GROUP_ROWS], tl.float32)  # what all dims of V share: bases times probabilities
+    q0 = _operand(tl.load(q, mask=g_ok, other=0.0), OPERAND)
+    q1 = _operand(tl.load(q + W, mask=g_ok, other=0.0), OPERAND)
+    q_sum = tl.zeros([GROUP_ROWS], tl.float32)
+    if FOUR:
+        q2 = _operand(tl.load(q + THIRD, mask=g_ok, other=0.0), OPERAND)
+        q3 = _operand(tl.load(q + THIRD + W, mask=g_ok, other=0.0), OPERAND)
+    if CODE == 4:
+        q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
+    a0 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    a1 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    a2 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
     K = section(ARENA, k_offset, tl.int16)
     V = section(ARENA, v_offset, tl.int16)
     KS = section(ARENA, k_scales, tl.int32)
     VS = section(ARENA, v_scales, tl.int32)
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
+    on_base = tl.zeros([N, GROUP_ROWS], tl.float32)  # what all dims of V share: bases times probabilities
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
@@ -64,33 +72,26 @@ def coded_pair_item(
         if PLANES == 4:
             s = add_scores(plane(k, 2, CODE, OPERAND), q2, s)
             s = add_scores(plane(k, 3, CODE, OPERAND), q3, s)
+        elif FOUR:
+            k = tl.load(K + C + start[:, None] + d[None, :], mask=ok[:, None], other=0)
+            s = add_scores(plane(k, 0, CODE, OPERAND), q2, s)
+            s = add_scores(plane(k, 1, CODE, OPERAND), q3, s)
         s *= (k_scale * scale_log2)[:, None]
-        if PLANES == 4:
-            s += (k_base * scale_log2)[:, None] * q_sum
+        if CODE == 4:
+            s += (k_base * scale_log2)[:, None] * q_sum[None, :]
         p, weight, alpha, m = _probabilities(s, v_scale, ok, m, OPERAND)
         norm = norm * alpha + weight
-        if PLANES == 4:
-            above_base = above_base * alpha + weight * v_base[:, None]
-        v = tl.load(V + start[None, :] + d[:, None], mask=ok[None, :], other=0)
-        a0 = tl.dot(plane(v, 0, CODE, OPERAND), p, a0 * alpha, input_precision="ieee")
-        a1 = tl.dot(plane(v, 1, CODE, OPERAND), p, a1 * alpha, input_precision="ieee")
-        if PLANES == 4:
-            a2 = tl.dot(plane(v, 2, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
-            a3 = tl.dot(plane(v, 3, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
-    total = tl.sum(norm, 0)
-    if PLANES == 4:
-        shared = tl.sum(above_base, 0)[None, :]
-        a0 += shared
-        a1 += shared
-        a2 += shared
-        a3 += shared
-    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, total, scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
+        if CODE == 4:
+            on_base = on_base * alpha + weight * v_base[:, None]
+        a0, a1, a2, a3 = _add_values(V, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, tl.sum(norm, 0), scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
+    shared = tl.sum(on_base, 0)[None, :]
     at = slot * G + g
-    _leave(PART, OUT, V_PRESENT, at, 0, d, a0, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V_PRESENT, at, W, d, a1, alpha, weight, total, whole, G, D)
-    if PLANES == 4:
-        _leave(PART, OUT, V_PRESENT, at, 2 * W, d, a2, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V_PRESENT, at, 3 * W, d, a3, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V_PRESENT, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V_PRESENT, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
+    if FOUR:
+        _leave(PART, OUT, V_PRESENT, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
+        _leave(PART, OUT, V_PRESENT, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
     if not whole:
         tl.store(LSE + at, m + tl.log2(total), mask=g < G)
 
@@ -102,12 +103,20 @@ def coded_latent_item(
     P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """As `_latent_item`: K = rotate(n * w) and V = n, in pieces of R and 2R dims, with q turned from tile to tile."""
+    """K = rotate(n * w) and V = n. Dims that turn are decoded, weighted and turned; w of the others is folded into q.
+
+    As in `_latent_item`, q turns from tile to tile. Words are read once for K, in pieces that keep what turns apart
+    wherever planes allow it, and once for V.
+    """
     PLANES: tl.constexpr = 4 if CODE == 4 else 2
     W: tl.constexpr = D // PLANES
-    UNIT: tl.constexpr = 128
+    C: tl.constexpr = W if W < MOST_WORDS else MOST_WORDS
+    THIRD: tl.constexpr = 2 * W if PLANES == 4 else C
+    FOUR: tl.constexpr = PLANES == 4 or W > C
+    APART: tl.constexpr = W >= 2 * R  # all that turns is in plane 0
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
+    d = tl.arange(0, C)
     r = tl.arange(0, R)[None, :]
     e = tl.arange(0, 2 * R)[None, :]
     g_ok = g[:, None] < G
@@ -122,22 +131,31 @@ def coded_latent_item(
     sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
     step_cos = tl.load(COS + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
+    q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not turn
+    if APART:
+        q11 = weighted(q + W + r, W_NORM + W + r, g_ok, OPERAND)
+        q12 = weighted(q + W + R + r, W_NORM + W + R + r, g_ok, OPERAND)
+        q_sum += tl.sum(q11.to(tl.float32) + q12.to(tl.float32), 1)
+        if PLANES == 4:
+            q21 = weighted(q + 2 * W + r, W_NORM + 2 * W + r, g_ok, OPERAND)
+            q22 = weighted(q + 2 * W + R + r, W_NORM + 2 * W + R + r, g_ok, OPERAND)
+            q31 = weighted(q + 3 * W + r, W_NORM + 3 * W + r, g_ok, OPERAND)
+            q32 = weighted(q + 3 * W + R + r, W_NORM + 3 * W + R + r, g_ok, OPERAND)
+            q_sum += tl.sum(q21.to(tl.float32) + q22.to(tl.float32) + q31.to(tl.float32) + q32.to(tl.float32), 1)
+        if W > 2 * R:
+            q03 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
+            q13 = weighted(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, OPERAND)
+            q_sum += tl.sum(q03.to(tl.float32) + q13.to(tl.float32), 1)
+    elif D > 2 * R:
+        q3 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
+        q_sum += tl.sum(q3.to(tl.float32), 1)
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)
-    above_base = tl.zeros([N, GROUP_ROWS], tl.float32)
-    a1 = tl.zeros([R, GROUP_ROWS], tl.float32)
-    a2 = tl.zeros([R, GROUP_ROWS], tl.float32)
-    q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not turn
-    if D > 2 * R:
-        q3 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
-        a3 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
-        q_sum += tl.sum(q3.to(tl.float32), 1)
-    if D > 4 * R:
-        q4 = weighted(q + 4 * R + e, W_NORM + 4 * R + e, g_ok, OPERAND)
-        q5 = weighted(q + 6 * R + e, W_NORM + 6 * R + e, g_ok, OPERAND)
-        a4 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
-        a5 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
-        q_sum += tl.sum(q4.to(tl.float32) + q5.to(tl.float32), 1)
+    on_base = tl.zeros([N, GROUP_ROWS], tl.float32)
+    a0 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    a1 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    a2 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
     X = section(ARENA, n_offset, tl.int16)
     XS = section(ARENA, n_scales, tl.int32)
     for i in range(lo, hi, N):
@@ -147,11 +165,16 @@ def coded_latent_item(
         page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
         row = head * P + t % P
         scale, x_base = scales_of(XS, page * (UNIT // 2) + row, ok, layer_scale, CODE, PER_ROW)
-        x = X + (page * UNIT + row * ROW)[:, None]
-        x1 = dims_of(x, r, row_ok, W, CODE, OPERAND)
-        x2 = dims_of(x, R + r, row_ok, W, CODE, OPERAND)
-        y1 = x1.to(tl.float32)
-        y2 = x2.to(tl.float32)
+        start = page * UNIT + row * ROW
+        x = X + start[:, None]
+        if APART:
+            x1 = tl.load(x + r, mask=row_ok, other=0)
+            x2 = tl.load(x + R + r, mask=row_ok, other=0)
+            y1 = plane(x1, 0, CODE, OPERAND).to(tl.float32)
+            y2 = plane(x2, 0, CODE, OPERAND).to(tl.float32)
+        else:
+            y1 = dims_of(x, 0, R, row_ok, W, CODE, OPERAND).to(tl.float32)
+            y2 = dims_of(x, R, R, row_ok, W, CODE, OPERAND).to(tl.float32)
         if CODE == 4:
             y1 += (x_base / scale)[:, None]
             y2 += (x_base / scale)[:, None]
@@ -159,49 +182,63 @@ def coded_latent_item(
         s = add_scores(k1.to(OPERAND), _operand(q1, OPERAND), tl.zeros([N, GROUP_ROWS], tl.float32))
         s = add_scores(k2.to(OPERAND), _operand(q2, OPERAND), s)
         q1, q2 = rotate(q1, q2, step_cos, -step_sin)
-        if D > 2 * R:
-            x3 = dims_of(x, 2 * R + e, row_ok, W, CODE, OPERAND)
-            s = add_scores(x3, q3, s)
-        if D > 4 * R:
-            x4 = dims_of(x, 4 * R + e, row_ok, W, CODE, OPERAND)
-            x5 = dims_of(x, 6 * R + e, row_ok, W, CODE, OPERAND)
-            s = add_scores(x4, q4, s)
-            s = add_scores(x5, q5, s)
+        if APART:
+            s = add_scores(plane(x1, 1, CODE, OPERAND), q11, s)
+            s = add_scores(plane(x2, 1, CODE, OPERAND), q12, s)
+            if PLANES == 4:
+                s = add_scores(plane(x1, 2, CODE, OPERAND), q21, s)
+                s = add_scores(plane(x2, 2, CODE, OPERAND), q22, s)
+                s = add_scores(plane(x1, 3, CODE, OPERAND), q31, s)
+                s = add_scores(plane(x2, 3, CODE, OPERAND), q32, s)
+            if W > 2 * R:
+                x3 = tl.load(x + 2 * R + e, mask=row_ok, other=0)
+                s = add_scores(plane(x3, 0, CODE, OPERAND), q03, s)
+                s = add_scores(plane(x3, 1, CODE, OPERAND), q13, s)
+        elif D > 2 * R:
+            s = add_scores(dims_of(x, 2 * R, 2 * R, row_ok, W, CODE, OPERAND), q3, s)
         s *= (scale * scale_log2)[:, None]
         if CODE == 4:
             s += (x_base * scale_log2)[:, None] * q_sum[None, :]
         p, weight, alpha, m = _probabilities(s, scale, ok, m, OPERAND)
         norm = norm * alpha + weight
         if CODE == 4:
-            above_base = above_base * alpha + weight * x_base[:, None]
-        a1 = tl.dot(tl.trans(x1), p, a1 * alpha, input_precision="ieee")
-        a2 = tl.dot(tl.trans(x2), p, a2 * alpha, input_precision="ieee")
-        if D > 2 * R:
-            a3 = tl.dot(tl.trans(x3), p, a3 * alpha, input_precision="ieee")
-        if D > 4 * R:
-            a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
-            a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
-    total = tl.sum(norm, 0)
-    shared = tl.sum(above_base, 0)[None, :]
-    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, total, scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
+            on_base = on_base * alpha + weight * x_base[:, None]
+        a0, a1, a2, a3 = _add_values(X, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, tl.sum(norm, 0), scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
+    shared = tl.sum(on_base, 0)[None, :]
     at = slot * G + g
-    narrow = tl.arange(0, R)
-    wide = tl.arange(0, 2 * R)
-    _leave(PART, OUT, V_PRESENT, at, 0, narrow, a1 + shared, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V_PRESENT, at, R, narrow, a2 + shared, alpha, weight, total, whole, G, D)
-    if D > 2 * R:
-        _leave(PART, OUT, V_PRESENT, at, 2 * R, wide, a3 + shared, alpha, weight, total, whole, G, D)
-    if D > 4 * R:
-        _leave(PART, OUT, V_PRESENT, at, 4 * R, wide, a4 + shared, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V_PRESENT, at, 6 * R, wide, a5 + shared, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V_PRESENT, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V_PRESENT, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
+    if FOUR:
+        _leave(PART, OUT, V_PRESENT, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
+        _leave(PART, OUT, V_PRESENT, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
     if not whole:
         tl.store(LSE + at, m + tl.log2(total), mask=g < G)
 
 
 @triton.jit
+def _add_values(
+    V, start, d, ok, p, alpha, a0, a1, a2, a3, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Add V . p of one tile to sums [words, heads]: one per plane, or of two planes in two pieces of C words."""
+    v = tl.load(V + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+    a0 = tl.dot(plane(v, 0, CODE, OPERAND), p, a0 * alpha, input_precision="ieee")
+    a1 = tl.dot(plane(v, 1, CODE, OPERAND), p, a1 * alpha, input_precision="ieee")
+    if CODE == 4:
+        a2 = tl.dot(plane(v, 2, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
+        a3 = tl.dot(plane(v, 3, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
+    elif W > C:
+        v = tl.load(V + C + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+        a2 = tl.dot(plane(v, 0, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
+        a3 = tl.dot(plane(v, 1, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
+    return a0, a1, a2, a3
+
+
+@triton.jit
 def _operand(x, OPERAND: tl.constexpr):
     """Queries beyond float16's range do not occur; should one, it is cut off rather than infinite."""
-    if OPERAND == tl.float16:
+    if tl.float16 == OPERAND:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
     return x.to(OPERAND)
 
@@ -209,7 +246,7 @@ def _operand(x, OPERAND: tl.constexpr):
 @triton.jit
 def _shift(OPERAND: tl.constexpr):
     """Probabilities in float16 are stored this many powers of two higher, so that small ones keep their bits."""
-    return 15.0 if OPERAND == tl.float16 else 0.0
+    return 15.0 if tl.float16 == OPERAND else 0.0
 
 
 @triton.jit

@@ -30,8 +30,8 @@ Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class LayerView:
     """One layer's slice of a page. `data_offsets` are bytes from the page's start: of K and V, or of one latent.
 
-    `columns` counts the columns of the group's table; in a ring, block b stands in column b % columns. Coded rows have a
-    `code` (see `codes`), lie `row_words` 16-bit words apart and have their scales at `scale_offsets`, or one for all;
+    `columns` counts the columns of the group's table; in a ring, block b stands in column b % columns. Coded rows have
+    a `code` (see `codes`), lie `row_words` 16-bit words apart and have their scales at `scale_offsets`, or one for all;
     K, V and queries may have been `turned` into the format's own basis.
     """
 
@@ -51,9 +51,7 @@ class LayerView:
     turned: bool = False
 
     @classmethod
-    def of(
-        cls, group: Group, piece: Slice, columns: int, layer_scales: Sequence[float] | None = None
-    ) -> LayerView:
+    def of(cls, group: Group, piece: Slice, columns: int, layer_scales: Sequence[float] | None = None) -> LayerView:
         cache, fmt = piece.cache, group.kv_format
         if not isinstance(cache, TokenCache) or fmt is None or group.block_tokens is None:
             raise ValueError(f"group {group.name} keeps no tokens: it has no attention to run")

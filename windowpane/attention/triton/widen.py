@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 
 from windowpane.attention.triton.codes import dims_of, scales_of
 from windowpane.attention.triton.view import NO_WINDOW, LayerView, section
-from windowpane.kv.layout import OFFSET_UNIT_BYTES
+from windowpane.kv.layout import DECODED_PAST_BYTES, OFFSET_UNIT_BYTES
 from windowpane.kv.retention import ceil_div
 from windowpane.transfer import Transfer
-
-SCRATCH_BYTES = 2**30  # chunks whose past takes more are attended one after another
 
 
 def plain_view(view: LayerView, dtype: torch.dtype) -> LayerView:
@@ -51,14 +49,19 @@ class PastPlan:
 
 
 def plan_past(
-    segments: NDArray[np.int32], view: LayerView, dtype: torch.dtype, window_tokens: int | None, device: torch.device
+    segments: NDArray[np.int32],
+    view: LayerView,
+    dtype: torch.dtype,
+    window_tokens: int | None,
+    device: torch.device,
+    scratch_bytes: int = DECODED_PAST_BYTES,
 ) -> list[PastPlan]:
-    """Scratch pages for chunks with these segments (see `prefill`), in as many goes as the scratch's limit takes."""
+    """Scratch pages for chunks with these segments (see `prefill`), in as many goes as this much scratch takes."""
     page_bytes = scratch_page_bytes(plain_view(view, dtype))
     starts = segments[:, 1].astype(np.int64)
     first_blocks = np.maximum(starts - (window_tokens or NO_WINDOW) + 1, 0) // view.block_tokens
     counts = -(-starts // view.block_tokens) - first_blocks
-    most_pages = max(SCRATCH_BYTES // page_bytes, 1)
+    most_pages = max(scratch_bytes // page_bytes, 1)
     return [
         _plan(segments, first, last, first_blocks, counts, page_bytes, device)
         for first, last in _goes(counts, most_pages)
@@ -161,5 +164,5 @@ def _widen_rows(
     ok_row = ok[:, None]
     words = section(ARENA, offset, tl.int16) + (page * 128 + row * ROW)[:, None]
     scale, base = scales_of(section(ARENA, scales, tl.int32), page * 64 + row, ok, layer_scale, CODE, PER_ROW)
-    x = base[:, None] + scale[:, None] * dims_of(words, d, ok_row, W, CODE, tl.float32)
+    x = base[:, None] + scale[:, None] * dims_of(words, 0, D, ok_row, W, CODE, tl.float32)
     tl.store(out + d, x.to(out.dtype.element_ty), mask=ok_row)

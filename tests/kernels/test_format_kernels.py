@@ -1,0 +1,40 @@
+"""Coded KV in kernels, in Triton's interpreter and float32: over the codecs' own pages, and whole runs of tiny models.
+
+`python3 -m bench.gpu_check formats` checks the same compiled, at real sizes, on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from windowpane.kv.formats import FORMATS
+
+CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
+
+
+def run_interpreted(*arguments: str) -> None:
+    """In a process of its own: the interpreter is chosen when triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("check", ["decode", "prefill"])
+def test_attention_over_coded_pages(check):
+    run_interpreted("tests.kernels.interpreted_formats", check)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", CODED)
+def test_a_model_makes_stores_and_reads_codes_as_plain_torch_does(kv_cache_dtype):
+    run_interpreted("tests.kernels.interpreted_decoder", "gemma4", kv_cache_dtype)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "fp8_e4m3"])
+def test_biases_and_full_attention_alone(kv_cache_dtype):
+    run_interpreted("tests.kernels.interpreted_decoder", "llama", kv_cache_dtype)
