@@ -1,9 +1,9 @@
 """Coded rows in kernels: the formats of `windowpane.attention.codecs`, made and read in registers.
 
 A row is a line of 16-bit words; *plane* p of it is the p-th code of every word, W consecutive dims. A kernel loads
-words and takes planes out of them, each an operand of a matrix product as it stands: no byte ever moves between threads.
-16-bit operands are made two at a time by the instructions below; there is no 8-bit float type among them, so they run on
-any card with bfloat16.
+words and takes planes out of them, each an operand of a matrix product as it stands: no byte ever moves between
+threads. 16-bit operands are made two at a time by the instructions below; there is no 8-bit float type among them, so
+they run on any card with bfloat16.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -31,34 +31,44 @@ _ROUND = tl.constexpr(1.5 * 2.0**23)
 _TINIEST_SCALE = tl.constexpr(2.0**-100)
 
 
-def _integers(take: str, bias: int) -> tl.constexpr:
+def _integers(take: str, bias: int) -> str:
     """Two codes as float16, whose mantissa has 10 bits: 0x6400 | code is 1024 + code, and `bias` is taken off."""
-    return tl.constexpr(f"{{ .reg .b32 t, c; {take} mov.b32 c, {bias * 0x10001}; sub.f16x2 $0, t, c; }}")
+    return f"{{ .reg .b32 t, c; {take} mov.b32 c, {bias * 0x10001}; sub.f16x2 $0, t, c; }}"
 
 
-def _floats(move: str, sign: str, mask: int, power: int) -> tl.constexpr:
+def _floats(move: str, sign: str, mask: int, power: int) -> str:
     """Two codes as bfloat16: exponent and mantissa (`move`, `mask`) to their places, and 2^power for the other bias.
 
     Exact, subnormals too. Minus 0 is what a fused multiply-add may add without a trace.
     """
     factor = ((127 + power) << 7) * 0x10001
-    return tl.constexpr(
+    return (
         f"{{ .reg .b32 t, s, c, z; {move} {sign} and.b32 s, s, 0x80008000; lop3.b32 t, t, {mask * 0x10001}, s, 0xEA; "
         f"mov.b32 c, {factor}; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, t, c, z; }}"
     )
 
 
 _NIBBLE = "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;"
-_INT8_PLANE_0 = _integers("prmt.b32 t, $1, 0x64646464, 0x4240;", 0x6480)  # 1024 + 128
-_INT8_PLANE_1 = _integers("prmt.b32 t, $1, 0x64646464, 0x4341;", 0x6480)
-_INT4_PLANE_0 = _integers(f"mov.b32 t, $1; {_NIBBLE}", 0x6400)
-_INT4_PLANE_1 = _integers(f"shr.u32 t, $1, 4; {_NIBBLE}", 0x6400)
-_INT4_PLANE_2 = _integers(f"shr.u32 t, $1, 8; {_NIBBLE}", 0x6400)
-_INT4_PLANE_3 = _integers(f"shr.u32 t, $1, 12; {_NIBBLE}", 0x6400)
-_E4M3_PLANE_0 = _floats("shl.b32 t, $1, 4;", "shl.b32 s, $1, 8;", 0x07F0, 120)
-_E4M3_PLANE_1 = _floats("shr.u32 t, $1, 4;", "mov.b32 s, $1;", 0x07F0, 120)
-_E5M2_PLANE_0 = _floats("shl.b32 t, $1, 5;", "shl.b32 s, $1, 8;", 0x0FE0, 112)
-_E5M2_PLANE_1 = _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112)
+_INSTRUCTIONS = {
+    E4M3: (
+        _floats("shl.b32 t, $1, 4;", "shl.b32 s, $1, 8;", 0x07F0, 120),
+        _floats("shr.u32 t, $1, 4;", "mov.b32 s, $1;", 0x07F0, 120),
+    ),
+    E5M2: (
+        _floats("shl.b32 t, $1, 5;", "shl.b32 s, $1, 8;", 0x0FE0, 112),
+        _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112),
+    ),
+    INT8: (  # 1024 + 128
+        _integers("prmt.b32 t, $1, 0x64646464, 0x4240;", 0x6480),
+        _integers("prmt.b32 t, $1, 0x64646464, 0x4341;", 0x6480),
+    ),
+    INT4: tuple(_integers(f"shr.u32 t, $1, {4 * place}; {_NIBBLE}", 0x6400) for place in range(4)),
+}
+
+
+@triton.constexpr_function
+def _instructions(code, place):
+    return _INSTRUCTIONS[code][place]
 
 
 def operand_type(code: int, activations: torch.dtype) -> tl.dtype:
@@ -78,32 +88,29 @@ def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr)
     """The numbers of one plane, before scales: what int4 codes are above their base, what others are."""
     if tl.float32 == OPERAND:
         BITS: tl.constexpr = 4 if CODE == _INT4 else 8
-        return number((words.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1), CODE)
-    if CODE == _INT8:
-        asm: tl.constexpr = _INT8_PLANE_0 if PLACE == 0 else _INT8_PLANE_1
-        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    if CODE == _INT4:
-        low: tl.constexpr = _INT4_PLANE_0 if PLACE == 0 else _INT4_PLANE_1
-        high: tl.constexpr = _INT4_PLANE_2 if PLACE == 2 else _INT4_PLANE_3
-        either: tl.constexpr = low if PLACE < 2 else high
-        return tl.inline_asm_elementwise(either, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    if CODE == _E4M3:
-        e4m3: tl.constexpr = _E4M3_PLANE_0 if PLACE == 0 else _E4M3_PLANE_1
-        return tl.inline_asm_elementwise(e4m3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    e5m2: tl.constexpr = _E5M2_PLANE_0 if PLACE == 0 else _E5M2_PLANE_1
-    return tl.inline_asm_elementwise(e5m2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        numbers = number((words.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1), CODE)
+    else:
+        ASM: tl.constexpr = _instructions(CODE, PLACE)
+        # A dtype that came as an argument is not taken.
+        if tl.float16 == OPERAND:
+            numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+        else:
+            numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return numbers
 
 
 @triton.jit
 def number(code, CODE: tl.constexpr):
     """Codes (int32) as float32 numbers."""
     if CODE == _E4M3:
-        return (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
-    if CODE == _E5M2:
-        return (((code & 0x7F) << 21) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**112
-    if CODE == _INT8:
-        return code.to(tl.float32) - 128.0
-    return code.to(tl.float32)
+        found = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
+    elif CODE == _E5M2:
+        found = (((code & 0x7F) << 21) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**112
+    elif CODE == _INT8:
+        found = code.to(tl.float32) - 128.0
+    else:
+        found = code.to(tl.float32)
+    return found
 
 
 @triton.jit
@@ -113,23 +120,25 @@ def dims_of(
     """Dims [FIRST, FIRST + COUNT) of rows of words, before scales."""
     d = FIRST + tl.arange(0, COUNT)[None, :]
     if FIRST // W == (FIRST + COUNT - 1) // W:
-        return plane(tl.load(row + (d - FIRST // W * W), mask=ok, other=0), FIRST // W, CODE, OPERAND)
-    BITS: tl.constexpr = 4 if CODE == _INT4 else 8
-    words = tl.load(row + d % W, mask=ok, other=0).to(tl.int32)
-    return number((words >> (d // W * BITS)) & ((1 << BITS) - 1), CODE).to(OPERAND)
+        numbers = plane(tl.load(row + (d - FIRST // W * W), mask=ok, other=0), FIRST // W, CODE, OPERAND)
+    else:
+        BITS: tl.constexpr = 4 if CODE == _INT4 else 8
+        words = tl.load(row + d % W, mask=ok, other=0).to(tl.int32)
+        numbers = number((words >> (d // W * BITS)) & ((1 << BITS) - 1), CODE).to(OPERAND)
+    return numbers
 
 
 @triton.jit
 def scales_of(SCALES, at, ok, layer_scale, CODE: tl.constexpr, PER_ROW: tl.constexpr):
     """(scale, base) of rows: x = base + scale * number. Rows that are not there have a scale of 1."""
-    if not PER_ROW:
+    if PER_ROW:
+        bits = tl.load(SCALES + at, mask=ok, other=0x3F80 if CODE == _INT4 else 0x3F800000)
+        scale = (bits << 16 if CODE == _INT4 else bits).to(tl.float32, bitcast=True)
+        base = (bits & -65536 if CODE == _INT4 else bits * 0).to(tl.float32, bitcast=True)
+    else:
         scale = tl.where(ok, layer_scale, 1.0)
-        return scale, scale * 0.0
-    bits = tl.load(SCALES + at, mask=ok, other=0x3F800000 if CODE != _INT4 else 0x3F80)
-    if CODE == _INT4:
-        return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
-    scale = bits.to(tl.float32, bitcast=True)
-    return scale, scale * 0.0
+        base = scale * 0.0
+    return scale, base
 
 
 @triton.jit
