@@ -14,6 +14,7 @@ from tests.kv.test_layout import layout_of
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
 from windowpane.request import FinishReason, Request, SamplingParams
 from windowpane.scheduler import MAX_PREEMPTIONS, PATIENCE, Batch, RequestTooLong, Scheduler
@@ -48,6 +49,9 @@ class Engine:
         self.history: dict[int, tuple[int, ...]] = {}
         self.sampled: dict[int, int] = {}
         self.pending: list[Batch] = []
+        self.known: dict[tuple[int, int], tuple[int, ...]] = {}  # what a step's chunks take for computed
+        self.hidden: dict[int, tuple[int, ...]] = {}
+        self.computed_tokens = 0
         self.done: list[list[int]] = []
 
     def schedule(self) -> bool:
@@ -55,6 +59,9 @@ class Engine:
         if batch is None:
             return False
         assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        for chunk in batch.chunks:
+            known = self.scheduler.running[chunk.slot].tokens(0, chunk.start)
+            self.known[batch.step, chunk.slot] = tuple(known.tolist())
         self.pending.append(batch)
         return True
 
@@ -67,12 +74,20 @@ class Engine:
             assert position == len(self.history[slot])
             self._compute(slot, (self.sampled[slot],), state_slots.pop(0))
             tokens.append(self._sample(slot))
+        stored = {c.slot: self.hidden[c.hidden] for c in batch.chunks if c.hidden is not None}
         for chunk in batch.chunks:
             if chunk.start == 0:
-                self.history[chunk.slot] = ()
                 self.device.write_encoder(chunk.slot)
-            assert chunk.start == len(self.history[chunk.slot])
-            self._compute(chunk.slot, tuple(chunk.tokens.tolist()), state_slots.pop(0))
+            before = self.known.pop((batch.step, chunk.slot))
+            assert chunk.start == len(before)
+            self.history[chunk.slot] = before
+            state_slot = state_slots.pop(0)
+            if len(chunk.tokens):
+                self._compute(chunk.slot, tuple(chunk.tokens.tolist()), state_slot)
+            else:
+                assert stored[chunk.slot] == before, "another prompt's hidden state"
+            if chunk.keep_hidden is not None:
+                self.hidden[chunk.keep_hidden] = self.history[chunk.slot]
             if chunk.samples:
                 tokens.append(self._sample(chunk.slot))
         self.device.after_step(batch.changes)
@@ -92,6 +107,7 @@ class Engine:
 
     def _compute(self, slot: int, tokens: tuple[int, ...], state_slot: int) -> None:
         old = len(self.history[slot])
+        self.computed_tokens += len(tokens)
         self.history[slot] += tokens
         self.device.step(slot, self.history[slot], old, old + len(tokens), state_slot)
 
@@ -103,6 +119,8 @@ class Engine:
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, are cancelled and preempted while up to two steps are in flight; answers never change."""
 
+    keeps_restore_points = False
+
     @initialize(
         layout=layouts(),
         share=st.integers(60, 400),
@@ -113,7 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, layout, share, slots, budget, growth):
         whole = Capacity(layout, 0).slabs_for(1, 120)
         manager = KVManager(layout, max(1, whole * share // 100), slots, 120)
-        self.engine = Engine(Scheduler(manager, max(budget, slots), growth))
+        restore = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
+        self.engine = Engine(Scheduler(manager, max(budget, slots), growth, restore))
         self.requests: list[Request] = []
 
     @rule(
@@ -164,6 +183,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.run()
         while scheduler.steps_in_flight:
             self.engine.commit()
+        scheduler.manager.check_integrity()
+        scheduler.forget_restore_points()
         assert scheduler.manager.free_bytes == scheduler.manager.arena.total_bytes, "idle, but bytes are held"
         for request in self.requests:
             assert request.preemptions <= MAX_PREEMPTIONS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from windowpane.kv.changes import Changes
+from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Cross, State
@@ -22,6 +22,7 @@ class Device:
         self.rows: dict[tuple[int, int], dict[int, object]] = {}  # (group, page offset) → row → content
         self.reading = [table.entries.copy() for table in manager.tables]
         self.writing = [table.entries.copy() for table in manager.tables]
+        self.tails: tuple[Tail, ...] = ()
 
     def apply(self, changes: Changes, manager: KVManager) -> None:
         """Copy pages in order, then update exactly the table entries that are said to have changed."""
@@ -34,6 +35,7 @@ class Device:
             self.reading[update.group][update.slots, update.columns] = update.offsets
         for update in changes.entries + changes.late:
             self.writing[update.group][update.slots, update.columns] = update.offsets
+        self.tails = changes.tails
 
     def after_step(self, changes: Changes) -> None:
         for update in changes.late:
@@ -70,6 +72,18 @@ class Device:
         for position in range(max(old, group.retention.held(new).start), new):
             block, row = divmod(position, group.block_tokens)
             self._store(g, writing[block % columns], row, hash(history[: position + 1]), fresh=row == 0)
+        for tail in self.tails:
+            if (tail.group, tail.slot) == (g, slot):
+                assert old <= tail.start < tail.stop <= new, "a tail outside its chunk"
+                self._write_tail(tail, history)
+
+    def _write_tail(self, tail: Tail, history: tuple[int, ...]) -> None:
+        block_tokens = self.layout.groups[tail.group].block_tokens
+        first = tail.start // block_tokens
+        assert len(tail.offsets) == (tail.stop - 1) // block_tokens - first + 1
+        for position in range(tail.start, tail.stop):
+            block, row = divmod(position, block_tokens)
+            self._store(tail.group, tail.offsets[block - first], row, hash(history[: position + 1]), fresh=False)
 
     def _expect(self, g: int, offsets: np.ndarray, row: int, content: object) -> None:
         for stripe, offset in enumerate(offsets.tolist()):
@@ -86,4 +100,4 @@ class Device:
 def _is_held(manager: KVManager, group: int, offset: int) -> bool:
     table = manager.tables[group]
     in_tables = any(offset in table.page_offsets(slot) for slot in range(manager.num_slots))
-    return in_tables or any(offset in kept.pages[group] for kept in manager.retained)
+    return in_tables or any(offset in manager.kept_offsets(kept, group) for kept in manager.retained)
