@@ -193,9 +193,7 @@ def test_one_chunk_leaves_several_tails_without_being_cut():
     engine.scheduler.add(Request("r", np.array(prompt), SamplingParams(4), message_ends=ends))
     batch = engine.scheduler.schedule()
     assert [len(c.tokens) for c in batch.chunks] == [400]
-    engine.pending.append(batch)
-    engine.known[batch.step, 0] = ()
-    engine.scheduler.running[0]
+    engine.take(batch)
     engine.run()
     for end in ends:
         assert ask(engine, prompt[:end] + tokens(end, 20), max_tokens=2).cached_tokens == end
@@ -208,9 +206,7 @@ def test_states_cut_chunks_at_the_system_prompt_and_the_prompt_end_only():
     while engine.scheduler.has_work:
         batch = engine.scheduler.schedule()
         sizes += [len(c.tokens) for c in batch.chunks]
-        for chunk in batch.chunks:
-            engine.known[batch.step, chunk.slot] = tuple(range(chunk.start))
-        engine.pending.append(batch)
+        engine.take(batch)
         engine.commit()
     assert sizes == [30, 370]
 

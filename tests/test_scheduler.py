@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.kv.device import Device
+from tests.kv.device import Device, given_up
 from tests.kv.strategies import layouts
 from tests.kv.test_layout import layout_of
+from windowpane.kv.changes import Changes
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
@@ -50,6 +51,9 @@ class Engine:
         self.sampled: dict[int, int] = {}
         self.pending: list[Batch] = []
         self.known: dict[tuple[int, int], tuple[int, ...]] = {}  # what a step's chunks take for computed
+        self.given_up: dict[int, set[tuple[int, int]]] = {}
+        self._close_step = scheduler.manager.take_changes
+        scheduler.manager.take_changes = self._take_changes
         self.hidden: dict[int, tuple[int, ...]] = {}
         self.computed_tokens = 0
         self.done: list[list[int]] = []
@@ -58,16 +62,25 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
+        self.take(batch)
+        return True
+
+    def take(self, batch: Batch) -> None:
         assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
         for chunk in batch.chunks:
             known = self.scheduler.running[chunk.slot].tokens(0, chunk.start)
             self.known[batch.step, chunk.slot] = tuple(known.tolist())
         self.pending.append(batch)
-        return True
+
+    def _take_changes(self) -> Changes:
+        """Look at the books just when a step is closed: restore points kept after it belong to the next one."""
+        changes = self._close_step()
+        self.given_up[self.scheduler._step] = given_up(changes, self.scheduler.manager)
+        return changes
 
     def run_step(self) -> None:
         batch = self.pending.pop(0)
-        self.device.apply(batch.changes, self.scheduler.manager)
+        self.device.apply(batch.changes, self.given_up.pop(batch.step))
         state_slots = batch.state_slots.tolist()
         tokens = []
         for slot, position in zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True):

@@ -23,23 +23,26 @@ class Device:
         self.reading = [table.entries.copy() for table in manager.tables]
         self.writing = [table.entries.copy() for table in manager.tables]
         self.tails: tuple[Tail, ...] = ()
+        self.given_up: set[tuple[int, int]] = set()
 
-    def apply(self, changes: Changes, manager: KVManager) -> None:
+    def apply(self, changes: Changes, given_up: set[tuple[int, int]]) -> None:
         """Copy pages in order, then update exactly the table entries that are said to have changed."""
         for move in changes.copies:
             self.rows[move.group, move.target] = dict(self.rows.get((move.group, move.source), {}))
-        for move in changes.copies:
-            if not _is_held(manager, move.group, move.source):
-                self.rows.pop((move.group, move.source), None)  # given up: whoever reads it now reads poison
         for update in changes.entries + changes.moved_reads:
             self.reading[update.group][update.slots, update.columns] = update.offsets
         for update in changes.entries + changes.late:
             self.writing[update.group][update.slots, update.columns] = update.offsets
         self.tails = changes.tails
+        self.given_up = given_up
 
     def after_step(self, changes: Changes) -> None:
         for update in changes.late:
             self.reading[update.group][update.slots, update.columns] = update.offsets
+
+        for page in self.given_up:
+            self.rows.pop(page, None)  # whoever reads it from now on reads poison
+        self.given_up = set()
 
     def write_encoder(self, slot: int) -> None:
         for g, group in enumerate(self.layout.groups):
@@ -95,6 +98,11 @@ class Device:
             if fresh:
                 self.rows[g, offset] = {}
             self.rows.setdefault((g, offset), {})[row] = (stripe, content)
+
+
+def given_up(changes: Changes, manager: KVManager) -> set[tuple[int, int]]:
+    """Pages that a step copies and nobody holds any more; to be asked when the step has just been put together."""
+    return {(m.group, m.source) for m in changes.copies if not _is_held(manager, m.group, m.source)}
 
 
 def _is_held(manager: KVManager, group: int, offset: int) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.kv.device import Device
+from tests.kv.device import Device, given_up
 from tests.kv.strategies import layouts
 from tests.kv.test_layout import gemma_4_31b, layout_of
 from windowpane.kv import books as books_module
@@ -36,7 +36,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.fresh_token = 0
 
     def _flush(self):
-        self.device.apply(self.manager.take_changes(), self.manager)
+        changes = self.manager.take_changes()
+        self.device.apply(changes, given_up(changes, self.manager))
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
     def start(self, slot, tokens):
@@ -96,7 +97,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert not [u for u in changes.entries + changes.late if slot in u.slots], (
                 "a table changed below the horizon"
             )
-        self.device.apply(changes, self.manager)
+        self.device.apply(changes, given_up(changes, self.manager))
         self.device.step(slot, self.history[slot], old, new, int(self.manager.state_slot[slot]))
         self.device.after_step(changes)
         self.manager.flip_states([slot])
@@ -267,14 +268,15 @@ def test_stranded_pages_are_moved_when_only_they_are_in_the_way(monkeypatch):
     for slot in range(4):
         manager.start(slot, 32)
         manager.extend(slot, 32)
-        device.apply(manager.take_changes(), manager)
+        changes = manager.take_changes()
+        device.apply(changes, given_up(changes, manager))
         device.step(slot, tuple(range(slot, slot + 32)), 0, 32, 0)
     assert manager.arena.free_slabs == 0
     manager.start(4, 32)
     manager.extend(4, 32)
     assert manager.moved_pages > 0
     changes = manager.take_changes()
-    device.apply(changes, manager)
+    device.apply(changes, given_up(changes, manager))
     for slot in range(4):  # what was moved still reads right
         device.step(slot, (*range(slot, slot + 32), 99), 32, 32, 0)
     manager.check_integrity()
@@ -287,7 +289,8 @@ def test_gaps_are_closed_before_anyone_waits_for_them():
     for slot in range(64):
         manager.start(slot, 16)
         manager.extend(slot, 16)
-        device.apply(manager.take_changes(), manager)
+        changes = manager.take_changes()
+        device.apply(changes, given_up(changes, manager))
         device.step(slot, tuple(range(slot, slot + 16)), 0, 16, 0)
     gaps = sum(manager.arena.gap_bytes(g) for g in range(len(layout.groups)))
     slabs_to_spare = manager.arena.free_slabs >= books_module.SCARCE * manager.arena.num_slabs
@@ -304,7 +307,7 @@ def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(
 
     def step(slot: int, history: tuple[int, ...], old: int) -> None:
         changes = manager.take_changes()
-        device.apply(changes, manager)
+        device.apply(changes, given_up(changes, manager))
         device.step(slot, history, old, len(history), 0)
         device.after_step(changes)
 
