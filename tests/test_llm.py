@@ -291,7 +291,6 @@ class TestStarting:
             ({"dtype": "float8"}, "use auto, float32, bfloat16, float16"),
             ({"max_model_len": 4096}, "its limit is 512"),
             ({"tensor_parallel_size": 2}, "use 1"),
-            ({"enable_prefix_caching": True}, "leave it out"),
             ({"max_num_seqs": 65}, "must be at least max_num_seqs"),
             ({"load_format": "pickle"}, "unknown load format"),
         ],

@@ -82,7 +82,7 @@ class Engine:
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
         if request.finish_reason is None:
-            self.scheduler.cancel(request)
+            self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
             self.sampler.forget(request)
 
@@ -169,12 +169,19 @@ class Engine:
         return outputs
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
-        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back."""
+        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
+
+        Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
+        after it, before the device reported the error, may have resumed from one, so it fails as well.
+        """
+        for later in self._flights:
+            later.error = later.error or error
         failed = [r for r in flight.touched if r.finish_reason is None]
         for request in failed:
             request.error = error
             self.cancel(request, FinishReason.FAILED)
         self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        self.scheduler.forget_restore_points()
         return [TokenOutput(request, None, None, FinishReason.FAILED) for request in failed]
 
     def _check_tokens(self, request: Request) -> None:
