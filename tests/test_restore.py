@@ -67,9 +67,7 @@ class RestoringMachine(SchedulerMachine):
     def ask_again(self, pick):
         if self.requests:
             before = self.requests[pick % len(self.requests)]
-            self._add(
-                Request(str(len(self.requests)), before.prompt, before.params, message_ends=before.message_ends)
-            )
+            self._add(Request(str(len(self.requests)), before.prompt, before.params, message_ends=before.message_ends))
 
     def _add(self, one: Request) -> None:
         try:
@@ -146,7 +144,7 @@ def test_where_the_answer_is_not_reproduced_the_next_turn_resumes_before_it(mix)
     """A template that drops reasoning, say: the answer's tokens differ, the prompt up to the user's words does not."""
     engine = engine_for(MIXES[mix], budget=64)
     question = tokens(0, 150)
-    ask(engine, question + [5, 6], max_tokens=100, message_ends=(40, 150))
+    ask(engine, [*question, 5, 6], max_tokens=100, message_ends=(40, 150))
     second = ask(engine, question + tokens(1, 30))
     expected = 40 if "state" in mix or mix == "everything" else 150  # states are kept at the system prompt's end only
     assert second.cached_tokens == expected
@@ -219,7 +217,7 @@ def test_tenants_never_share_a_page(mix):
     for salt in ("a", "b"):
         first = ask(engine, prompt, message_ends=(80,), cache_salt=salt)
         assert first.cached_tokens == 0
-    ask(engine, prompt + [1, 2, 3], cache_salt="b")
+    ask(engine, [*prompt, 1, 2, 3], cache_salt="b")
     points = {salt: set() for salt in ("a", "b")}
     for salt, root in engine.scheduler.restore._tree._roots.items():
         for node in root.below():

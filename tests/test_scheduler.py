@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.kv.device import Device, given_up
 from tests.kv.strategies import layouts
 from tests.kv.test_layout import layout_of
-from windowpane.kv.changes import Changes
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
+from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window

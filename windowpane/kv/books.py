@@ -21,7 +21,7 @@ from windowpane.kv.tables import Columns, PageTable
 SCARCE = 0.1
 GAP_LIMIT = 0.02
 TIDY_PAGES_PER_STEP = 32
-CANDIDATES = 64  # least recently used restore points that are weighed when one has to go
+CANDIDATES = 32  # least recently used restore points that are weighed when one has to go
 
 
 class ReservationError(Exception):
@@ -45,6 +45,9 @@ class Books:
         self.cache_cursors = [Cursor() for _ in groups]
         self.shared = [SharedPages(g, self.arena) for g in groups]
         self.retained: dict[Retained, None] = {}  # least recently used first
+        self._freeable_bytes = np.zeros(64, dtype=np.int64)  # by number of restore point: what giving it up would free
+        self._free_numbers = list(range(63, -1, -1))
+        self._next_victims: list[Retained] = []  # weighed in this step, the next to go last
         # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
         self.outgoing: dict[Place, Ids] = {}
         self.log = ChangeLog(len(layout.groups))
@@ -123,14 +126,13 @@ class Books:
 
     def hold(self, g: int, ids: Ids) -> None:
         """A sequence, or a step in flight, holds these shared pages."""
-        shared = self.shared[g]
-        self.live_pages[g] += int((shared.slots[ids] == 0).sum())
-        shared.slots[ids] += 1
+        self.live_pages[g] += int(np.count_nonzero(self.shared[g].slots[ids] == 0))
+        self._recount(g, ids, slots=1)
 
     def let_go(self, g: int, ids: Ids) -> None:
         """One holder less: a page that restore points keep becomes cached, any other is free."""
         shared = self.shared[g]
-        shared.slots[ids] -= 1
+        self._recount(g, ids, slots=-1)
         unheld = ids[shared.slots[ids] == 0]
         self.live_pages[g] -= len(unheld)
         self._free_shared(g, unheld[shared.kept[unheld] == 0])
@@ -147,14 +149,20 @@ class Books:
 
     def keep(self, kept: Retained) -> None:
         """A new restore point keeps its pages."""
+        if not self._free_numbers:
+            count = len(self._freeable_bytes)
+            self._freeable_bytes = np.concatenate([self._freeable_bytes, np.zeros(count, dtype=np.int64)])
+            self._free_numbers += range(2 * count - 1, count - 1, -1)
+        kept.number = self._free_numbers.pop()
         for g, ids in enumerate(kept.pages):
-            self.shared[g].kept[ids] += 1
+            self._recount(g, ids, kept=1, number=kept.number)
         self.retained[kept] = None
         kept.last_used = self.clock
 
     def touch(self, kept: Retained) -> None:
         self.clock += 1
         kept.last_used = self.clock
+        self._next_victims.clear()
         del self.retained[kept]
         self.retained[kept] = None
 
@@ -164,13 +172,23 @@ class Books:
             if kept.pending:
                 self.let_go(g, ids)
             shared = self.shared[g]
-            shared.kept[ids] -= 1
+            self._recount(g, ids, kept=-1, number=kept.number)
             unkept = ids[shared.kept[ids] == 0]
             holders = shared.slots[unkept]
             self._free_shared(g, unkept[holders == 0])
             if self.tables[g].is_ring:
                 self._give_back(g, unkept[holders == 1])
+        self._free_numbers.append(kept.number)
         self.on_drop(kept)
+
+    def _recount(self, g: int, ids: Ids, *, slots: int = 0, kept: int = 0, number: int = 0) -> None:
+        """More or fewer hold or keep these pages: what giving up each restore point would free changes with it."""
+        shared, page_bytes = self.shared[g], self.layout.groups[g].page_bytes
+        np.subtract.at(self._freeable_bytes, shared.keepers[shared.cached_by_one(ids)], page_bytes)
+        shared.slots[ids] += slots
+        shared.kept[ids] += kept
+        shared.keepers[ids] ^= number
+        np.add.at(self._freeable_bytes, shared.keepers[shared.cached_by_one(ids)], page_bytes)
 
     def _free_shared(self, g: int, ids: Ids) -> None:
         if len(ids):
@@ -211,23 +229,26 @@ class Books:
 
         What was used long ago counts for less. None: no restore point has a page that is not in use.
         """
+        while self._next_victims:
+            kept = self._next_victims[-1]
+            if kept in self.retained and not kept.pending and self._freeable_bytes[kept.number]:
+                return kept
+            self._next_victims.pop()
         scored = ((self.score(kept), kept) for kept in self.retained if not kept.pending)
         weighed = list(islice(((s, k) for s, k in scored if s is not None), CANDIDATES))
         if weighed:
-            return min(weighed, key=lambda pair: pair[0])[1]
+            weighed.sort(key=lambda pair: pair[0])
+            self._next_victims = [kept for _, kept in reversed(weighed[: CANDIDATES // 4])]
+            return weighed[0][1]
         # All cached pages are kept by several: giving up one alone frees nothing yet, the next one will.
         return next((kept for kept in self.retained if not kept.pending and self._has_cached_page(kept)), None)
 
     def score(self, kept: Retained) -> float | None:
         """Tokens saved per byte and age; None where giving it up frees nothing."""
-        freed_bytes = 0
-        for g, ids in enumerate(kept.pages):
-            shared = self.shared[g]
-            alone = (shared.kept[ids] == 1) & (shared.slots[ids] == 0)
-            freed_bytes += int(np.count_nonzero(alone)) * self.layout.groups[g].page_bytes
-        if freed_bytes == 0:
+        freeable_bytes = int(self._freeable_bytes[kept.number])
+        if freeable_bytes == 0:
             return None
-        return self.worth(kept) / freed_bytes / (1 + self.clock - kept.last_used)
+        return self.worth(kept) / freeable_bytes / (1 + self.clock - kept.last_used)
 
     def _has_cached_page(self, kept: Retained) -> bool:
         return any((self.shared[g].slots[ids] == 0).any() for g, ids in enumerate(kept.pages))
@@ -244,6 +265,7 @@ class Books:
 
     def tidy(self) -> None:
         """Close gaps while slabs are scarce, a few pages a step: that costs next to nothing and keeps waste small."""
+        self._next_victims.clear()
         arena = self.arena
         moved = 0
         while arena.free_slabs < SCARCE * arena.num_slabs and moved < TIDY_PAGES_PER_STEP:
@@ -283,6 +305,12 @@ class Books:
         in_use = set(slots_in_use)
         self.arena.check_integrity()
         assert self.can_reserve([0] * len(self.tables)), "more is promised than the arena holds"
+        for restore_point in self.retained:
+            alone = (
+                len(self.shared[g].cached_by_one(ids)) * self.layout.groups[g].page_bytes
+                for g, ids in enumerate(restore_point.pages)
+            )
+            assert self._freeable_bytes[restore_point.number] == sum(alone), "what a restore point frees is miscounted"
         for g, table in enumerate(self.tables):
             held = self._count_held(g, in_use)
             kept = self._count_kept(g)
@@ -328,4 +356,3 @@ class Books:
             for offset in self.shared[g].offsets[retained.pages[g]].tolist():
                 kept[offset] = kept.get(offset, 0) + 1
         return kept
-

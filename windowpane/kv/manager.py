@@ -10,7 +10,7 @@ memory. What is live, promised, shared and cached stands in `books`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,8 +211,12 @@ class KVManager:
         books = self.books
         books.tidy()
         changes = books.log.close(self.tables, books.shared, books.outgoing)
+        passed: dict[int, list[Ids]] = {}
         for (g, _, _), ids in books.outgoing.items():
-            books.let_go(g, ids)
+            passed.setdefault(g, []).append(ids)
+        for g, ids in ((g, np.concatenate(all_ids)) for g, all_ids in passed.items()):
+            for once in _without_repeats(ids):
+                books.let_go(g, once)
         books.outgoing.clear()
         self._just_resumed.clear()
         return changes
@@ -387,22 +391,24 @@ class KVManager:
 
     def _slide_past(self, g: int, slot: int, columns: Columns) -> list[int]:
         """Empty the columns whose shared pages this step slides past; the pages stay until the step is behind us."""
-        table, shared = self.tables[g], self.books.shared[g]
-        emptied = []
-        for column in columns.tolist():
-            offsets = table.entries[slot, column]
-            if offsets[0] != NO_PAGE and shared.is_shared(offsets).all():
-                ids = shared.ids(offsets)
-                if (g, slot, column) in self.books.outgoing:
-                    self.books.let_go(g, ids)  # only this step's tail: what it reads here is another page
-                else:
-                    self.books.outgoing[g, slot, column] = ids
-                    if slot in self._just_resumed:
-                        self.books.log.moved_read((g, slot, column))  # no table has it yet
-                table.entries[slot, column] = NO_PAGE
-                table.filled[slot] -= 1
-                table.pinned[slot] -= 1
-                emptied.append(column)
+        table, books = self.tables[g], self.books
+        filled = columns[table.entries[slot, columns, 0] != NO_PAGE]
+        passed = filled[books.shared[g].is_shared(table.entries[slot, filled, 0])]
+        if not len(passed):
+            return []
+        ids = books.shared[g].ids(table.entries[slot, passed].reshape(-1)).reshape(len(passed), -1)
+        emptied: list[int] = passed.tolist()
+        again = [(g, slot, column) in books.outgoing for column in emptied]
+        # Only this step's tails are there a second time: what it reads in those columns is another page.
+        books.let_go(g, ids[again].reshape(-1))
+        for column, pages, is_there in zip(emptied, ids, again, strict=True):
+            if not is_there:
+                books.outgoing[g, slot, column] = pages
+                if slot in self._just_resumed:
+                    books.log.moved_read((g, slot, column))  # no table has it yet
+        table.entries[slot, passed] = NO_PAGE
+        table.filled[slot] -= len(passed)
+        table.pinned[slot] -= len(passed)
         return emptied
 
     def _log_tail(self, g: int, slot: int, written_from: int, kept: Retained) -> None:
@@ -510,3 +516,11 @@ class KVManager:
 
     def _copy(self, g: int, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         self.books.log.copy(g, sources.tolist(), targets.tolist())
+
+
+def _without_repeats(ids: Ids) -> Iterator[Ids]:
+    """The same ids in runs without repeats: two sequences may slide past one page in the same step."""
+    while len(ids):
+        once, first = np.unique(ids, return_index=True)
+        yield once
+        ids = np.delete(ids, first)

@@ -28,6 +28,7 @@ class Retained:
 
     length: int
     pages: list[Ids]
+    number: int = 0  # by which the books know it
     pending: bool = False
     last_used: int = 0
 
@@ -41,6 +42,7 @@ class SharedPages:
         self.offsets: Offsets = np.zeros(0, dtype=np.int32)
         self.slots = np.zeros(0, dtype=np.int32)  # sequences that hold it, and steps in flight that write it
         self.kept = np.zeros(0, dtype=np.int32)  # restore points that keep it
+        self.keepers = np.zeros(0, dtype=np.int64)  # their numbers, combined by xor: where one keeps it, its number
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -74,6 +76,10 @@ class SharedPages:
         self._free += ids.tolist()
         self.slots[ids] = self.kept[ids] = 0
 
+    def cached_by_one(self, ids: Ids) -> Ids:
+        """Those of these that a single restore point keeps and nobody holds: they would be free without it."""
+        return ids[(self.kept[ids] == 1) & (self.slots[ids] == 0)]
+
     def all_ids(self) -> Ids:
         """Every id in use."""
         return np.flatnonzero(self.slots + self.kept)
@@ -85,6 +91,7 @@ class SharedPages:
             self.offsets = np.concatenate([self.offsets, np.zeros(more, dtype=np.int32)])
             self.slots = np.concatenate([self.slots, np.zeros(more, dtype=np.int32)])
             self.kept = np.concatenate([self.kept, np.zeros(more, dtype=np.int32)])
+            self.keepers = np.concatenate([self.keepers, np.zeros(more, dtype=np.int64)])
             self._free += range(size + more - 1, size - 1, -1)
         taken = self._free[-count:]
         del self._free[-count:]
