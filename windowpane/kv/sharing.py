@@ -78,7 +78,8 @@ class SharedPages:
 
     def cached_by_one(self, ids: Ids) -> Ids:
         """Those of these that a single restore point keeps and nobody holds: they would be free without it."""
-        return ids[(self.kept[ids] == 1) & (self.slots[ids] == 0)]
+        alone: Ids = ids[(self.kept[ids] == 1) & (self.slots[ids] == 0)]
+        return alone
 
     def all_ids(self) -> Ids:
         """Every id in use."""
