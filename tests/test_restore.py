@@ -15,8 +15,8 @@ from tests.test_scheduler import FULL_AND_WINDOW, STOP, Engine, SchedulerMachine
 from windowpane.kv.caches import Cache, StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
-from windowpane.kv.restore import MIN_PREFIX_TOKENS, RestorePoints
-from windowpane.kv.retention import Chunk, Full, Window
+from windowpane.kv.restore import RestorePoints
+from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Full, Window
 from windowpane.request import Request, SamplingParams
 from windowpane.scheduler import RequestTooLong, Scheduler
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -40,7 +40,7 @@ class RequestFailed(RuntimeError):
 class Completion:
     """An answer. `stop` is the stop string or token that ended it, if one did.
 
-    `text` ends before it, while `token_ids` has every token that was sampled, the stop token too.
+    `cached_tokens` of the prompt were found computed. `text` ends before it, while `token_ids` has every token that was sampled, the stop token too.
     """
 
     prompt_token_ids: list[int]
@@ -50,6 +50,7 @@ class Completion:
     stop: str | int | None
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs | None] | None
+    cached_tokens: int = field(default=0, compare=False)  # how an answer came about, not what it is
 
 
 class LLM:
@@ -257,6 +258,7 @@ class _Answer:
             stop=stop,
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
             prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
+            cached_tokens=request.cached_tokens,
         )
 
 

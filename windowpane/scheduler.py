@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager, Retained
-from windowpane.kv.restore import MIN_PREFIX_TOKENS, CacheStats, Hit, RestorePoints, prompt_marks
+from windowpane.kv.restore import CacheStats, Hit, RestorePoints, prompt_marks
+from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.request import FinishReason, Request, Tokens
 
 DEFAULT_GROWTH_TOKENS = 256

@@ -13,10 +13,9 @@ from itertools import islice
 
 from windowpane.kv.manager import KVManager
 from windowpane.kv.prefixes import Node, PrefixTree, Tokens
+from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.kv.sharing import Retained
 
-# Anything shorter is computed about as fast as it is found; every prompt shares its first token with every other.
-MIN_PREFIX_TOKENS = 16
 HIDDEN_ROWS = 256  # final hidden states kept, one row each
 NEAREST = 32  # restore points below the place where a prompt parts that are asked whether they reach back to it
 

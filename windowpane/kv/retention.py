@@ -17,6 +17,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# The shortest beginning that one sequence takes over from another. Anything shorter is computed about as fast as it is
+# found, and every prompt shares its first token with every other.
+MIN_PREFIX_TOKENS = 16
+
 
 def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
