@@ -21,7 +21,10 @@ from windowpane.startup import accounts, free_memory_bytes, read_flags, start
 from windowpane.text import TextError
 
 BOS, EOS = 256, 257
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 FLAGS: dict[str, Any] = {
     "device": "cpu",
     "load_format": "dummy",

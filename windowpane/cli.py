@@ -212,6 +212,10 @@ def _engine_flags(
     max_num_batched_tokens: Annotated[
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Keep restore points, so that prompts begin where others left.", rich_help_panel=SCHEDULING),
+    ] = True,
     async_scheduling: Annotated[
         bool | None,
         typer.Option(help="Prepare a step while one is computed (on CUDA).", rich_help_panel=SCHEDULING),
@@ -231,6 +235,7 @@ def _engine_flags(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "enable_prefix_caching": enable_prefix_caching,
         "async_scheduling": async_scheduling,
     }
     return {name: value for name, value in flags.items() if value is not None}

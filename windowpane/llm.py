@@ -40,7 +40,8 @@ class RequestFailed(RuntimeError):
 class Completion:
     """An answer. `stop` is the stop string or token that ended it, if one did.
 
-    `cached_tokens` of the prompt were found computed. `text` ends before it, while `token_ids` has every token that was sampled, the stop token too.
+    `text` ends before it, while `token_ids` has every token that was sampled, the stop token too. `cached_tokens` of
+    the prompt were found computed.
     """
 
     prompt_token_ids: list[int]
