@@ -285,7 +285,8 @@ class Books:
         targets = np.array([m.target for m in moves], dtype=np.int32)
         tags = self.arena.tags(g, targets)
         for place, target in zip(tags[tags >= 0].tolist(), targets[tags >= 0].tolist(), strict=True):
-            self.log.entry(g, *table.place_page(place, target))
+            slot, column = table.place_page(place, target)
+            self._log_moved(g, slot, np.array([column]))
         if (tags < 0).any():
             sources = np.array([m.source for m in moves], dtype=np.int32)
             self._move_shared(g, -1 - tags[tags < 0], sources[tags < 0], targets[tags < 0])
@@ -293,10 +294,17 @@ class Books:
     def _move_shared(self, g: int, ids: Ids, sources: Offsets, targets: Offsets) -> None:
         self.shared[g].offsets[ids] = targets
         for slot, columns in self.tables[g].rewrite(sources, targets):
-            self.log.entries(g, slot, columns)
+            self._log_moved(g, slot, columns)
         for place, outgoing in self.outgoing.items():
             if place[0] == g and np.isin(outgoing, ids).any():
                 self.log.moved_read(place)
+
+    def _log_moved(self, g: int, slot: int, columns: Columns) -> None:
+        """Pages in these columns lie elsewhere now. Where the step still reads the one before, that is for later."""
+        late = np.array([(g, slot, column) in self.outgoing for column in columns.tolist()], dtype=bool)
+        for is_late, which in ((False, columns[~late]), (True, columns[late])):
+            if len(which):
+                self.log.entries(g, slot, which, late=is_late)
 
     # -- truth -----------------------------------------------------------------------------------------------------
 
