@@ -90,7 +90,7 @@ class Engine:
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
         if request.finish_reason is None:
-            self.scheduler.cancel(request)
+            self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
             self.sampler.forget(request)
 
@@ -197,9 +197,16 @@ class Engine:
         return outputs
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
-        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back."""
+        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
+
+        Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
+        after it, before the device reported the error, may have resumed from one, so it fails as well.
+        """
+        for later in self._flights:
+            later.error = later.error or error
         outputs = self._end(flight.touched, error)
         self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        self.scheduler.forget_restore_points()
         return outputs
 
     def _end(self, requests: Sequence[Request], error: BaseException) -> list[TokenOutput]:
