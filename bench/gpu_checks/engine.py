@@ -16,10 +16,13 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.sampler import Sampler
 from windowpane.scheduler import Batch, Chunk, Scheduler
+
+RESTORED = ("qwen3", "gemma3", "gemma4 everything")
 
 Checks = list[tuple[str, Callable[[], str]]]
 
@@ -44,6 +47,7 @@ def checks() -> Checks:
     return [
         *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in CONFIGS),
         *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
+        *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
     ]
 
 
@@ -63,6 +67,34 @@ def greedy_equals_reference(name: str) -> str:
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
     return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
+
+
+def restored_equals_cold(name: str) -> str:
+    """Greedy tokens in float32 of prompts that branch off each other, with restore points and without."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(3, CONFIGS[name]["vocab_size"], size=400).astype(np.int32)
+    ends = (40, 111)
+    prompts = [tokens[:150], np.append(tokens[:111], tokens[200:240]), np.append(tokens[:40], tokens[300:380])]
+    prompts += [tokens[:150]]  # once more: only the output layer runs
+    found = []
+    for restoring in (False, True):
+        engine = _engine(name, Setting(chunk_tokens=512), torch.device("cuda"), 256, 4, restoring=restoring)
+        answers, cached = [], 0
+        for i, prompt in enumerate(prompts):
+            request = Request(str(i), prompt, SamplingParams(max_tokens=24, temperature=0), message_ends=ends)
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            if request.error is not None:
+                raise request.error
+            answers.append(request.output)
+            cached += request.cached_tokens
+        found.append(answers)
+    if found[0] != found[1]:
+        raise AssertionError("tokens differ from a cold run's")
+    if cached < sum(ends) + 149:
+        raise AssertionError(f"only {cached} prompt tokens were found cached")
+    return f"{cached} prompt tokens found cached"
 
 
 def teacher_forced(name: str) -> str:
@@ -123,9 +155,12 @@ def run(
     return [request.output for request in requests]
 
 
-def _engine(name: str, setting: Setting, device: torch.device, length: int, slots: int) -> Engine:
+def _engine(
+    name: str, setting: Setting, device: torch.device, length: int, slots: int, *, restoring: bool = False
+) -> Engine:
     runner, manager = _runner(name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs)
-    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32)
+    restore = RestorePoints(manager) if restoring else None
+    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore=restore)
     sampler = Sampler(CONFIGS[name]["vocab_size"], device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 
