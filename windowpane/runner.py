@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +20,13 @@ from windowpane.scheduler import Batch
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`logits`: one float32 row per decoding row, then per chunk that samples. `prompt_logits`: all rows of a chunk."""
+    """`logits`: one float32 row per decoding row, then per chunk that samples.
+
+    `prompt_logits` gives any rows of a chunk, computed when asked for: all at once may be more than memory holds.
+    """
 
     logits: torch.Tensor
-    prompt_logits: dict[int, torch.Tensor]
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]]
 
 
 class Runner:
@@ -55,9 +60,12 @@ class Runner:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         step = self._step(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
-        logits = self.model.forward(step, self.pages)
+        if all_logits_slots:
+            output = self._split(self.model.hidden(step, self.pages), batch, all_logits_slots)
+        else:
+            output = StepOutput(self.model.forward(step, self.pages), {})
         self.pages.after_step(batch.changes)
-        return _split(logits, batch, all_logits_slots)
+        return output
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
@@ -85,17 +93,20 @@ class Runner:
             torch.cat(tokens), torch.cat(positions), tuple(segments), wanted_rows, batch.decode_slots, decode_positions
         )
 
+    def _split(self, hidden: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
+        """Pick the rows that sample out of all rows that were wanted."""
+        row = len(batch.decode_slots)
+        sampling = list(range(row))
+        prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {}
+        for chunk in batch.chunks:
+            rows = len(chunk.tokens) if chunk.slot in all_logits_slots else int(chunk.samples)
+            if chunk.slot in all_logits_slots:
+                prompt_logits[chunk.slot] = partial(self._logits_of, hidden[row : row + rows])
+            row += rows
+            if chunk.samples:
+                sampling.append(row - 1)
+        return StepOutput(self.model.logits(hidden[sampling]), prompt_logits)
 
-def _split(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
-    """Pick the rows that sample out of all rows that were wanted."""
-    row = len(batch.decode_slots)
-    sampling = list(range(row))
-    prompt_logits: dict[int, torch.Tensor] = {}
-    for chunk in batch.chunks:
-        rows = len(chunk.tokens) if chunk.slot in all_logits_slots else int(chunk.samples)
-        if chunk.slot in all_logits_slots:
-            prompt_logits[chunk.slot] = logits[row : row + rows]
-        row += rows
-        if chunk.samples:
-            sampling.append(row - 1)
-    return StepOutput(logits[sampling] if len(sampling) < len(logits) else logits, prompt_logits)
+    @torch.inference_mode()
+    def _logits_of(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+        return self.model.logits(hidden[rows])
