@@ -202,3 +202,10 @@ def test_an_unknown_name_suggests_close_ones_and_where_to_look() -> None:
 def test_shipped_names_are_sorted() -> None:
     assert shipped_names() == sorted(shipped_names())
     assert "gemma-4-31b" in shipped_names()
+
+
+def test_qwen_3_names_its_experts_either_way(tmp_path: Path) -> None:
+    config = small("qwen3 moe")
+    expected = read(tmp_path, config).tensors
+    config["num_local_experts"] = config.pop("num_experts")
+    assert read(tmp_path, config).tensors == expected
