@@ -275,7 +275,7 @@ def main() -> None:
         cells, results[case.name] = report(case, taken, share)
         table.add_row(*cells)
         print(" | ".join(cells), file=sys.stderr, flush=True)  # each takes minutes
-    Console().print(table)
+    Console(width=120).print(table)
     print(json.dumps({"bench": "cpu", "results": results}))
 
 
