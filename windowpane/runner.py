@@ -61,7 +61,7 @@ class Runner:
         step = self._step(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
         if all_logits_slots:
-            output = self._split(self.model.hidden(step, self.pages), batch, all_logits_slots)
+            output = self._split(self.model.final_hidden(step, self.pages), batch, all_logits_slots)
         else:
             output = StepOutput(self.model.forward(step, self.pages), {})
         self.pages.after_step(batch.changes)

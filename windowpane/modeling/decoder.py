@@ -57,9 +57,9 @@ class Decoder:
 
     def forward(self, step: Step, pages: KVPages) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary]."""
-        return self.logits(self.hidden(step, pages))
+        return self.logits(self.final_hidden(step, pages))
 
-    def hidden(self, step: Step, pages: KVPages) -> torch.Tensor:
+    def final_hidden(self, step: Step, pages: KVPages) -> torch.Tensor:
         """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
         recipe = self.recipe
         embedded = F.embedding(step.tokens, self.embedding)
