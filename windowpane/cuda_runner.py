@@ -19,7 +19,7 @@ from windowpane.modeling.decoder import Decoder
 from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
 from windowpane.models.spec import ModelSpec
-from windowpane.runner import HiddenStore, StepOutput, split_logits
+from windowpane.runner import HiddenStore, StepOutput, split_rows
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import Transfer
 
@@ -95,22 +95,23 @@ class CudaRunner:
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         self.pages.before_step(batch.changes)
-        logits = self._mixed(batch, all_logits_slots) if batch.chunks else self._decode(batch)
+        output = self._mixed(batch, all_logits_slots) if batch.chunks else StepOutput(self._decode(batch), {})
         self.pages.after_step(batch.changes)
-        return split_logits(logits, batch, all_logits_slots)
+        return output
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
 
-    def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> torch.Tensor:
+    def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         step = self._builder.mixed(batch, all_logits_slots)
         assert step.chunk_tokens is not None
         hidden = self._hidden.nothing
         if len(step.positions):
             tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
             hidden = self.model.final_hidden(step, tokens)
-        return self.model.logits(self._hidden.exchange(hidden, batch, all_logits_slots))
+        hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
+        return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
     def _decode(self, batch: Batch) -> torch.Tensor:
         rows = len(batch.decode_slots)

@@ -200,7 +200,7 @@ def _forced_logits(name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: 
     manager.extend(0, prompt)
     chunk = Chunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
     batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes())
-    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0].clone()]
+    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, prompt)).clone()]
     slot = np.zeros(1, dtype=np.int64)
     for position in range(prompt, length):
         runner.take_sampled(torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([tokens[position]]).cuda())

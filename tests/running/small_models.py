@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BASE,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "rope_scaling": {
             "rope_type": "llama3",
             "factor": 4.0,
@@ -72,7 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BASE,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "attention_bias": True,
         "mlp_bias": True,
     },

@@ -351,6 +351,7 @@ def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:
     if layer.qkv_bias is not None:
         layer.qkv_bias = layer.qkv_bias.view(-1, dim)[:, order].reshape(-1)
     layer.out = layer.out.view(layer.out.shape[0], -1, dim)[:, :, order].reshape(layer.out.shape)
+    assert layer.q_norm is not None and layer.k_norm is not None  # latents have normed queries and keys
     layer.q_norm, layer.k_norm = layer.q_norm[order], layer.k_norm[order]
 
 

@@ -14,6 +14,7 @@ import torch
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec, TensorSpec
 from windowpane.models.weights import text_tensors
+from windowpane.native.build import start_building
 from windowpane.weights.checkpoint import Checkpoint, WeightsError, match_names
 
 __all__ = ["LOAD_FORMATS", "WeightsError", "load_weights"]
@@ -41,6 +42,8 @@ def load_weights(
     WeightsError.
     """
     _refuse_quantized(spec)
+    if device.type == "cpu" and dtype == torch.float32:
+        start_building()  # the kernels that these weights will be run by
     wanted = text_tensors(spec)
     if load_format == "dummy":
         from windowpane.weights.dummy import random_tensor
