@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from windowpane.attention.device_tables import DeviceTables
 from windowpane.attention.pages import KVPages
+from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.kv.caches import TokenCache
 from windowpane.scheduler import Batch, Chunk
@@ -26,12 +27,12 @@ PADDING = -1
 class ChunkQueries:
     """The chunks of a step, for one set of rows that ask.
 
-    `segments` is [chunks, 6]: slot, start, stop, row, first query row, queries; the last tokens of a chunk ask.
-    `tiles` lists query tiles by their number of tokens.
+    `segments` is [chunks, 6], the fields of `host_segments`. `tiles` lists the query tiles that layers ask for.
     """
 
     segments: torch.Tensor
-    tiles: dict[int, torch.Tensor]
+    host_segments: tuple[ChunkSegment, ...]
+    tiles: dict[Tiling, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,12 @@ class DeviceStep:
 
 
 class StepBuilder:
-    """Turns batches into device steps. `tile_tokens` are the query tiles that the model's layers use."""
+    """Turns batches into device steps. `tilings` are those that the model's layers use."""
 
-    def __init__(self, pages: KVPages, tables: DeviceTables, tile_tokens: frozenset[int]) -> None:
+    def __init__(self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling]) -> None:
         self._pages = pages
         self._tables = tables
-        self._tile_tokens = sorted(tile_tokens)
+        self._tilings = tilings
         self._token_groups = [isinstance(g.slices[0].cache, TokenCache) for g in pages.layout.groups]
 
     def mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> DeviceStep:
@@ -108,12 +109,12 @@ class StepBuilder:
         row = query_row = len(batch.decode_slots)
         for chunk, count in zip(batch.chunks, counts, strict=True):
             stop = chunk.start + len(chunk.tokens)
-            segments.append((chunk.slot, chunk.start, stop, row, query_row, count))
+            segments.append(ChunkSegment(chunk.slot, chunk.start, stop, row, query_row, count))
             row += len(chunk.tokens)
             query_row += count
         table = np.array(segments, dtype=np.int32).reshape(-1, 6)
-        tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in self._tile_tokens}
-        return _QueryHandles(transfer.add(table), tiles)
+        tiles = {tiling: transfer.add(prefill_tiles(tiling.queries(table), tiling.tokens)) for tiling in self._tilings}
+        return _QueryHandles(transfer.add(table), tuple(segments), tiles)
 
     def _writes(self, batch: Batch, group: int) -> tuple[Ints, Ints, Ints]:
         """What the future can see of every token of the step, and where this group stores it."""
@@ -143,10 +144,12 @@ class StepBuilder:
 @dataclass(frozen=True, slots=True)
 class _QueryHandles:
     segments: int
-    tiles: dict[int, int]
+    host_segments: tuple[ChunkSegment, ...]
+    tiles: dict[Tiling, int]
 
     def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
-        return ChunkQueries(sent[self.segments], {tokens: sent[h] for tokens, h in self.tiles.items()})
+        tiles = {tiling: sent[handle] for tiling, handle in self.tiles.items()}
+        return ChunkQueries(sent[self.segments], self.host_segments, tiles)
 
 
 def wanted(batch: Batch, all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:
