@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bench.gpu_checks.attention import (
     ARENA_BYTES,
@@ -28,9 +30,14 @@ from bench.gpu_checks.attention import (
     random_arena,
 )
 from bench.gpu_checks.attention_cases import Layer, make_pages, run_prefill
+from bench.gpu_checks.engine import make_runner
 from bench.spike.measure import microseconds
+from tests.running.small_models import WIDE_CONFIGS
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.hopper.sizes import CAPABILITY, Heads
+from windowpane.cuda_runner import CudaRunner
+from windowpane.kv.changes import NO_CHANGES
+from windowpane.scheduler import Batch, Chunk
 
 CHECKED = {
     "31B window": WINDOW_31B,
@@ -48,6 +55,7 @@ CHECKED = {
     "128 dims, 16 query heads, window, 3 stripes": Layer(2, 16, 128, window_tokens=333, stripes=3),
     "128 dims, window, 64-token blocks": Layer(8, 4, 128, window_tokens=1000, block_tokens=64),
 }
+ENGINE_CHUNKS = (1100, 37, 1500, 1024)
 TIMED = (
     ("31B window, 1 x 8,192", WINDOW_31B, 1, 8192, 0),
     ("31B window, 1 x 8,192 over 30,000", WINDOW_31B, 1, 8192, 30_000),
@@ -75,7 +83,10 @@ def is_hopper() -> bool:
 def checks() -> list[Check]:
     if not is_hopper():
         return []
-    return [(f"hopper prefill {name}", partial(_prefill, layer)) for name, layer in CHECKED.items()]
+    return [
+        *((f"hopper prefill {name}", partial(_prefill, layer)) for name, layer in CHECKED.items()),
+        *((f"hopper engine {name}", partial(_engine, name)) for name in WIDE_CONFIGS),
+    ]
 
 
 def _heads(layer: Layer) -> Heads:
@@ -103,6 +114,40 @@ def _prefill(layer: Layer) -> str:
     for x in (scratch.edges(_heads(layer)), *([scratch.rotated(_heads(layer))] if layer.rotary else [])):
         x.fill_(float("nan"))
     return judge(*run_prefill(paged, chunks, scratch))
+
+
+def _engine(name: str) -> str:
+    """bf16 logits of a whole model, chunk after chunk, against the plain torch path in float32."""
+    tokens = np.random.default_rng(5).integers(3, WIDE_CONFIGS[name]["vocab_size"], size=sum(ENGINE_CHUNKS))
+    tokens = tokens.astype(np.int32)
+    exact = _chunk_logits(name, tokens, torch.float32, fused=False)
+    plain = _chunk_logits(name, tokens, torch.bfloat16, fused=True, hopper=False)
+    got = _chunk_logits(name, tokens, torch.bfloat16, fused=True, hopper=True)
+    return judge(got, exact, plain)
+
+
+def _chunk_logits(
+    name: str, tokens: NDArray[np.int32], dtype: torch.dtype, *, fused: bool, hopper: bool = False
+) -> torch.Tensor:
+    """Logits after each of `tokens`, which come in chunks; some are large enough for a Hopper kernel."""
+    device = torch.device(DEVICE)
+    runner, manager = make_runner(name, device, dtype, len(tokens), 1, fused=fused, graphs=False, hopper=hopper)
+    if isinstance(runner, CudaRunner):
+        limits = [tiling.below_queries for tiling in runner.model.tilings]
+        if hopper and not all(limit is not None and limit <= max(ENGINE_CHUNKS) for limit in limits):
+            raise AssertionError(f"no chunk is large enough for {limits}: nothing would be checked")
+        if not hopper and any(limits):
+            raise AssertionError("the Hopper kernels were not turned off")
+    manager.start(0, len(tokens))
+    nobody = np.zeros(0, dtype=np.int64)
+    logits, start = [], 0
+    for count in ENGINE_CHUNKS:
+        manager.extend(0, start + count)
+        chunk = Chunk(0, start, tokens[start : start + count], samples=True)
+        batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes() or NO_CHANGES)
+        logits.append(runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0].clone())
+        start += count
+    return torch.cat(logits).double()
 
 
 def _scratch(layer: Layer, max_model_len: int) -> PrefillScratch:

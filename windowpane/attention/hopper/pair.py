@@ -152,9 +152,11 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["slot", "start", "stop", "q_count", "edge_tile"],
-    do_not_specialize_on_alignment=["TABLE", "table_stride", "stripe", "columns", "kv_heads", "window"],
-)
+    do_not_specialize=[
+        "slot", "start", "stop", "q_count", "edge_tile", "table_stride", "stripe", "columns", "kv_heads", "window",
+    ],
+    do_not_specialize_on_alignment=["TABLE"],
+)  # fmt: skip
 def pair_kernel(
     q, out, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count, edge_tile,
     table_stride, stripe, columns, kv_heads, window, scale_log2, GROUP: gl.constexpr, DIM: gl.constexpr,

@@ -84,15 +84,17 @@ def _produce(
 
 
 @gluon.jit
-def _fold_weights(q_box, W):
-    """Multiply the dims of q that do not turn by the key norm's weight, where they lie."""
+def _fold_weights(q_box, q_full, W):
+    """Once q is there, multiply its dims that do not turn by the key norm's weight, where they lie."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     parts = q_box._reinterpret(gl.bfloat16, [4, 64, 128], shared)
-    for i in gl.static_range(1, 4):
-        w = gl.load(W + i * 128 + gl.arange(0, 128, gl.SliceLayout(0, layout)))
-        x = parts.index(i).load(layout).to(gl.float32) * w[None, :]
-        parts.index(i).store(x.to(gl.bfloat16))
+    at = W + gl.arange(0, 128, gl.SliceLayout(0, layout))
+    weights = (gl.load(at + 128), gl.load(at + 256), gl.load(at + 384))
+    mbarrier.wait(q_full, 0)
+    for i in gl.static_range(3):
+        x = parts.index(i + 1).load(layout).to(gl.float32) * weights[i][None, :]
+        parts.index(i + 1).store(x.to(gl.bfloat16))
     fence_async_shared()
 
 
@@ -155,9 +157,10 @@ def _attend(
     S_MMAS: gl.constexpr = 3 if LATENT else 1  # wgmma groups that `_scores` starts
 
     q = q_box._reinterpret(gl.bfloat16, [64, 512], shared)
-    mbarrier.wait(q_full, 0)
     if LATENT:
-        _fold_weights(q_box, W)
+        _fold_weights(q_box, q_full, W)
+    else:
+        mbarrier.wait(q_full, 0)
     position = first_query + gl.arange(0, 64, score_row) // GROUP
     m = gl.full([64], -1e30, gl.float32, score_row)
     # summed over columns once, at the end: a sum per tile would have to cross warp groups each time
@@ -202,9 +205,11 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["slot", "start", "stop", "q_count"],
-    do_not_specialize_on_alignment=["TABLE", "table_stride", "stripe", "columns", "kv_heads", "rotated_rows"],
-)
+    do_not_specialize=[
+        "slot", "start", "stop", "q_count", "table_stride", "stripe", "columns", "kv_heads", "rotated_rows",
+    ],
+    do_not_specialize_on_alignment=["TABLE"],
+)  # fmt: skip
 def wide_kernel(
     q, out, k_arena, v_arena, k_edges, v_edges, k_present, v_present, rotated, W, TABLE, slot, start, stop, q_count,
     table_stride, stripe, columns, kv_heads, rotated_rows, scale_log2, GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
