@@ -158,14 +158,16 @@ def run(
 def _engine(
     name: str, setting: Setting, device: torch.device, length: int, slots: int, *, restoring: bool = False
 ) -> Engine:
-    runner, manager = _runner(name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs)
+    runner, manager = make_runner(
+        name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs
+    )
     restore = RestorePoints(manager) if restoring else None
     scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore=restore)
     sampler = Sampler(CONFIGS[name]["vocab_size"], device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 
 
-def _runner(
+def make_runner(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -174,6 +176,7 @@ def _runner(
     *,
     fused: bool,
     graphs: bool,
+    hopper: bool = True,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name)
     stored = str(dtype).removeprefix("torch.")
@@ -183,7 +186,9 @@ def _runner(
     manager = KVManager(layout, slabs, slots, length)
     args = (spec, weights, layout, slabs, slots, length)
     if fused:
-        runner: Runner | CudaRunner = CudaRunner(*args, device=device, dtype=dtype, use_graphs=graphs)
+        runner: Runner | CudaRunner = CudaRunner(
+            *args, device=device, dtype=dtype, use_graphs=graphs, use_hopper=hopper
+        )
     else:
         runner = Runner(*args, device=device, dtype=dtype)
     runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
@@ -193,7 +198,7 @@ def _runner(
 def _forced_logits(name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
     """Logits after each of `tokens`, half of them in one chunk, the rest decoded one by one."""
     device, length = torch.device("cuda"), len(tokens)
-    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True)
+    runner, manager = make_runner(name, device, dtype, length, 1, fused=fused, graphs=True)
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)

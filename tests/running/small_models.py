@@ -101,14 +101,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Heads of real sizes, so that kernels made for those take them: for checks on a GPU.
+WIDE_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma4 K = V, wide heads": {
+        **_GEMMA4,
+        "max_position_embeddings": 8192,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "sliding_window": 500,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+    },
+}
+
 
 @cache
 def reference(name: str) -> torch.nn.Module:
     """transformers' own model, float32, with norms and scalars away from their trivial initial values."""
     torch.manual_seed(7)
-    fields = dict(CONFIGS[name])
+    fields = dict(_config(name))
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.architectures = CONFIGS[name]["architectures"]
+    config.architectures = _config(name)["architectures"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -120,8 +135,12 @@ def reference(name: str) -> torch.nn.Module:
 
 
 def spec_of(name: str) -> ModelSpec:
-    return from_config(CONFIGS[name], name)
+    return from_config(_config(name), name)
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:
     return {key: tensor.detach().clone() for key, tensor in reference(name).state_dict().items()}
+
+
+def _config(name: str) -> dict[str, Any]:
+    return (CONFIGS | WIDE_CONFIGS)[name]
