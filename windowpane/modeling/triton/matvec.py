@@ -35,8 +35,8 @@ class Launch(NamedTuple):
     uses_dot: bool = False
 
 
-# By least number of outputs, then of inputs; the best of a sweep on an H200. Memory is busy when some 50 KB are on their
-# way to each multiprocessor: few outputs make few programs, which then need more warps.
+# By least number of outputs, then of inputs; the best of a sweep on an H200. Memory is busy when some 50 KB are on
+# their way to each multiprocessor: few outputs make few programs, which then need more warps.
 _LAUNCHES = (
     (16_384, 2_048, Launch(1, 2)),
     (16_384, 0, Launch(2, 2)),
