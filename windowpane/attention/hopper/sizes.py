@@ -14,8 +14,8 @@ ELEMENT_BYTES = 2
 WIDE_DIM = 512
 TILE_TOKENS = {128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
 PROGRAM_ROWS = {128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads of a KV head
-# A launch takes one segment: with fewer programs than this it leaves multiprocessors idle (an H200 has 132), and the
-# plain kernel, which takes all segments at once, is the better one.
+# A launch takes one segment: with fewer programs than this it leaves multiprocessors idle (an H200 has 132), and such a
+# segment goes to the plain kernel, which takes all that are left in one launch.
 LEAST_PROGRAMS = 128
 
 
@@ -35,7 +35,7 @@ class Heads:
 
     @property
     def has_kernel(self) -> bool:
-        """Rows of a TMA box are powers of two; 512 dims leave no registers for a window's second comparison."""
+        """Rows of a TMA box are powers of two. Latents, and 512 dims, come without a window in the models we know."""
         if self.dim not in TILE_TOKENS or self.group > 64 or self.group & (self.group - 1):
             return False
         return not self.windowed if self.dim == WIDE_DIM else not self.latent
