@@ -169,9 +169,7 @@ class PackedIntegers:
     def held(self, rows: int, columns: int) -> PackedForm | None:
         if self.bits != 4:
             return None
-        return PackedForm(
-            "int4", rows, columns, self.group, has_zeros=not self.symmetric, has_order=self.reordered
-        )
+        return PackedForm("int4", rows, columns, self.group, has_zeros=not self.symmetric, has_order=self.reordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +372,9 @@ def _read_gptq(section: Config) -> Quantization:
             raise section.unknown_value("dynamic", pattern, ("-:PATTERN",))
         ignored += (f"re:{pattern[2:]}",)
     version = section.choice("checkpoint_format", ("gptq", "gptq_v2")) or "gptq"
-    form = Gptq(bits, _group_size(section), section.flag("desc_act", False), zero_offset=0 if version == "gptq_v2" else 1)
+    form = Gptq(
+        bits, _group_size(section), section.flag("desc_act", False), zero_offset=0 if version == "gptq_v2" else 1
+    )
     rule = Rule(("Linear",), form)
     return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
 

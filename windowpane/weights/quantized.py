@@ -95,7 +95,12 @@ def _open(
     if isinstance(stored, Awq):
         qweight = read(".qweight")
         zeros = _unpack(read(".qzeros"), AWQ_ORDER)[:, :rows].t()
-        return lambda a, b: _unpack(qweight[:, a // 8 : -(-b // 8)], AWQ_ORDER)[:, : b - a].t(), zeros, _scales(read), None
+        return (
+            lambda a, b: _unpack(qweight[:, a // 8 : -(-b // 8)], AWQ_ORDER)[:, : b - a].t(),
+            zeros,
+            _scales(read),
+            None,
+        )
     if isinstance(stored, Gptq):
         qweight = read(".qweight")
         # What wraps around at 0 is taken back.
