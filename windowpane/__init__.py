@@ -6,14 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windowpane.llm import LLM, Completion, RequestFailed, Stream
+    from windowpane.llm import LLM, Stream
     from windowpane.request import FinishReason, SamplingParams, TokenLogprobs
+    from windowpane.text.answer import Completion, RequestFailed
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "Completion", "FinishReason", "RequestFailed", "SamplingParams", "Stream", "TokenLogprobs"]
 
-_HOMES = dict.fromkeys(("LLM", "Completion", "RequestFailed", "Stream"), "windowpane.llm")
+_HOMES = dict.fromkeys(("LLM", "Stream"), "windowpane.llm")
+_HOMES |= dict.fromkeys(("Completion", "RequestFailed"), "windowpane.text.answer")
 _HOMES |= dict.fromkeys(("FinishReason", "SamplingParams", "TokenLogprobs"), "windowpane.request")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from windowpane.commands.common import DEVICE, MEMORY, SAMPLING, SCHEDULING, SERVER, TEXT, WORKLOAD, UserError
+from windowpane.commands.doctor import doctor
+from windowpane.commands.plan import models, plan
+from windowpane.commands.simulate import simulate
 
 if TYPE_CHECKING:
     from windowpane.llm import LLM, Stream
@@ -22,13 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Inference for hybrid-attention models: each layer pays only for the tokens it can still see.",
 )
-
-MEMORY, SCHEDULING, DEVICE, OUTPUT = "Memory", "Scheduling", "Device", "Output"
-SAMPLING, WORKLOAD = "Sampling", "Workload"
-
-
-class UserError(Exception):
-    """What was asked for cannot be done; the message says why, and what works."""
 
 
 def main() -> int:
@@ -76,103 +73,10 @@ def _root(
     pass
 
 
-@app.command()
-def plan(
-    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a shipped name (see `models`).")],
-    gpu: Annotated[
-        str | None, typer.Option(help="Cards, as in h200 or 2x3090; or cpu.", rich_help_panel=DEVICE)
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of one card, as in 24GiB; overrides the table.", rich_help_panel=DEVICE)
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Ranks; one per card unless given.", rich_help_panel=DEVICE)
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of a card that may be used.", rich_help_panel=MEMORY)
-    ] = 0.9,
-    kv_cache_memory_bytes: Annotated[
-        str | None, typer.Option(help="KV bytes per rank, as in 11.54GiB, instead of a share.", rich_help_panel=MEMORY)
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
-    ] = "auto",
-    swa_full: Annotated[
-        bool, typer.Option("--swa-full", help="Keep sliding layers at full length.", rich_help_panel=MEMORY)
-    ] = False,
-    max_model_len: Annotated[
-        str | None, typer.Option(help="Longest sequence, as in 131072 or 128K.", rich_help_panel=SCHEDULING)
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Sequences of that length that must fit at once.", rich_help_panel=SCHEDULING)
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most sequences running at once.", rich_help_panel=SCHEDULING)
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool,
-        typer.Option(help="Keep restore points; vLLM charges states more for it.", rich_help_panel=SCHEDULING),
-    ] = True,
-    async_scheduling: Annotated[
-        bool,
-        typer.Option(help="Prepare a step ahead; vLLM 0.26 charges windows more for it.", rich_help_panel=SCHEDULING),
-    ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON (docs/plan-json.md) instead.", rich_help_panel=OUTPUT)
-    ] = False,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Say why layout and formats are what they are.", rich_help_panel=OUTPUT),
-    ] = False,
-) -> None:
-    """Say what fits, where every byte goes, and what the same flags give on other engines."""
-    from windowpane.config import EngineConfig
-    from windowpane.models import load
-    from windowpane.plan.planner import make_plan
-    from windowpane.plan.sizes import parse_bytes, parse_tokens
-
-    try:
-        config = EngineConfig(
-            max_model_len=None if max_model_len is None else parse_tokens(max_model_len),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory_bytes=None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
-            tensor_parallel_size=tensor_parallel_size,
-            enable_prefix_caching=enable_prefix_caching,
-            async_scheduling=async_scheduling,
-            swa_full=swa_full,
-        )
-        memory = None if gpu_memory is None else parse_bytes(gpu_memory)
-        made = make_plan(load(model), config, gpu=gpu, gpu_memory_bytes=memory, concurrency=concurrency)
-    except ValueError as error:
-        raise UserError(error) from None
-    if as_json:
-        from windowpane.plan.document import document
-
-        typer.echo(json.dumps(document(made), indent=2))
-        return
-    from rich.console import Console
-
-    from windowpane.plan.cards import cards_that_fit
-    from windowpane.plan.report import print_report
-
-    cards = cards_that_fit(made.sizing.spec, config, concurrency or 1) if made.capacity is None else []
-    print_report(Console(highlight=False), made, cards, explain=explain)
-
-
-@app.command()
-def models() -> None:
-    """List the model shapes that are shipped."""
-    from rich.console import Console
-
-    from windowpane.plan.catalog import print_catalog
-
-    print_catalog(Console(highlight=False))
+app.command()(plan)
+app.command()(models)
+app.command()(doctor)
+app.command()(simulate)
 
 
 # -- running a model -----------------------------------------------------------------------------------------------
@@ -191,6 +95,9 @@ def _engine_flags(
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
     ] = "auto",
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Ranks; one device runs for now.", rich_help_panel=DEVICE)
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a card that may be used (0.9).", rich_help_panel=MEMORY)
     ] = None,
@@ -212,6 +119,10 @@ def _engine_flags(
     max_num_batched_tokens: Annotated[
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Keep restore points, so that shared prompts are computed once.", rich_help_panel=SCHEDULING),
+    ] = True,
     async_scheduling: Annotated[
         bool | None,
         typer.Option(help="Prepare a step while one is computed (on CUDA).", rich_help_panel=SCHEDULING),
@@ -234,8 +145,10 @@ def _engine_flags(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "enable_prefix_caching": enable_prefix_caching,
         "async_scheduling": async_scheduling,
         "enforce_eager": enforce_eager,
+        "tensor_parallel_size": tensor_parallel_size,
     }
     return {name: value for name, value in flags.items() if value is not None}
 
@@ -273,16 +186,16 @@ def _sampling_flags(
     }
 
 
-def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _takes(**flag_sets: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command whole sets of flags: each is a function of them, whose result the command takes by this name."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**given: Any) -> Any:
             for name, flag_set in flag_sets.items():
                 chosen = {flag: given.pop(flag) for flag in inspect.signature(flag_set).parameters}
                 with _user_errors():
                     given[name] = flag_set(**chosen)
-            command(**given)
+            return command(**given)
 
         hints: dict[str, Any] = {}
         own = [p for p in inspect.signature(command).parameters.values() if p.name not in flag_sets]
@@ -469,3 +382,80 @@ def bench(
 
         started = start_bench(model, work, {**flags, "seed": seed})
     run_bench(started, work, temperature, seed)
+
+
+@app.command()
+@_takes(flags=_engine_flags)
+def serve(
+    model: ModelToRun = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ask for this key, except on /health; may be given again.",
+            envvar="WINDOWPANE_API_KEY",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more are turned away.", rich_help_panel=SERVER)
+    ] = 1024,
+    max_body_bytes: Annotated[
+        str, typer.Option(help="The largest request body, as in 8MiB.", rich_help_panel=SERVER)
+    ] = "8MiB",
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line per request), warning or error.", rich_help_panel=SERVER)
+    ] = "info",
+    chat_template: Annotated[
+        str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model marks its thoughts: qwen3, …", rich_help_panel=TEXT)
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, …", rich_help_panel=TEXT)
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option("--enable-auto-tool-choice", help="Let the model decide to call tools.", rich_help_panel=TEXT),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="For requests that bring none, and random weights.", rich_help_panel=SAMPLING)
+    ] = 0,
+    *,
+    flags: dict[str, Any],
+) -> int:
+    """Serve a model: the OpenAI API, metrics, and a page that shows the memory live. docs/server.md has it all."""
+    with _user_errors():
+        from windowpane.plan.sizes import parse_bytes
+        from windowpane.server.parsing import Parsers
+        from windowpane.server.run import ServerOptions
+        from windowpane.server.run import serve as run_server
+        from windowpane.server.service import Limits
+
+        options = ServerOptions(
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            served_model_names=tuple(served_model_name or ()),
+            chat_template=None if chat_template is None else _read_template(chat_template),
+            parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
+            log_level=log_level,
+            limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
+        )
+        return run_server(model, {**flags, "seed": seed}, options)
+
+
+def _read_template(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8") as text:
+            return text.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {file} cannot be read: {error}") from None

@@ -19,7 +19,7 @@ from windowpane.modeling.decoder import Decoder
 from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
 from windowpane.models.spec import ModelSpec
-from windowpane.runner import StepOutput, split_logits
+from windowpane.runner import HiddenStore, StepOutput, split_logits
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import Transfer
 
@@ -53,6 +53,7 @@ class CudaRunner:
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables(self.pages.table_shapes, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._hidden = HiddenStore(spec.hidden_size, dtype, device)
         self._num_slots = num_slots
         self._max_model_len = max_model_len
         with torch.inference_mode():
@@ -105,8 +106,11 @@ class CudaRunner:
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> torch.Tensor:
         step = self._builder.mixed(batch, all_logits_slots)
         assert step.chunk_tokens is not None
-        tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
-        return self.model.forward(step, tokens)
+        hidden = self._hidden.nothing
+        if len(step.positions):
+            tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
+            hidden = self.model.final_hidden(step, tokens)
+        return self.model.logits(self._hidden.exchange(hidden, batch, all_logits_slots))
 
     def _decode(self, batch: Batch) -> torch.Tensor:
         rows = len(batch.decode_slots)

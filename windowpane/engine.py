@@ -76,14 +76,21 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run is refused at once, with a ValueError."""
         self._check_tokens(request)
+        _check_grammar(request)
         self.scheduler.add(request)
+        request.matcher = request.grammar.matcher() if request.grammar is not None else None
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # nothing predicts the first token
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never run. Reads only what never changes: any thread may ask."""
+        self._check_tokens(request)
+        self.scheduler.check(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
         if request.finish_reason is None:
-            self.scheduler.cancel(request)
+            self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
             self.sampler.forget(request)
 
@@ -139,12 +146,31 @@ class Engine:
             flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, output.prompt_logits[slot]))
         if not flight.sampling:
             return
-        sampled = self.sampler.sample(output.logits, flight.sampling, positions)
+        sampled = self.sampler.sample(output.logits, flight.sampling, positions, self._masks(flight, positions))
         self.runner.take_sampled(to_device(slots, sampled.tokens.device), sampled.tokens)
         flight.tokens = _HostCopy(sampled.tokens)
         if sampled.logprobs is not None:
             flight.logprobs = _HostLogprobs(sampled.logprobs)
             flight.logprob_rows = sampled.logprob_rows
+
+    def _masks(self, flight: _Flight, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
+        """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.
+
+        A mask needs every token before it. `forward` did without, and has the device busy while we wait for them here.
+        """
+        masks = {}
+        constrained = [(row, r, r.matcher) for row, r in enumerate(flight.sampling) if r.matcher is not None]
+        if constrained:
+            for earlier in self._flights:
+                if earlier is not flight:
+                    earlier.advance_matchers()
+        for row, request, matcher in constrained:
+            try:
+                may_stop = bool(positions[row] >= len(request.prompt) + request.params.min_tokens)
+                masks[row] = matcher.allowed(may_stop=may_stop)
+            except Exception as error:
+                flight.stuck[request] = error
+        return masks
 
     def _land(self) -> list[TokenOutput]:
         """Take in what the oldest step sampled."""
@@ -153,13 +179,14 @@ class Engine:
             try:
                 tokens = flight.tokens.array() if flight.tokens else np.zeros(0, dtype=np.int64)
                 logprobs = flight.read_logprobs()
+                flight.advance_matchers()
             except Exception as error:  # a device reports what went wrong in a step when its results are read
                 flight.error = error
         if flight.error is not None:
             return self._fail(flight, flight.error)
+        outputs = [output for request, error in flight.stuck.items() for output in self._end([request], error)]
         alive = [r.finish_reason is None for r in flight.sampling]
         finished = self.scheduler.commit(tokens)
-        outputs = []
         for row, (request, token) in enumerate(zip(flight.sampling, tokens.tolist(), strict=True)):
             if alive[row]:
                 if row in logprobs:
@@ -170,12 +197,24 @@ class Engine:
         return outputs
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
-        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back."""
-        failed = [r for r in flight.touched if r.finish_reason is None]
+        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
+
+        Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
+        after it, before the device reported the error, may have resumed from one, so it fails as well.
+        """
+        for later in self._flights:
+            later.error = later.error or error
+        outputs = self._end(flight.touched, error)
+        self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        self.scheduler.forget_restore_points()
+        return outputs
+
+    def _end(self, requests: Sequence[Request], error: BaseException) -> list[TokenOutput]:
+        """These requests have failed, unless they were over before."""
+        failed = [r for r in requests if r.finish_reason is None]
         for request in failed:
             request.error = error
             self.cancel(request, FinishReason.FAILED)
-        self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
         return [TokenOutput(request, None, None, FinishReason.FAILED) for request in failed]
 
     def _check_tokens(self, request: Request) -> None:
@@ -205,6 +244,17 @@ class _Flight:
     logprob_rows: Sequence[int] = ()
     prompt_logprobs: list[_PromptLogprobs] = field(default_factory=list)
     error: BaseException | None = None
+    stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
+    matchers_advanced: bool = False
+
+    def advance_matchers(self) -> None:
+        """Tell the sampled tokens to the grammars of their requests, once; waits for them."""
+        if self.tokens is not None and not self.matchers_advanced:
+            self.matchers_advanced = True
+            if any(r.matcher is not None for r in self.sampling):
+                for request, token in zip(self.sampling, self.tokens.array().tolist(), strict=True):
+                    if request.matcher is not None and request not in self.stuck:
+                        request.matcher.accept(token)
 
     def read_logprobs(self) -> dict[int, TokenLogprobs]:
         """Logprobs by row; those of prompts go to their requests."""
@@ -266,6 +316,15 @@ class _PromptLogprobs:
         if self.start == len(known):
             tokens = self.request.prompt[self.start : self.start + self.logprobs.rows].tolist()
             known += self.logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
+
+
+def _check_grammar(request: Request) -> None:
+    """Whatever ends an answer for its grammar must end the request."""
+    if request.grammar is not None and not request.grammar.stop_ids <= set(request.params.stop_token_ids):
+        raise ValueError(
+            f"request {request.id}: its grammar ends with the stop tokens {sorted(request.grammar.stop_ids)}, but not "
+            "all of them end the request; leave ignore_eos out"
+        )
 
 
 def _wants_prompt_logprobs(request: Request, start: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -11,37 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from windowpane.engine import TokenOutput
-from windowpane.models.gguf import is_gguf
-from windowpane.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from windowpane.request import FinishReason, Request, SamplingParams
 from windowpane.startup import busy, start
-from windowpane.text import ChatTemplate, Detokenizer, StopStrings, TextError, Tokenizer, load_tokenizer
+from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer, message_ends
+from windowpane.text.answer import Answer, Completion, with_stop_ids
 
 if TYPE_CHECKING:
     from windowpane.plan.planner import Plan
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-
-
-class RequestFailed(RuntimeError):
-    """A step of this request raised; the cause is attached."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """An answer. `stop` is the stop string or token that ended it, if one did.
-
-    `text` ends before it, while `token_ids` has every token that was sampled, the stop token too.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stop: str | int | None
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
 
 
 class LLM:
@@ -59,8 +38,8 @@ class LLM:
         started = start(model, flags, self._console)
         self.engine = started.engine
         self.plan: Plan = started.plan
-        self._text_source = _text_source(started.source)
-        self._answers: dict[Request, _Answer] = {}
+        self._text_source = started.text_source
+        self._answers: dict[Request, Answer] = {}
         self._names = count()
 
     @property
@@ -86,7 +65,7 @@ class LLM:
         """
         several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         each = _one_each(params, len(several))
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         try:
             for prompt, own in zip(several, each, strict=True):
                 answers.append(self._submit(prompt, own))
@@ -120,28 +99,37 @@ class LLM:
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> _Answer:
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> Answer:
         tokens = self.encode(prompt)
         has_text = self._text_source is not None
         if has_text and not params.ignore_eos:
-            own = [stop for stop in sorted(self.tokenizer.stop_ids) if stop not in params.stop_token_ids]
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *own))
+            params = replace(params, stop_token_ids=with_stop_ids(params.stop_token_ids, self.tokenizer))
         if params.stop and not has_text:
             raise TextError("stop strings need a tokenizer and this model came without one; use stop_token_ids")
-        request = Request(str(next(self._names)), np.array(tokens, dtype=np.int32), params)
+        request = Request(
+            str(next(self._names)),
+            np.array(tokens, dtype=np.int32),
+            params,
+            message_ends=self._message_ends(prompt, tokens),
+        )
         self.engine.add(request)
-        answer = _Answer(request, self.tokenizer if has_text else None)
+        answer = Answer(request, self.tokenizer if has_text else None)
         self._answers[request] = answer
         return answer
+
+    def _message_ends(self, prompt: Prompt, tokens: list[int]) -> tuple[int, ...]:
+        if not _is_chat(prompt) or not self.plan.sizing.config.enable_prefix_caching:
+            return ()
+        return message_ends(self._chat_template, self.tokenizer, cast("Sequence[Message]", prompt), tokens)
 
     def _step(self) -> None:
         """One step for everybody: several streams may be read in turn."""
         for output in self.engine.step():
             answer = self._answers.get(output.request)
-            if answer is not None and answer.push(output):
+            if answer is not None and answer.push(output.token, output.finish_reason):
                 self.engine.cancel(output.request, FinishReason.STOP)
 
-    def _dismiss(self, answers: Iterable[_Answer]) -> None:
+    def _dismiss(self, answers: Iterable[Answer]) -> None:
         """These are done with, whether they have ended or not. The last to go leaves the engine idle."""
         for answer in answers:
             self.engine.cancel(answer.request)
@@ -153,7 +141,7 @@ class LLM:
 class Stream:
     """The text of one answer as it comes. Leaving it early ends the request; `close` one that is not read at all."""
 
-    def __init__(self, llm: LLM, answer: _Answer) -> None:
+    def __init__(self, llm: LLM, answer: Answer) -> None:
         self._llm = llm
         self._answer = answer
         self._pieces = _read(llm, answer)
@@ -174,7 +162,7 @@ class Stream:
         return self._answer.completion()
 
 
-def _read(llm: LLM, answer: _Answer) -> Generator[str, None, None]:
+def _read(llm: LLM, answer: Answer) -> Generator[str, None, None]:
     """The pieces of an answer. It does not know its stream, so that it ends at once when a loop over it is left."""
     try:
         while True:
@@ -187,65 +175,6 @@ def _read(llm: LLM, answer: _Answer) -> Generator[str, None, None]:
     finally:
         llm._dismiss([answer])
     answer.completion()  # raises where a step failed
-
-
-class _Answer:
-    """The text side of one request: tokens to text, stop strings cut out, pieces kept until they are taken."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.request = request
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._stops = StopStrings(request.params.stop)
-        self._shown: list[str] = []
-        self._taken = 0
-
-    def push(self, output: TokenOutput) -> bool:
-        """Take one token in; True when a stop string has ended the text."""
-        ended = output.finish_reason is not None
-        if self._detokenizer is None or output.token is None:
-            return False
-        # The stop token itself is no text.
-        text = "" if output.finish_reason is FinishReason.STOP else self._detokenizer.push(output.token)
-        if ended:
-            text += self._detokenizer.finish()
-        if len(self.request.output) < self.request.params.min_tokens:
-            self._shown.append(text)  # too early to stop
-            return False
-        self._shown.append(self._stops.push(text))
-        if ended:
-            self._shown.append(self._stops.finish())
-        return not ended and self._stops.matched is not None
-
-    def take(self) -> str:
-        """Text that has come since the last time."""
-        new, self._taken = self._shown[self._taken :], len(self._shown)
-        return "".join(new)
-
-    def completion(self) -> Completion:
-        request = self.request
-        if request.finish_reason is FinishReason.FAILED:
-            raise RequestFailed(f"a step failed: {request.error}") from request.error
-        reason = request.finish_reason or FinishReason.CANCELLED
-        stop: str | int | None = self._stops.matched
-        if stop is not None:
-            reason = FinishReason.STOP  # also where the last token that was allowed completed it
-        elif reason is FinishReason.STOP:
-            stop = request.output[-1]
-        return Completion(
-            prompt_token_ids=request.prompt.tolist(),
-            text="".join(self._shown),
-            token_ids=list(request.output),
-            finish_reason=reason,
-            stop=stop,
-            logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-            prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
-        )
-
-
-def _text_source(source: Path | None) -> Path | None:
-    """Where the model's tokenizer lies, if it has one."""
-    has_one = source is not None and (is_gguf(source) or (source / "tokenizer.json").is_file())
-    return source if has_one else None
 
 
 def _is_one(prompts: Any) -> bool:

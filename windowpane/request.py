@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from operator import index
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,9 +127,37 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Matcher(Protocol):
+    """Follows one answer through its grammar, token by token."""
+
+    def accept(self, token: int) -> None:
+        """The answer's next token."""
+
+    def allowed(self, *, may_stop: bool) -> NDArray[np.uint32]:
+        """The tokens that may come next: bit i % 32 of word i // 32, and at least one. Ids beyond the end may not.
+
+        Stop tokens are among them where the answer may be complete, and alone where it must be; unless `may_stop`, only
+        there. Raises where the grammar cannot go on.
+        """
+
+
+class Grammar(Protocol):
+    """What an answer may be. Requests may share one. See `text.grammar`."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer which is complete."""
+
+    def matcher(self) -> Matcher:
+        """A new one, at the beginning of an answer."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Lower `priority` runs first. `arrival` is set by the scheduler and breaks ties.
+
+    With a `grammar` nothing else is sampled; it ends the answer by a stop token, `min_tokens` or not. `matcher` is the
+    engine's.
 
     `logprobs` has an entry per output token where they were asked for; `prompt_logprobs` one per prompt token, None for
     the first, which nothing predicts. `error` is what a failed step raised.
@@ -144,6 +173,7 @@ class Request:
     priority: int = 0
     message_ends: tuple[int, ...] = ()
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -155,6 +185,7 @@ class Request:
     arrival: int = -1
     preemptions: int = 0
     bypassed: int = 0
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)

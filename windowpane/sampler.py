@@ -1,7 +1,7 @@
 """The sampler: logits in, tokens out, on the device and without waiting for it.
 
-    raw logits ─ penalties ─ logit bias ─ stop tokens masked ─┬─ greedy rows: the largest
-                                                              └─ temperature ─ top-k, top-p, min-p ─ a race
+    raw logits ─ penalties ─ logit bias ─ stop tokens and grammars masked ─┬─ greedy rows: the largest
+                                                                           └─ temperature ─ top-k, top-p, min-p ─ a race
 
 A token is drawn by a race: each has an exponential time divided by its probability, and the first wins. The times are a
 hash of (seed, position, token), so what a request draws depends on nothing else: not on its place in the batch, nor on
@@ -11,7 +11,7 @@ the winner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,23 @@ class Sampler:
         self._rows = _Rows([], self)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: Sequence[Request], positions: NDArray[np.int64]) -> Sampled:
-        """One token per row. `positions[i]` is the place in its sequence that the token of row i takes."""
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        positions: NDArray[np.int64],
+        masks: Mapping[int, NDArray[np.uint32]] | None = None,
+    ) -> Sampled:
+        """One token per row. `positions[i]` is the place in its sequence that the token of row i takes.
+
+        `masks` has the tokens that grammars allow, by row, as `request.Matcher` gives them.
+        """
         if self._rows.requests != requests:
             self._rows = _Rows(list(requests), self)
         rows = self._rows
         adjusted = self._adjust(logits, rows, positions) if rows.adjusts else logits
+        if masks:
+            adjusted = self._keep_allowed(adjusted, masks)
         # max() is argmax with its value, and several times faster on a CPU; ties go to the first in both.
         tokens = adjusted.max(dim=-1).indices if rows.some_greedy else logits.new_empty(len(logits), dtype=torch.int64)
         for drawn in rows.drawn:
@@ -95,6 +106,20 @@ class Sampler:
             logits[at[0], at[1]] = NEVER
         return logits
 
+    def _keep_allowed(self, logits: Tensor, masks: Mapping[int, NDArray[np.uint32]]) -> Tensor:
+        octets = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8))
+        if self.device.type == "cuda":
+            octets = octets.pin_memory().to(self.device, non_blocking=True)
+        bits = (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=self.device)) & 1
+        known = bits.flatten(1)[:, : self.vocab_size].bool()
+        # A model's vocabulary may be padded beyond its tokenizer's.
+        allowed = torch.zeros((len(masks), self.vocab_size), dtype=torch.bool, device=self.device)
+        allowed[:, : known.shape[1]] = known
+        rows = torch.tensor(list(masks), dtype=torch.int64, device=self.device)
+        logits = logits.clone()
+        logits[rows] = logits[rows].masked_fill_(~allowed, NEVER)
+        return logits
+
 
 class _Rows:
     """The parameters of one set of rows as tensors, made once and kept while the same requests run."""
@@ -122,7 +147,7 @@ class _Rows:
         stops = [
             (i, token, len(requests[i].prompt) + p.min_tokens)
             for i, p in enumerate(params)
-            if p.min_tokens
+            if p.min_tokens and requests[i].grammar is None  # a grammar knows when to stop
             for token in p.stop_token_ids
         ]
         self.stop_rows, self.stop_tokens, self.stop_until = np.array(stops, dtype=np.int64).reshape(-1, 3).T

@@ -18,7 +18,9 @@ from windowpane.config import ConfigError, EngineConfig, flag
 from windowpane.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.models import load, shipped_names
+from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec
 from windowpane.plan.memory import Device
 from windowpane.plan.planner import Plan, PlanError, make_plan
@@ -67,6 +69,13 @@ class Started:
     def spec(self) -> ModelSpec:
         return self.plan.sizing.spec
 
+    @property
+    def text_source(self) -> Path | None:
+        """Where the model's tokenizer lies, if it has one."""
+        source = self.source
+        has_one = source is not None and (is_gguf(source) or (source / "tokenizer.json").is_file())
+        return source if has_one else None
+
 
 def start(model: str | Path | None, flags: Mapping[str, Any], console: Console | None = None) -> Started:
     """Plan, load and start. Raises ValueError with one line for whoever gave a flag that cannot be honoured."""
@@ -97,7 +106,9 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
         )
     layout, length, slots = plan.sizing.layout, plan.max_model_len, config.max_num_seqs
     runner = _make_runner(plan, weights, config, device, dtype, console)
-    scheduler = Scheduler(KVManager(layout, plan.capacity.num_slabs, slots, length), config.batched_tokens)
+    manager = KVManager(layout, plan.capacity.num_slabs, slots, length)
+    restore = RestorePoints(manager) if config.enable_prefix_caching else None
+    scheduler = Scheduler(manager, config.batched_tokens, restore=restore)
     sampler = Sampler(spec.vocab_size, device, options.seed)
     engine = Engine(scheduler, runner, sampler, async_scheduling=config.async_scheduling)
     started = Started(engine, runner, plan, source)
@@ -153,12 +164,10 @@ def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
             close = get_close_matches(name, options | engine, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(options | engine))}"
             raise ConfigError(f"unknown argument {name!r}; {hint}")
-    if flags.get("enable_prefix_caching"):
-        raise ConfigError("--enable-prefix-caching: restore points are not kept yet; leave it out")
     if (flags.get("tensor_parallel_size") or 1) > 1:
         raise ConfigError(f"--tensor-parallel-size {flags['tensor_parallel_size']}: one device runs for now; use 1")
     given = {name: value for name, value in flags.items() if name in engine}
-    config = EngineConfig(**{"enable_prefix_caching": False, **given})
+    config = EngineConfig(**given)
     return StartOptions(**{name: value for name, value in flags.items() if name in options}), config
 
 

@@ -27,6 +27,7 @@ NEW_TOKENS = 48
 TEACHER_TOKENS = 1024
 MOST_KL = 1e-3
 LEAST_AGREEMENT = 0.99
+CLEAR = 4.0  # times the plain path's rounding noise
 
 
 @dataclass(frozen=True)
@@ -67,25 +68,35 @@ def greedy_equals_reference(name: str) -> str:
 def teacher_forced(name: str) -> str:
     """bf16 logits of a fixed text, half of it in one chunk and half decoded, against the plain path in float32.
 
-    The output layer is the embedding here, as in most real models: with one of its own, the two likeliest of random
-    tokens are so close that bf16 decides them by its rounding, in any implementation.
+    The models are random, so the two likeliest tokens are often closer than what bf16 rounds away, in any
+    implementation: the plain path in bf16 shows how much that is. Tokens must agree where the margin is clear of it.
     """
     tokens = np.random.default_rng(5).integers(3, CONFIGS[name]["vocab_size"], size=TEACHER_TOKENS)
     exact = _forced_logits(name, tokens, torch.float32, fused=False)
-    kl, agreement = _distance(_forced_logits(name, tokens, torch.bfloat16, fused=True), exact)
-    plain_kl, plain_agreement = _distance(_forced_logits(name, tokens, torch.bfloat16, fused=False), exact)
-    told = f"mean KL {kl:.1e} (torch {plain_kl:.1e}), top-1 {agreement:.2%} (torch {plain_agreement:.2%})"
-    if not (kl <= MOST_KL and agreement >= LEAST_AGREEMENT):
+    plain = _forced_logits(name, tokens, torch.bfloat16, fused=False)
+    got = _forced_logits(name, tokens, torch.bfloat16, fused=True)
+    noise = (plain - exact).square().mean().sqrt()
+    best = exact.topk(2).values
+    clear = best[:, 0] - best[:, 1] > CLEAR * noise
+    kl, plain_kl = _divergence(got, exact), _divergence(plain, exact)
+    same = got.argmax(-1) == exact.argmax(-1)
+    agreement = same[clear].double().mean().item()
+    told = (
+        f"mean KL {kl:.1e} (torch {plain_kl:.1e}), top-1 {agreement:.2%} of {clear.double().mean():.0%} clear, "
+        f"{same.double().mean():.2%} of all (torch {(plain.argmax(-1) == exact.argmax(-1)).double().mean():.2%})"
+    )
+    if not (kl <= max(MOST_KL, 1.2 * plain_kl) and agreement >= LEAST_AGREEMENT):
         raise AssertionError(told)
     return told
 
 
-def _distance(logits: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    divergence = torch.nn.functional.kl_div(
-        logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none"
+def _divergence(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return (
+        torch.nn.functional.kl_div(logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none")
+        .sum(-1)
+        .mean()
+        .item()
     )
-    agreement = (logits.argmax(-1) == exact.argmax(-1)).double().mean()
-    return divergence.sum(-1).mean().item(), agreement.item()
 
 
 def run(
@@ -128,16 +139,12 @@ def _runner(
     *,
     fused: bool,
     graphs: bool,
-    tied: bool = False,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name)
     stored = str(dtype).removeprefix("torch.")
     layout = plan_layout(spec.caches, resolve_formats(stored, group_caches(spec.caches), stored), stored)
     slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
     weights = {key: tensor.to(device, dtype) for key, tensor in weights_of(name).items()}
-    if tied:
-        embedding = next(tensor for key, tensor in weights.items() if key.endswith("embed_tokens.weight"))
-        weights["lm_head.weight"] = embedding.clone()
     manager = KVManager(layout, slabs, slots, length)
     args = (spec, weights, layout, slabs, slots, length)
     if fused:
@@ -151,7 +158,7 @@ def _runner(
 def _forced_logits(name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
     """Logits after each of `tokens`, half of them in one chunk, the rest decoded one by one."""
     device, length = torch.device("cuda"), len(tokens)
-    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True, tied=True)
+    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True)
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)

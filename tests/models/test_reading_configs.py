@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models.small_configs import CHUNKED, FULL, SLIDING, small
-from windowpane.kv.retention import Chunk, Full, Window
+from windowpane.kv.retention import Chunk, Cross, Full, Window
 from windowpane.models import ModelError, load, shipped_names
 from windowpane.models.spec import ModelSpec
 
@@ -202,3 +202,58 @@ def test_an_unknown_name_suggests_close_ones_and_where_to_look() -> None:
 def test_shipped_names_are_sorted() -> None:
     assert shipped_names() == sorted(shipped_names())
     assert "gemma-4-31b" in shipped_names()
+
+
+def test_what_no_retention_describes_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"DeepseekV4ForCausalLM.*compressed entry"):
+        read(tmp_path, {"architectures": ["DeepseekV4ForCausalLM"]})
+
+
+def test_exaone_patterns_are_numbers_letters_or_nothing(tmp_path: Path) -> None:
+    assert kept(read(tmp_path, small("exaone4"))) == [Window(8), Full()] * 2
+    letters = read(tmp_path, small("exaone4", sliding_window_pattern="GL"))
+    assert kept(letters) == [Full(), Window(8), Full(), Full()], "the last layer is full whatever the letters say"
+    assert kept(read(tmp_path, {**small("exaone4"), "sliding_window": None})) == [Full()] * 4
+    with pytest.raises(ModelError, match="letters L and G"):
+        read(tmp_path, small("exaone4", sliding_window_pattern="LX"))
+
+
+def test_a_phi_window_is_on_every_layer(tmp_path: Path) -> None:
+    assert kept(read(tmp_path, small("phi3", sliding_window=8))) == [Window(8)] * 4
+    assert kept(read(tmp_path, small("phi3"))) == [Full()] * 4
+
+
+def test_layers_with_two_caches_own_both(tmp_path: Path) -> None:
+    falcon = read(tmp_path, small("falcon h1"))
+    assert [c.layer for c in falcon.token_caches] == [c.layer for c in falcon.state_caches] == [0, 1, 2, 3]
+    zamba = read(tmp_path, small("zamba2"))
+    assert [c.layer for c in zamba.state_caches] == list(range(7))
+    assert [c.layer for c in zamba.token_caches] == [1, 2, 4, 5, 6], "shared weights, but K and V of their own"
+    whisper = read(tmp_path, small("whisper"))
+    assert kept(whisper) == [Full(), Cross(30)] * 2
+
+
+def test_kimi_counts_layers_from_one_and_wants_each_named_once(tmp_path: Path) -> None:
+    assert [c.layer for c in read(tmp_path, small("kimi linear")).token_caches] == [1, 3]
+    config = small("kimi linear")
+    config["linear_attn_config"]["kda_layers"] = [1, 2]
+    with pytest.raises(ModelError, match=r"linear_attn_config\.full_attn_layers and kda_layers"):
+        read(tmp_path, config)
+
+
+def test_lfm_2_and_recurrent_gemma_mix_states_among_their_attention(tmp_path: Path) -> None:
+    lfm2 = read(tmp_path, small("lfm2", layer_types=None, full_attn_idxs=[3]))
+    assert ([c.layer for c in lfm2.token_caches], len(lfm2.state_caches)) == ([3], 3)
+    gemma = read(tmp_path, small("recurrent gemma"))
+    assert kept(gemma) == [Window(8)]
+    assert [c.layer for c in gemma.token_caches] == [2]
+    assert gemma.max_position == 512
+    assert any("trained on" in note for note in load("recurrentgemma-9b").notes)
+
+
+def test_sparse_attention_keeps_every_token_and_an_index_key(tmp_path: Path) -> None:
+    """What a sparse layer reads changes with each token, so nothing may be forgotten."""
+    for name, index_layers in (("deepseek v3.2", [0, 1, 2, 3]), ("glm moe dsa", [0, 2]), ("minimax m3", [2, 3])):
+        spec = read(tmp_path, small(name))
+        assert set(map(type, kept(spec))) == {Full}
+        assert [c.layer for c in spec.token_caches if c.replicated and c.key_dim in (8, 16)] == index_layers

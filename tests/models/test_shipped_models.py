@@ -66,6 +66,24 @@ FACTS = {
     "smollm3-3b": Facts(3.075, 36, 65_536, {"full 4x128": 36}),
     "nemotron-h-8b": Facts(8.101, 52, 8192, {"state": 24, "full 8x128": 4}),
     "nemotron-3-nano-30b-a3b": Facts(31.578, 52, 262_144, {"state": 23, "full 2x128": 6}),
+    "phi-4": Facts(14.660, 40, 16_384, {"full 10x128": 40}),
+    "command-r7b": Facts(8.028, 32, 132_096, {"window-4096 8x128": 24, "full 8x128": 8}),
+    "olmo-3-7b": Facts(7.298, 32, 65_536, {"window-4096 32x128": 24, "full 32x128": 8}),
+    "olmo-3-32b": Facts(32.234, 64, 65_536, {"window-4096 8x128": 48, "full 8x128": 16}),
+    "exaone-4-32b": Facts(32.003, 64, 131_072, {"window-4096 8x128": 48, "full 8x128": 16}),
+    "deepseek-v3": Facts(671.026, 61, 163_840, {"full 1x576 latent": 61}),
+    # Latents and index keys share the pages of one group.
+    "deepseek-v3.2": Facts(671.878, 61, 163_840, {"full 1x576 latent": 61, "full 1x128 latent": 61}),
+    "glm-5.3": Facts(743.377, 78, 1_048_576, {"full 1x576 latent": 78, "full 1x128 latent": 21}),
+    "kimi-linear-48b": Facts(49.123, 27, 1_048_576, {"state": 20, "full 1x576 latent": 7}),
+    "jamba-mini": Facts(51.570, 32, 262_144, {"state": 28, "full 8x128": 4}),
+    "zamba2-7b": Facts(7.357, 81, 4096, {"state": 81, "full 32x224": 13}),
+    "granite-4.0-h-small": Facts(32.207, 40, 131_072, {"state": 36, "full 8x128": 4}),
+    "falcon-h1-7b": Facts(7.586, 44, 262_144, {"state": 44, "full 2x128": 44}),
+    "recurrentgemma-9b": Facts(8.580, 38, 8192, {"state": 26, "window-2048 1x256": 12}),
+    "lfm2-1.2b": Facts(1.170, 16, 128_000, {"state": 10, "full 8x64": 6}),
+    "minimax-m3": Facts(427.040, 60, 1_048_576, {"full 4x128": 60, "full 1x128 latent": 57}),
+    "whisper-large-v3": Facts(1.543, 32, 448, {"full 20x64": 32, "cross-1500 20x64": 32}),
 }
 
 
@@ -84,7 +102,8 @@ def test_layers_keep_what_the_model_needs(name: str) -> None:
     )
     assert described == facts.caches
     assert (spec.num_layers, spec.max_position) == (facts.layers, facts.max_position)
-    assert all(c.value_dim == c.key_dim for c in spec.token_caches)
+    # MLA and index keys are one vector; nothing else here stores K and V of different widths.
+    assert all(c.value_dim == (0 if c.replicated else c.key_dim) for c in spec.token_caches)
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -112,6 +131,23 @@ EXACT_PARAMETERS = {
     "smollm3-3b": 3_075_098_624,
     "nemotron-h-8b": 8_100_852_736,
     "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,
+    "phi-4": 14_659_507_200,
+    "command-r7b": 8_028_033_024,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "exaone-4-32b": 32_003_216_384,
+    "deepseek-v3": 671_026_404_352 + 58 * 256,
+    "deepseek-v3.2": 671_877_929_216 + 58 * 256,
+    "glm-5.3": 743_377_000_704 + 75 * 256,
+    "kimi-linear-48b": 49_122_675_072 + 26 * 256,
+    "jamba-mini": 51_570_323_328,
+    "zamba2-7b": 7_356_749_648,
+    "granite-4.0-h-small": 32_207_337_984,
+    "falcon-h1-7b": 7_585_648_736,
+    "recurrentgemma-9b": 8_579_977_216,
+    "lfm2-1.2b": 1_170_340_608,
+    "minimax-m3": 427_040_132_864 + 57 * 128,
+    "whisper-large-v3": 1_543_490_560,
 }
 
 
@@ -178,6 +214,28 @@ def test_a_state_has_convolution_tails_and_a_recurrent_part() -> None:
         "recurrent": 64 * 64 * 128,
     }
     assert state.bytes("bfloat16") == 2 * 6144 * 3 + 4 * 64 * 64 * 128
+
+
+def test_states_of_other_kinds() -> None:
+    """Kimi's deltas and RG-LRU keep float32 whatever the model computes in; Mamba-1 has a state per channel."""
+    sizes = {
+        "kimi-linear-48b": 2 * 3 * 32 * 128 * 3 + 4 * 32 * 128 * 128,
+        "recurrentgemma-9b": 2 * 4096 * 3 + 4 * 4096,
+        "jamba-mini": 2 * 8192 * 3 + 2 * 8192 * 16,
+        "lfm2-1.2b": 2 * 2048 * 2,
+        "zamba2-7b": 2 * (7168 + 2 * 2 * 64) * 3 + 2 * 112 * 64 * 64,
+        "granite-4.0-h-small": 2 * (8192 + 2 * 128) * 3 + 2 * 128 * 64 * 128,
+        "falcon-h1-7b": 2 * (3072 + 2 * 256) * 3 + 2 * 24 * 128 * 256,
+    }
+    assert {name: load(name).state_caches[0].bytes("bfloat16") for name in sizes} == sizes
+
+
+def test_a_latent_is_whole_on_every_rank() -> None:
+    """One 576-wide vector per token and layer, at any tensor-parallel size; the indexer's 128 beside it."""
+    for ranks in (1, 8):
+        v3, v32 = ([c.shard(ranks) for c in load(name).token_caches] for name in ("deepseek-v3", "deepseek-v3.2"))
+        assert sum(c.kv_heads * sum(c.row_dims) for c in v3) == 61 * 576
+        assert sum(c.kv_heads * sum(c.row_dims) for c in v32) == 61 * (576 + 128)
 
 
 def test_a_state_without_a_dtype_takes_the_compute_dtype() -> None:

@@ -23,12 +23,14 @@ from windowpane.models.weights import weight_bytes
 from windowpane.plan.cards import cards_that_fit
 from windowpane.plan.hardware import GPUS
 from windowpane.plan.memory import GPU_RUNTIME_BYTES, ArenaUse, activation_bytes
+from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.planner import Plan, PlanError, make_plan, rank_problem, size_up
 from windowpane.plan.sizes import parse_bytes
 
 GIB = 2**30
 GEMMA, GEMMA_INT4 = "gemma-4-31b", "gemma-4-31b-awq-4bit"
-STATE_MODELS = [name for name in shipped_names() if load(name).state_caches]
+# Zamba2 is left out: its full layers keep 364 KiB a token, so that 100 tokens are 36 MiB by themselves.
+STATE_MODELS = [name for name in shipped_names() if load(name).state_caches and name != "zamba2-7b"]
 
 
 def plan(
@@ -48,6 +50,10 @@ def refusal(model: str | ModelSpec, **flags: Any) -> str:
     with pytest.raises(PlanError) as error:
         plan(model, **flags)
     return str(error.value)
+
+
+def vllm(made: Plan) -> list[PeerReport]:
+    return [peer for peer in made.peers if peer.engine == "vLLM"]
 
 
 def capacity_of(made: Plan) -> Capacity:
@@ -225,7 +231,8 @@ class TestFormats:
         made = plan(GEMMA, gpu="h200", kv_cache_dtype="full=int8_per_token_head,window=bfloat16")
         stored = {g.name: g.kv_format.name for g in made.sizing.layout.groups if g.kv_format}
         assert stored == {"window-1024": "bfloat16", "full": "int8_per_token_head"}
-        assert all(peer.error for peer in made.peers)
+        assert all(peer.error for peer in vllm(made))
+        assert not any(peer.concurrency for peer in made.peers)
 
     def test_e4m3_is_decoded_in_software_before_sm_8_9(self) -> None:
         old, new = (plan("qwen3-8b", gpu=gpu, kv_cache_dtype="fp8_e4m3").gates["full"] for gpu in ("3090", "4090"))
@@ -234,7 +241,7 @@ class TestFormats:
     def test_e5m2_goes_with_an_int4_checkpoint_here_and_not_in_vllm(self) -> None:
         made = plan(GEMMA_INT4, gpu="2x3090", kv_cache_dtype="fp8_e5m2")
         assert {gate.verdict for gate in made.gates.values()} == {"native"}
-        assert all("fp8 checkpoints" in (peer.error or "") for peer in made.peers)
+        assert all("fp8 checkpoints" in (peer.error or "") for peer in vllm(made))
 
     def test_calibrated_kv_scales_refuse_another_fp8_and_name_the_way_out(self, tmp_path: Path) -> None:
         spec = calibrated(tmp_path)
@@ -292,21 +299,22 @@ class TestFlags:
     def test_async_scheduling_chooses_the_row_that_corresponds(self) -> None:
         for on in (True, False):
             made = plan(GEMMA, gpu="h200", async_scheduling=on)
-            mine = [peer for peer in made.peers if peer.has_flags(on)]
+            mine = [peer for peer in made.peers if peer.same_flags]
             assert [(peer.version, peer.async_scheduling) for peer in mine] == [("0.26.0", on)]
 
     def test_vllm_keeps_two_states_only_for_prefix_caching(self) -> None:
         blocks = {}
         for on in (True, False):
-            peer = plan("qwen3.5-35b-a3b", gpu="h200", enable_prefix_caching=on).peers[-1]
+            peer = plan("qwen3.5-35b-a3b", gpu="h200", enable_prefix_caching=on).peers[3]
+            assert peer.same_flags
             blocks[on] = {g.blocks_per_request for g in peer.groups if g.name.startswith("state")}
         assert blocks == {True: {2}, False: {1}}
 
     @pytest.mark.parametrize(("gpu", "tokens"), [("3090", 2048), ("h100", 8192), ("a100-80gb", 2048)])
     def test_vllm_runs_with_its_own_default_step_unless_told(self, gpu: str, tokens: int) -> None:
-        assert {peer.max_num_batched_tokens for peer in plan("qwen3-0.6b", gpu=gpu).peers} == {tokens}
+        assert {peer.max_num_batched_tokens for peer in vllm(plan("qwen3-0.6b", gpu=gpu))} == {tokens}
         given = plan("qwen3-0.6b", gpu=gpu, max_num_batched_tokens=4096)
-        assert {peer.max_num_batched_tokens for peer in given.peers} == {4096}
+        assert {peer.max_num_batched_tokens for peer in vllm(given)} == {4096}
 
 
 class TestCards:
@@ -355,12 +363,13 @@ class TestEveryShippedModel:
 
     @pytest.mark.parametrize("name", shipped_names())
     def test_holds_exactly_the_sequences_it_promises(self, name: str) -> None:
-        made = plan(name, kv_cache_memory_bytes=12 * GIB, max_model_len=8192)
+        length = min(8192, load(name).max_position)
+        made = plan(name, kv_cache_memory_bytes=12 * GIB, max_model_len=length)
         capacity = capacity_of(made)
-        promised = capacity.sequences(8192)
+        promised = capacity.sequences(length)
         assert promised >= 1
-        assert holds(capacity, promised, 8192)
-        assert not holds(capacity, promised + 1, 8192)
+        assert holds(capacity, promised, length)
+        assert not holds(capacity, promised + 1, length)
 
 
 def layout_of(name: str, choice: str, ranks: int = 1) -> Layout:

@@ -16,6 +16,7 @@ from windowpane.attention.device_tables import DeviceTables
 from windowpane.attention.pages import KVPages
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.kv.caches import TokenCache
+from windowpane.runner import wanted_rows
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import Ints, Transfer
 
@@ -72,18 +73,20 @@ class StepBuilder:
         self._token_groups = [isinstance(g.slices[0].cache, TokenCache) for g in pages.layout.groups]
 
     def mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> DeviceStep:
-        """A step with chunks. Updates the device's tables on the way."""
+        """A step with chunks; those without tokens are not its business. Updates the device's tables on the way."""
+        chunks = [c for c in batch.chunks if len(c.tokens)]
         transfer = Transfer(self._pages.device)
         late, now = (transfer.add(updates) for updates in self._tables.updates(batch.changes))
         slots = transfer.add(batch.decode_slots)
-        positions = transfer.add(_positions(batch))
-        tokens = transfer.add(np.concatenate([c.tokens for c in batch.chunks]))
-        wanted_rows, counts = wanted(batch, all_logits_slots)
-        rows = transfer.add(wanted_rows)
-        everything = self._queries(batch, [len(c.tokens) for c in batch.chunks], transfer)
-        narrowed = self._queries(batch, counts, transfer)
+        positions = transfer.add(_positions(batch, chunks))
+        tokens = transfer.add(np.concatenate([np.zeros(0, dtype=np.int32), *(c.tokens for c in chunks)]))
+        wanted, counts = _wanted(batch, chunks, all_logits_slots)
+        rows = transfer.add(wanted)
+        decoding = len(batch.decode_slots)
+        everything = _queries(chunks, decoding, [len(c.tokens) for c in chunks], self._tile_tokens, transfer)
+        narrowed = _queries(chunks, decoding, counts, self._tile_tokens, transfer)
         writes = [
-            [transfer.add(a) for a in self._writes(batch, g)] if is_tokens else None
+            [transfer.add(a) for a in self._writes(batch, chunks, g)] if is_tokens else None
             for g, is_tokens in enumerate(self._token_groups)
         ]
         sent = transfer.send()
@@ -103,19 +106,7 @@ class StepBuilder:
             ],
         )
 
-    def _queries(self, batch: Batch, counts: list[int], transfer: Transfer) -> _QueryHandles:
-        segments = []
-        row = query_row = len(batch.decode_slots)
-        for chunk, count in zip(batch.chunks, counts, strict=True):
-            stop = chunk.start + len(chunk.tokens)
-            segments.append((chunk.slot, chunk.start, stop, row, query_row, count))
-            row += len(chunk.tokens)
-            query_row += count
-        table = np.array(segments, dtype=np.int32).reshape(-1, 6)
-        tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in self._tile_tokens}
-        return _QueryHandles(transfer.add(table), tiles)
-
-    def _writes(self, batch: Batch, group: int) -> tuple[Ints, Ints, Ints]:
+    def _writes(self, batch: Batch, chunks: list[Chunk], group: int) -> tuple[Ints, Ints, Ints]:
         """What the future can see of every token of the step, and where this group stores it."""
         layer = self._pages.layers[self._pages.layout.groups[group].slices[0].cache.layer]
         row = len(batch.decode_slots)
@@ -123,21 +114,43 @@ class StepBuilder:
         rows = [decoding]
         slots = [batch.decode_slots[decoding]]
         positions = [batch.decode_positions[decoding]]
-        for chunk in batch.chunks:
+        tail_rows, tail_positions, tail_offsets = [], [], []
+        for chunk in chunks:
             stop = chunk.start + len(chunk.tokens)
             kept = np.arange(layer.first_written(chunk.start, stop), stop)
             rows.append(kept - chunk.start + row)
             slots.append(np.full(len(kept), chunk.slot))
             positions.append(kept)
+            for tail in self._pages.tails.get((group, chunk.slot), ()):
+                tail_positions.append(np.arange(tail.start, tail.stop))
+                tail_rows.append(tail_positions[-1] - chunk.start + row)
+                blocks = tail_positions[-1] // layer.block_tokens - tail.start // layer.block_tokens
+                tail_offsets.append(tail.offsets[blocks])
             row += len(chunk.tokens)
-        at = np.concatenate(positions)
-        columns = at // layer.block_tokens % self._pages.columns(group)
-        offsets = self._pages.writing[group][np.concatenate(slots), columns]
+        own = np.concatenate(positions)
+        columns = own // layer.block_tokens % self._pages.columns(group)
+        offsets = np.concatenate([self._pages.writing[group][np.concatenate(slots), columns], *tail_offsets])
+        rows += tail_rows
+        at = np.concatenate([own, *tail_positions])
         return (
             np.concatenate(rows).astype(np.int32),
             np.ascontiguousarray(offsets.T),
             (at % layer.block_tokens).astype(np.int32),
         )
+
+
+def _queries(
+    chunks: list[Chunk], first_row: int, counts: list[int], tile_tokens: list[int], transfer: Transfer
+) -> _QueryHandles:
+    segments = []
+    row = query_row = first_row
+    for chunk, count in zip(chunks, counts, strict=True):
+        segments.append((chunk.slot, chunk.start, chunk.start + len(chunk.tokens), row, query_row, count))
+        row += len(chunk.tokens)
+        query_row += count
+    table = np.array(segments, dtype=np.int32).reshape(-1, 6)
+    tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in tile_tokens}
+    return _QueryHandles(transfer.add(table), tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +162,16 @@ class _QueryHandles:
         return ChunkQueries(sent[self.segments], {tokens: sent[h] for tokens, h in self.tiles.items()})
 
 
-def wanted(batch: Batch, all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:
+def _wanted(batch: Batch, chunks: list[Chunk], all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:
     """Rows whose logits are asked for, and how many of them each chunk has: its last ones."""
-    counts = [_asked(chunk, all_logits_slots) for chunk in batch.chunks]
+    counts = [wanted_rows(chunk, all_logits_slots) for chunk in chunks]
     rows = [np.arange(len(batch.decode_slots))]
     row = len(batch.decode_slots)
-    for chunk, count in zip(batch.chunks, counts, strict=True):
+    for chunk, count in zip(chunks, counts, strict=True):
         row += len(chunk.tokens)
         rows.append(np.arange(row - count, row))
     return np.concatenate(rows), counts
 
 
-def _asked(chunk: Chunk, all_logits_slots: frozenset[int]) -> int:
-    return len(chunk.tokens) if chunk.slot in all_logits_slots else int(chunk.samples)
-
-
-def _positions(batch: Batch) -> NDArray[np.int64]:
-    chunks = [np.arange(c.start, c.start + len(c.tokens)) for c in batch.chunks]
-    return np.concatenate([batch.decode_positions, *chunks])
+def _positions(batch: Batch, chunks: list[Chunk]) -> NDArray[np.int64]:
+    return np.concatenate([batch.decode_positions, *(np.arange(c.start, c.start + len(c.tokens)) for c in chunks)])

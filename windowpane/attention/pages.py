@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from windowpane.attention.step import Step
 from windowpane.kv.caches import TokenCache
-from windowpane.kv.changes import Changes
+from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Full, Window
 from windowpane.kv.tables import PageTable
@@ -41,6 +41,7 @@ class KVPages:
         # Where this step's decoding rows read and write: the same for all layers of a group.
         self._reads: dict[tuple[int, int, int | None], _Reads] = {}
         self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
             for index, g in enumerate(layout.groups)
@@ -51,6 +52,9 @@ class KVPages:
     def before_step(self, changes: Changes) -> None:
         self._reads.clear()
         self._writes.clear()
+        self.tails = {}
+        for tail in changes.tails:
+            self.tails.setdefault((tail.group, tail.slot), []).append(tail)
         for move in changes.copies:
             page_bytes = self.layout.groups[move.group].page_bytes
             source, target = move.source * OFFSET_UNIT_BYTES, move.target * OFFSET_UNIT_BYTES
@@ -192,6 +196,16 @@ class LayerPages:
         within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
         for view, values in zip(self._views, rows, strict=True):
             view[offsets, :, within] = values.to(self.dtype)
+
+    def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
+        """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
+        for tail in self._pages.tails.get((self._group, slot), ()):
+            positions = np.arange(tail.start, tail.stop)
+            blocks = positions // self.block_tokens - tail.start // self.block_tokens
+            offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
+            within = self._pages._tensor(positions % self.block_tokens)
+            for view, values in zip(self._views, rows, strict=True):
+                view[offsets, :, within] = values[tail.start - start : tail.stop - start].to(self.dtype)
 
     def through_format(self, x: torch.Tensor) -> torch.Tensor:
         """What `x` is once stored and loaded: the present is attended as the past will be."""

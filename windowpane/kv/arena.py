@@ -103,6 +103,10 @@ class Arena:
         """Pages that `take` could hand out now, without moving anything."""
         return self.free_slabs * self.pages_per_slab[group] + self.gap_pages(group)
 
+    def slab_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Per slab, the group that holds it (FREE where none does) and how many of its pages are taken."""
+        return self._owner.copy(), self._used.copy()
+
     # -- taking and freeing --------------------------------------------------------------------------------------
 
     def take(self, group: int, pages: int, cursor: Cursor) -> Offsets:

@@ -57,6 +57,10 @@ class Decoder:
 
     def forward(self, step: Step, pages: KVPages) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary]."""
+        return self.logits(self.final_hidden(step, pages))
+
+    def final_hidden(self, step: Step, pages: KVPages) -> torch.Tensor:
+        """What the head turns into logits: [wanted rows, hidden size]."""
         recipe = self.recipe
         embedded = F.embedding(step.tokens, self.embedding)
         if recipe.embedding_scale != 1.0:
@@ -70,7 +74,7 @@ class Decoder:
             hidden = layer(hidden, state, None if per_layer is None else per_layer[:, layer.recipe.index])
         for owner, rows in state.present.items():
             _write(pages.layers[owner], step, rows)
-        return self.logits(_rms_norm(hidden, self.final_norm, recipe.norm_eps))
+        return _rms_norm(hidden, self.final_norm, recipe.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = F.linear(hidden, self.head).float()
@@ -267,6 +271,7 @@ def _write(layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
         if first < s.stop:
             kept = slice(s.row + first - s.start, s.end_row)
             layer.write(s.slot, first, [x[kept] for x in rows])
+        layer.write_tails(s.slot, s.start, [x[s.row : s.end_row] for x in rows])
 
 
 class _PerLayerInputs:

@@ -87,6 +87,10 @@ class FusedDecoder:
 
     def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
+        return self.logits(self.final_hidden(step, tokens), out)
+
+    def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
+        """The normed output of the last layer for the wanted rows; what `logits` takes."""
         hidden = F.embedding(tokens, self.embedding)
         if self.recipe.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -102,10 +106,10 @@ class FusedDecoder:
         for owner, rows in state.present.items():
             if step.writes is not None:
                 self.layers[owner].write(rows, step)
-        return self.logits(normed, out)
+        return normed
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """From final hidden states, normed."""
+        """float32 logits of final hidden states, in `out` where it is given."""
         logits = _linear(normed, self.head, None, self._pdl)
         if out is None:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -303,6 +307,7 @@ class FusedLayer:
                 scale=r.scale,
                 window_tokens=r.window_tokens,
                 rope=self._rope,
+                pdl=self._pdl,
             )
         if state.chunks is not None:
             prefill(

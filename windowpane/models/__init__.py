@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -16,18 +15,37 @@ __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_names"]
 
 # One module each, with `ARCHITECTURES` and `read`.
 FAMILIES = (
+    "cohere2",
+    "deepseek",
+    "falcon_h1",
     "gemma2",
     "gemma3",
     "gemma3n",
     "gemma4",
     "gpt_oss",
+    "granite_hybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
     "llama",
     "llama4",
+    "minimax_m3",
     "mistral",
     "nemotron_h",
+    "olmo3",
+    "phi3",
     "qwen3",
     "qwen3_next",
+    "recurrent_gemma",
+    "whisper",
+    "zamba2",
 )
+
+# Known by name, and refused: what their layers keep is none of the retentions, so no figure here would be true.
+REFUSED = {
+    "DeepseekV4ForCausalLM": "beside a window of 128 tokens its layers keep one compressed entry for every 4 or 128 "
+    "tokens, which is neither every token nor a fixed number of them",
+}
 
 _SHIPPED = Path(__file__).parent / "shipped"
 
@@ -83,18 +101,29 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
     config = Config(fields)
     architectures = config.texts("architectures")
     if not architectures:
-        raise ModelError(f"the config of {name} names no architectures; known: {', '.join(sorted(_readers()))}")
-    reader = _readers().get(architectures[0])
+        raise ModelError(f"the config of {name} names no architectures; known: {', '.join(_known())}")
+    if architectures[0] in REFUSED:
+        raise ModelError(f"{name} ({architectures[0]}) cannot be planned: {REFUSED[architectures[0]]}")
+    reader = _reader(architectures[0])
     if reader is None:
-        raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(sorted(_readers()))}")
+        raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(_known())}")
     return reader(config, name)
 
 
-@cache
-def _readers() -> dict[str, Callable[[Config, str], ModelSpec]]:
-    """The reader of each architecture; families are imported when the first model is read."""
-    modules = [import_module(f"windowpane.models.{family}") for family in FAMILIES]
-    return {architecture: module.read for module in modules for architecture in module.ARCHITECTURES}
+def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:
+    """The reader of an architecture. Families whose name it bears are imported first: one is as a rule enough."""
+    squeezed = architecture.lower().replace("_", "")
+    for family in sorted(FAMILIES, key=lambda name: not squeezed.startswith(name.replace("_", ""))):
+        module = import_module(f"windowpane.models.{family}")
+        if architecture in module.ARCHITECTURES:
+            read: Callable[[Config, str], ModelSpec] = module.read
+            return read
+    return None
+
+
+def _known() -> list[str]:
+    modules = (import_module(f"windowpane.models.{family}") for family in FAMILIES)
+    return sorted(architecture for module in modules for architecture in module.ARCHITECTURES)
 
 
 def _not_found(source: str) -> str:

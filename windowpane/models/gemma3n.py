@@ -43,13 +43,14 @@ def read(config: Config, name: str) -> ModelSpec:
     widths = _mlp_widths(text, shape.layers)
     first_shared = first_kv_shared_layer(text, shape.layers, 15)
     prefix = "model.language_model." if nested else "model."
-    caches = []
+    caches: list[TokenCache] = []
+    shared: list[TokenCache] = []
     tensors: list[TensorSpec] = embeddings(prefix, shape)
     for layer, kind in enumerate(kinds):
         owns_kv = layer < first_shared
-        if owns_kv:
-            keeps = retention(kind, text, 512)
-            caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+        keeps = retention(kind, text, 512)
+        cache = TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim)
+        (caches if owns_kv else shared).append(cache)
         layer_prefix = f"{prefix}layers.{layer}."
         bias = text.flag("attention_bias", False)
         tensors += attention(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, owns_kv=owns_kv)
@@ -71,6 +72,7 @@ def read(config: Config, name: str) -> ModelSpec:
         widest_mlp=max(widths),
         caches=caches,
         tensors=tensors,
+        shared_caches=shared,
         notes=(VISION_NOTE,) if config.has("vision_config") else (),
     )
 

@@ -54,16 +54,16 @@ def read(config: Config, name: str) -> ModelSpec:
     window = 1024 if unified else 512
     prefix = "model.language_model." if nested else "model."
 
-    caches = []
+    caches: list[TokenCache] = []
+    shared: list[TokenCache] = []
     tensors: list[TensorSpec] = embeddings(prefix, shape)
     for layer, kind in enumerate(kinds):
         layer_shape = full_shape if kind == FULL else shape
         latent = kind == FULL and one_projection
         owns_kv = layer < first_shared
-        if owns_kv:
-            dim = layer_shape.head_dim
-            keeps = retention(kind, text, window)
-            caches.append(TokenCache(layer, keeps, layer_shape.kv_heads, dim, dim, latent=latent))
+        dim, keeps = layer_shape.head_dim, retention(kind, text, window)
+        cache = TokenCache(layer, keeps, layer_shape.kv_heads, dim, dim, latent=latent)
+        (caches if owns_kv else shared).append(cache)
         tensors += attention(
             f"{prefix}layers.{layer}.self_attn.",
             layer_shape,
@@ -90,6 +90,7 @@ def read(config: Config, name: str) -> ModelSpec:
         widest_mlp=_widest(text, first_shared < shape.layers),
         caches=caches,
         tensors=tensors,
+        shared_caches=shared,
     )
 
 

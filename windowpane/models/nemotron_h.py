@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.config import Config
+from windowpane.models.mamba import Mamba
 from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
     attention,
-    by_columns,
     embeddings,
     mlp,
     model_spec,
@@ -22,46 +20,12 @@ from windowpane.models.parts import (
     whole,
     with_biases,
 )
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
 
 ARCHITECTURES = ("NemotronHForCausalLM",)
 
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 BLOCK_TYPES = {"mamba": LINEAR, "attention": FULL, LINEAR: LINEAR, FULL: FULL, "mlp": "mlp", "moe": "moe"}
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba:
-    """The sizes of a Mamba-2 layer. B and C belong to groups of heads."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    kernel: int
-    state_dtype: str | None
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def conv_sections(self) -> tuple[tuple[int, int], ...]:
-        """x, B and C, which pass through the convolution."""
-        group_states = self.groups * self.state
-        return ((self.inner, self.heads), (group_states, self.groups), (group_states, self.groups))
-
-    def cache(self, layer: int) -> StateCache:
-        """The convolution remembers the inputs before this token, kernel - 1 of them, in the compute dtype."""
-        remembered = self.kernel - 1
-        return StateCache(
-            layer,
-            (
-                StatePart("conv_x", self.heads, self.head_dim * remembered),
-                StatePart("conv_bc", self.groups, 2 * self.state * remembered),
-                StatePart("recurrent", self.heads, self.head_dim * self.state, self.state_dtype),
-            ),
-        )
 
 
 def read(config: Config, name: str) -> ModelSpec:
@@ -82,7 +46,9 @@ def read(config: Config, name: str) -> ModelSpec:
             tensors += attention(prefix, shape)
         elif kind == LINEAR and mamba:
             caches.append(mamba.cache(layer))
-            tensors += _mamba_tensors(prefix, config, mamba, shape.hidden)
+            bias = config.flag("use_bias", False)
+            conv_bias = config.flag("use_conv_bias", True)
+            tensors += mamba.tensors(prefix, shape.hidden, in_bias=bias, out_bias=bias, conv_bias=conv_bias)
         elif kind == "mlp":
             width, bias = config.integer("intermediate_size"), config.flag("mlp_bias", False)
             tensors += mlp(prefix, shape.hidden, width, bias=bias, gated=False)
@@ -130,29 +96,6 @@ def _mamba(config: Config) -> Mamba:
         kernel=config.integer("conv_kernel", minimum=2),
         state_dtype=config.dtype("mamba_ssm_cache_dtype"),
     )
-
-
-def _mamba_tensors(prefix: str, config: Config, mamba: Mamba, hidden: int) -> list[TensorSpec]:
-    conv = Shard(0, mamba.conv_sections)
-    conv_rows = sum(length for length, _ in mamba.conv_sections)
-    per_head = Shard(0, ((mamba.heads, mamba.heads),))
-    # The input projection yields the gate z, then x, B and C, then one step size per head.
-    sections = ((mamba.inner, mamba.heads), *mamba.conv_sections, (mamba.heads, mamba.heads))
-    in_rows = sum(length for length, _ in sections)
-    projections = [
-        TensorSpec(f"{prefix}in_proj.weight", (in_rows, hidden), Shard(0, sections), linear=True, part="state"),
-        by_columns(f"{prefix}out_proj.weight", hidden, mamba.inner, mamba.heads, "state"),
-    ]
-    tensors = with_biases(projections) if config.flag("use_bias", False) else projections
-    tensors += [
-        TensorSpec(f"{prefix}{name}", (mamba.heads,), per_head, part="state") for name in ("dt_bias", "A_log", "D")
-    ]
-    tensors.append(TensorSpec(f"{prefix}conv1d.weight", (conv_rows, 1, mamba.kernel), conv, part="state"))
-    if config.flag("use_conv_bias", True):
-        tensors.append(TensorSpec(f"{prefix}conv1d.bias", (conv_rows,), conv, part="state"))
-    inner = Shard(0, ((mamba.inner, mamba.heads),))
-    tensors.append(TensorSpec(f"{prefix}norm.weight", (mamba.inner,), inner, part="state"))
-    return tensors
 
 
 def _experts(prefix: str, config: Config, shape: Shape) -> list[TensorSpec]:

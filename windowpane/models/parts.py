@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from windowpane.kv.caches import Cache
+from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.retention import Chunk, Full, TokenRetention, Window
 from windowpane.models.config import Config
 from windowpane.models.quantization import read_quantization
@@ -125,6 +125,7 @@ def model_spec(
     widest_mlp: int,
     caches: Iterable[Cache],
     tensors: Iterable[TensorSpec],
+    shared_caches: Iterable[TokenCache] = (),
     notes: Iterable[str] = (),
 ) -> ModelSpec:
     """Put the pieces together with what the config says about dtype and quantization."""
@@ -148,6 +149,7 @@ def model_spec(
         tensors=tuple(tensors),
         text=text,
         quantization=read_quantization(config),
+        shared_caches=tuple(shared_caches),
         notes=(*assumed, *notes, *((provenance,) if provenance else ())),
     )
 
@@ -220,21 +222,50 @@ def attention(
 
 
 def mlp(
-    prefix: str, hidden: int, width: int, *, bias: bool = False, gated: bool = True, part: str = "mlp"
+    prefix: str,
+    hidden: int,
+    width: int,
+    *,
+    bias: bool = False,
+    gated: bool = True,
+    part: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[TensorSpec]:
-    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-    weights = [by_rows(f"{prefix}{n}.weight", width, hidden, width, part) for n in names]
-    weights.append(by_columns(f"{prefix}down_proj.weight", hidden, width, width, part))
+    """`names` are those of gate, up and down; without a gate the first is left out."""
+    gate, up, down = names
+    weights = [by_rows(f"{prefix}{n}.weight", width, hidden, width, part) for n in ((gate, up) if gated else (up,))]
+    weights.append(by_columns(f"{prefix}{down}.weight", hidden, width, width, part))
     return with_biases(weights) if bias else weights
 
 
-def separate_experts(prefix: str, experts: int, hidden: int, width: int, *, gated: bool = True) -> list[TensorSpec]:
+def fused_mlp(
+    prefix: str, hidden: int, width: int, *, bias: bool = False, names: tuple[str, str] = ("gate_up_proj", "down_proj")
+) -> list[TensorSpec]:
+    """An MLP whose gate and up are one Linear, gate first."""
+    up, down = names
+    sections = ((width, width), (width, width))
+    weights = [
+        TensorSpec(f"{prefix}{up}.weight", (2 * width, hidden), Shard(0, sections), linear=True, part="mlp"),
+        by_columns(f"{prefix}{down}.weight", hidden, width, width, "mlp"),
+    ]
+    return with_biases(weights) if bias else weights
+
+
+def separate_experts(
+    prefix: str,
+    experts: int,
+    hidden: int,
+    width: int,
+    *,
+    gated: bool = True,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[TensorSpec]:
     """Experts that the checkpoint stores one by one. Ranks hold whole experts, so that no quantization group is cut."""
     return [
         replace(
             tensor, shape=(experts, *tensor.shape), shard=Shard(0, ((experts, experts),)), stacked=True, part="experts"
         )
-        for tensor in mlp(f"{prefix}{{}}.", hidden, width, gated=gated)
+        for tensor in mlp(f"{prefix}{{}}.", hidden, width, gated=gated, names=names)
     ]
 
 

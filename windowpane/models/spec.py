@@ -93,7 +93,7 @@ class ModelSpec:
     visits. `query_heads` must divide evenly over tensor-parallel ranks. `weight_scheme` (int4, int8, fp8, mxfp4) and
     `kv_cache_scheme` (fp8_e4m3, else the config's own words) are what the checkpoint's quantization says, None where it
     says nothing. `text` is the config of the text model, for what only running it needs (norms, rotation, scales).
-    `notes` are doubts worth telling a user.
+    `shared_caches` are those that layers which share KV do without. `notes` are doubts worth telling a user.
     """
 
     name: str
@@ -110,6 +110,7 @@ class ModelSpec:
     tensors: tuple[TensorSpec, ...] = field(repr=False)
     text: Config = field(repr=False, compare=False)
     quantization: Quantization | None = None
+    shared_caches: tuple[TokenCache, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -227,6 +227,30 @@ def llama4(config: Config, hidden: int) -> list[TensorSpec]:
     ]
 
 
+def minimax_m3(config: Config, hidden: int) -> list[TensorSpec]:
+    """A CLIP-like tower over patches of two frames, its projector, and the MLP that merges neighbouring patches."""
+    vision = config.section("vision_config")
+    width, mlp_width = vision.integer("hidden_size", 1280), vision.integer("intermediate_size", 5120)
+    layer = _biased("layer_norm1", width) | _biased("layer_norm2", width)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        layer |= _biased(f"self_attn.{name}", width, width)
+    layer |= _biased("mlp.fc1", mlp_width, width) | _biased("mlp.fc2", width, mlp_width)
+    patch, channels = vision.integer("patch_size", 14), vision.integer("num_channels", 3)
+    compression = config.section("img_token_compression_config")
+    frames, merged = compression.integer("temporal_patch_size", 2), compression.integer("spatial_merge_size", 2) ** 2
+    shapes: Shapes = {"embeddings.patch_embedding.weight": (width, channels, frames, patch, patch)}
+    shapes |= _biased("pre_layrnorm", width)
+    shapes |= _layers("encoder.layers.", vision.integer("num_hidden_layers", 32), layer)
+    projected = config.integer("projector_hidden_size", hidden)
+    projector = _biased("linear_1", projected, width) | _biased("linear_2", hidden, projected)
+    merger = _biased("linear_1", projected, merged * hidden) | _biased("linear_2", hidden, projected)
+    return [
+        *_tensors("vision", "vision_tower.vision_model.", shapes),
+        *_tensors("vision", "multi_modal_projector.", projector),
+        *_tensors("vision", "patch_merge_mlp.", merger),
+    ]
+
+
 def _tensors(tower: str, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorSpec]:
     return [TensorSpec(f"{prefix}{name}", shape, tower=tower) for name, shape in shapes.items()]
 

@@ -24,6 +24,8 @@ def print_catalog(console: Console) -> None:
 
 
 def _mix(spec: ModelSpec) -> str:
-    groups = [f"{len(caches)} {retention.name}" for retention, caches in group_caches(spec.caches).items()]
+    groups = [
+        f"{len({c.layer for c in caches})} {retention.name}" for retention, caches in group_caches(spec.caches).items()
+    ]
     sharing = spec.num_layers - len({c.layer for c in spec.caches})
     return " + ".join(groups) + (f", {sharing} none" if sharing else "")

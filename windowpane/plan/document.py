@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from windowpane.kv.layout import Group
+from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.plan.memory import ArenaUse
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.planner import Plan
@@ -41,19 +42,21 @@ def document(plan: Plan) -> dict[str, Any]:
         "fixed_bytes_per_sequence": cost.fixed_bytes_per_sequence,
         "bytes_per_token": cost.bytes_per_token,
         "bytes_per_sequence": cost.bytes_at(length),
+        "shortest_reusable_prefix_tokens": MIN_PREFIX_TOKENS if sizing.config.enable_prefix_caching else None,
+        "restore_point_bytes": sizing.layout.restore_point_bytes(length),
         "max_model_len": length,
         "concurrency": capacity.byte_ratio(length) if capacity else None,
         "sequences": capacity.sequences(length) if capacity else None,
         "curve": [list(point) for point in capacity.curve(length)] if capacity else [],
         "kv_format_gates": {name: asdict(gate) for name, gate in plan.gates.items()},
-        "peers": [_peer(peer, sizing.config.async_scheduling) for peer in plan.peers],
+        "peers": [_peer(peer) for peer in plan.peers],
         "layout_explanation": sizing.layout.explain(),
         "notes": list(sizing.spec.notes),
     }
 
 
-def _peer(peer: PeerReport, async_scheduling: bool) -> dict[str, Any]:
-    return asdict(peer) | {"note": peer.note, "same_flags": peer.has_flags(async_scheduling)}
+def _peer(peer: PeerReport) -> dict[str, Any]:
+    return asdict(peer) | {"note": peer.note}
 
 
 def _group(plan: Plan, group: Group) -> dict[str, Any]:

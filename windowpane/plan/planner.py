@@ -6,7 +6,9 @@ The layout and capacity come from the code that lays out the real arena; nothing
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from windowpane.config import ConfigError, EngineConfig
 from windowpane.kv.caches import Cache, ShardingError, TokenCache
@@ -18,13 +20,16 @@ from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.gates import Gate, gate
 from windowpane.plan.hardware import Gpu, parse_gpus
 from windowpane.plan.memory import Budget, Device, activation_bytes
-from windowpane.plan.peers import vllm
+from windowpane.plan.peers import all as all_peers
 from windowpane.plan.peers.report import PeerReport
+from windowpane.plan.peers.setting import Setting
 from windowpane.plan.sizes import format_bytes
 
 # From here on vLLM's server takes 8,192 tokens a step instead of 2,048; A100s it leaves at 2,048.
 LARGE_CARD_BYTES = 70 * 2**30
 MOST_RANKS = 64
+
+AnyCache = TypeVar("AnyCache", TokenCache, Cache)
 
 
 class PlanError(ConfigError):
@@ -101,7 +106,7 @@ def make_plan(
 def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
     try:
-        caches = rank_caches(spec, config, ranks)
+        caches = rank_caches(spec.caches, config, ranks)
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
     except ShardingError as error:
         works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
@@ -164,15 +169,15 @@ def _more_cards(sizing: Sizing, gpu: str | None, gpu_memory_bytes: int | None) -
     return "Use more memory, a quantized checkpoint, or a smaller --max-num-batched-tokens"
 
 
-def rank_caches(spec: ModelSpec, config: EngineConfig, ranks: int) -> list[Cache]:
-    """The caches of one rank under these flags."""
-    caches = [cache.shard(ranks) for cache in spec.caches]
-    if config.swa_full:
-        caches = [
-            replace(c, retention=Full()) if isinstance(c, TokenCache) and isinstance(c.retention, Window) else c
-            for c in caches
-        ]
-    return caches
+def rank_caches(caches: Iterable[AnyCache], config: EngineConfig, ranks: int) -> list[AnyCache]:
+    """These caches as one rank keeps them under these flags."""
+    sharded = [cache.shard(ranks) for cache in caches]
+    if not config.swa_full:
+        return sharded
+    return [
+        replace(c, retention=Full()) if isinstance(c, TokenCache) and isinstance(c.retention, Window) else c
+        for c in sharded
+    ]
 
 
 def rank_problem(spec: ModelSpec, ranks: int) -> str | None:
@@ -270,25 +275,33 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, capacity: Capacity | N
 
 
 def _peers(sizing: Sizing, device: Device | None, kv_bytes: int, max_model_len: int) -> tuple[PeerReport, ...]:
-    """What vLLM would do with the same KV bytes and flags; --swa-full is its --disable-hybrid-kv-cache-manager."""
-    spec, config = sizing.spec, sizing.config
+    """What others would do with the same KV bytes and flags; their formulas are those of CUDA builds."""
     if device is not None and device.is_cpu:
         return ()
-    return vllm.reports(
-        vllm.Setting(
-            caches=tuple(rank_caches(spec, config, sizing.ranks)),
-            kv_cache_dtype=config.kv_cache_dtype,
-            compute_dtype=sizing.compute_dtype,
-            kv_cache_bytes=kv_bytes,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens or _vllm_batched_tokens(device),
-            mamba_cache_mode="align" if config.enable_prefix_caching else "none",
-            quantized_checkpoint=spec.weight_scheme is not None,
-            capability=device.capability if device else None,
-        )
+    return all_peers.reports(peer_setting(sizing, device, kv_bytes, max_model_len))
+
+
+def peer_setting(sizing: Sizing, device: Device | None, kv_bytes: int, max_model_len: int) -> Setting:
+    """--swa-full has its counterparts (vLLM's --disable-hybrid-kv-cache-manager), so it holds for the peers too."""
+    spec, config = sizing.spec, sizing.config
+    return Setting(
+        caches=tuple(rank_caches(spec.caches, config, sizing.ranks)),
+        shared_caches=tuple(rank_caches(spec.shared_caches, config, sizing.ranks)),
+        family=spec.family,
+        kv_cache_dtype=config.kv_cache_dtype,
+        compute_dtype=sizing.compute_dtype,
+        kv_cache_bytes=kv_bytes,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens or vllm_batched_tokens(device),
+        batched_tokens_given=config.max_num_batched_tokens is not None,
+        async_scheduling=config.async_scheduling,
+        mamba_cache_mode="align" if config.enable_prefix_caching else "none",
+        quantized_checkpoint=spec.weight_scheme is not None,
+        capability=device.capability if device else None,
     )
 
 
-def _vllm_batched_tokens(device: Device | None) -> int:
+def vllm_batched_tokens(device: Device | None) -> int:
+    """The default of vLLM's server on this card."""
     large = device is not None and device.memory_bytes >= LARGE_CARD_BYTES and not device.name.startswith("A100")
     return 8192 if large else 2048

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import Group as KVGroup
-from windowpane.kv.retention import Chunk, Window
+from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Window
 from windowpane.plan.cards import CardFit
 from windowpane.plan.memory import ArenaUse, Device
 from windowpane.plan.peers.report import PeerReport
@@ -45,31 +45,31 @@ def _parts(width: int, plan: Plan, cards: Sequence[CardFit], explain: bool) -> l
     parts: list[RenderableType] = [_headline(plan), ""]
     if plan.capacity:
         whose = "" if plan.sizing.ranks == 1 else " of one rank"
-        parts += [_section(f"Where the memory{whose} goes"), _memory(plan, width), ""]
-    parts += [_section("What the layers keep"), _groups(plan), _sequence_cost(plan), ""]
+        parts += [section(f"Where the memory{whose} goes"), _memory(plan, width), ""]
+    parts += [section("What the layers keep"), _groups(plan), _sequence_cost(plan), ""]
     if explain:
-        parts += [_section("Why"), *(_indented(line) for line in _why(plan)), ""]
+        parts += [section("Why"), *(indented(line) for line in _why(plan)), ""]
     if plan.capacity:
-        parts += [_section("How many sequences fit, by length"), _curve(plan, width), ""]
+        parts += [section("How many sequences fit, by length"), _curve(plan, width), ""]
     else:
-        parts += [_section("Cards that hold it"), _cards(cards, plan), ""]
+        parts += [section("Cards that hold it"), _cards(cards, plan), ""]
     if plan.peers:
-        parts += [_section("The same KV memory and flags elsewhere"), _peers(plan), ""]
+        parts += [section("The same KV memory and flags elsewhere"), _peers(plan), ""]
     parts += [Text(f"Note: {note}", style="dim") for note in plan.sizing.spec.notes]
     if parts[-1] == "":
         parts.pop()
     return parts
 
 
-def _section(title: str) -> RenderableType:
+def section(title: str) -> RenderableType:
     return Rule(Text(title, style="bold"), align="left", style="dim")
 
 
-def _indented(line: str | Text) -> RenderableType:
+def indented(line: str | Text) -> RenderableType:
     return Padding(line, (0, 0, 0, 2), expand=False)
 
 
-def _plain_table(*columns: str, left: Sequence[str] = ()) -> Table:
+def plain_table(*columns: str, left: Sequence[str] = ()) -> Table:
     """Numbers to the right; only the last column may wrap."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for at, name in enumerate(columns):
@@ -82,7 +82,7 @@ def _headline(plan: Plan) -> RenderableType:
     spec = plan.sizing.spec
     weights = spec.weight_scheme or spec.dtype
     lines = [
-        Text.assemble((spec.name, "bold"), f" · {_where(plan.device, plan.sizing.ranks)}"),
+        Text.assemble((spec.name, "bold"), f" · {where(plan.device, plan.sizing.ranks)}"),
         Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
     ]
     return Group(*lines, *(_fits(plan) if plan.capacity else [_takes(plan)]))
@@ -102,7 +102,7 @@ def _fits(plan: Plan) -> list[RenderableType]:
     count = capacity.sequences(length)
     many = f"{_many(count, 'sequence')} of {length:,} tokens at once"
     answer = Text.assemble(("fits  ", "bold green"), (many, "bold"), f", {capacity.byte_ratio(length):.2f} by bytes")
-    asides = [Text(_verdict(peer)) for peer in plan.peers if peer.has_flags(config.async_scheduling)]
+    asides = [Text(_verdict(peer)) for peer in plan.peers if peer.same_flags]
     if plan.max_model_len_note:
         asides.append(Text(f"{length:,} tokens is {plan.max_model_len_note}", style="dim"))
     if count > config.max_num_seqs:
@@ -110,7 +110,7 @@ def _fits(plan: Plan) -> list[RenderableType]:
     return [answer, *(Padding(aside, (0, 0, 0, len("fits  ")), expand=False) for aside in asides)]
 
 
-def _where(device: Device | None, ranks: int) -> str:
+def where(device: Device | None, ranks: int) -> str:
     many = "" if ranks == 1 else f"{ranks} × "
     parallel = "" if ranks == 1 else ", tensor parallel"
     if device is None:
@@ -125,8 +125,8 @@ def _many(count: int, what: str) -> str:
 
 def _verdict(peer: PeerReport) -> str:
     if peer.concurrency is None:
-        return f"{_peer_name(peer)} would not start"
-    return f"{_peer_name(peer)}: {peer.concurrency:.2f}, reported as {peer.reported_tokens:,} tokens"
+        return f"{peer.name} would not start"
+    return f"{peer.name}: {peer.concurrency:.2f}, reported as {peer.reported_tokens:,} tokens"
 
 
 def _memory(plan: Plan, width: int) -> RenderableType:
@@ -157,7 +157,7 @@ def _memory(plan: Plan, width: int) -> RenderableType:
             for part, part_bytes, part_note in _arena_rows(plan, use):
                 table.add_row(f"    {part}", _gib(part_bytes), part_note)
     bar = _bar([(style, size) for _, style, size, _ in rows], min(BAR_CELLS, width - 4))
-    return Group(*([_indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
+    return Group(*([indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def _arena_rows(plan: Plan, use: ArenaUse) -> list[tuple[str, int, str]]:
@@ -193,13 +193,13 @@ def _left_alone(plan: Plan) -> str:
 
 
 def _groups(plan: Plan) -> RenderableType:
-    table = _plain_table(
+    table = plain_table(
         "\n  layers", "page\ntokens", "\nbytes", "sequence\npages", "\nbytes", "\nstored as", left=("\nstored as",)
     )
     for group in plan.sizing.layout.groups:
         pages = group.max_pages(plan.max_model_len)
         table.add_row(
-            f"  {group.layers} {group.name}",
+            f"  {len({s.cache.layer for s in group.slices})} {group.name}",
             f"{group.block_tokens}" if group.block_tokens else "–",
             format_bytes(group.page_bytes),
             f"{pages:,}",
@@ -232,7 +232,15 @@ def _sequence_cost(plan: Plan) -> RenderableType:
     spec = plan.sizing.spec
     if without := spec.num_layers - len({cache.layer for cache in spec.caches}):
         lines.append(Text(f"{without} of {spec.num_layers} layers keep nothing of their own", style="dim"))
-    return Group(*map(_indented, lines))
+    if plan.sizing.config.enable_prefix_caching:
+        lines.append(Text(_reuse(plan), style="dim"))
+    return Group(*map(indented, lines))
+
+
+def _reuse(plan: Plan) -> str:
+    tail_bytes = plan.sizing.layout.restore_point_bytes(plan.max_model_len)
+    kept = f"; a restore point keeps {format_bytes(tail_bytes)}" if tail_bytes else ""
+    return f"shortest prefix that can be reused: {MIN_PREFIX_TOKENS} tokens{kept}"
 
 
 def _why(plan: Plan) -> list[str]:
@@ -242,22 +250,22 @@ def _why(plan: Plan) -> list[str]:
 
 def _curve(plan: Plan, width: int) -> RenderableType:
     assert plan.capacity is not None
-    points = [(_tokens(length), f"{count:,}") for length, count in plan.capacity.curve(plan.max_model_len)]
+    points = [(tokens_label(length), f"{count:,}") for length, count in plan.capacity.curve(plan.max_model_len)]
     label_width = len("  sequences")
     # The longest lengths are the ones that decide; short ones go where the line is full.
     while len(points) > 1 and label_width + sum(2 + max(map(len, point)) for point in points) > width:
         points.pop(0)
-    table = _plain_table("  tokens", *(length for length, _ in points))
+    table = plain_table("  tokens", *(length for length, _ in points))
     table.add_row("  sequences", *(count for _, count in points))
     longest = plan.capacity.longest(1)
     if longest is None:
         alone = "a sequence of any length fits: no layer looks back further than its window"
     else:
         alone = f"memory ends at one sequence of {longest:,} tokens"
-    return Group(table, _indented(Text(alone, style="dim")))
+    return Group(table, indented(Text(alone, style="dim")))
 
 
-def _tokens(length: int) -> str:
+def tokens_label(length: int) -> str:
     """Powers of two as --max-model-len takes them (128K), other lengths in full."""
     for unit, letter in ((2**20, "M"), (2**10, "K")):
         if length % unit == 0:
@@ -267,19 +275,19 @@ def _tokens(length: int) -> str:
 
 def _cards(cards: Sequence[CardFit], plan: Plan) -> RenderableType:
     if not cards:
-        return _indented("none of the common cards, up to eight of them; try a shorter --max-model-len")
-    table = _plain_table("  fewest cards", "KV per rank", "sequences", "longest")
+        return indented("none of the common cards, up to eight of them; try a shorter --max-model-len")
+    table = plain_table("  fewest cards", "KV per rank", "sequences", "longest")
     for fit in cards:
         table.add_row(f"  --gpu {fit.gpu}", format_bytes(fit.kv_bytes), f"{fit.sequences:,}", f"{fit.longest_tokens:,}")
     hint = f"sequences of {plan.max_model_len:,} tokens; add one of these to the command for the whole plan"
-    return Group(table, _indented(Text(hint, style="dim")))
+    return Group(table, indented(Text(hint, style="dim")))
 
 
 def _peers(plan: Plan) -> RenderableType:
-    capacity, config = plan.capacity, plan.sizing.config
+    capacity = plan.capacity
     assert capacity is not None
     length = plan.max_model_len
-    table = _plain_table("  engine", "reports", "concurrency", "one request", "", left=("",))
+    table = plain_table("  engine", "reports", "concurrency", "one request", "", left=("",))
     table.add_row(
         Text("  Windowpane", style="bold"),
         _many(capacity.sequences(length), "sequence"),
@@ -287,49 +295,52 @@ def _peers(plan: Plan) -> RenderableType:
         format_bytes(capacity.bytes_at(length)),
     )
     for peer in plan.peers:
-        mine = peer.has_flags(config.async_scheduling)
+        if peer.unknown:
+            continue  # a note says so
         table.add_row(
-            Text(f"{'›' if mine else ' '} {_peer_name(peer)}", style="bold" if mine else ""),
-            "does not start" if peer.reported_tokens is None else f"{peer.reported_tokens:,} tokens",
+            Text(f"{'›' if peer.same_flags else ' '} {peer.name}", style="bold" if peer.same_flags else ""),
+            _reported(peer),
             "–" if peer.concurrency is None else f"{peer.concurrency:.2f}×",
             format_bytes(peer.bytes_per_request) if peer.bytes_per_request else "–",
-            "your flags" if mine else "",
+            "your flags" if peer.same_flags else "",
         )
-    return Group(table, "", *(_indented(line) for line in _peer_notes(plan)))
+    return Group(table, "", *(indented(line) for line in _peer_notes(plan)))
+
+
+def _reported(peer: PeerReport) -> str:
+    if peer.error:
+        return "does not start"
+    return "–" if peer.reported_tokens is None else f"{peer.reported_tokens:,} tokens"
 
 
 def _peer_notes(plan: Plan) -> list[Text]:
-    """Each sentence once, with the releases it is true of."""
-    said: dict[str, list[PeerReport]] = {}
-    for sentences in (
-        [(peer, f"{peer.error}." if peer.error else peer.charge_note) for peer in plan.peers],
-        [(peer, peer.report_note) for peer in plan.peers],
-    ):
-        for peer, sentence in sentences:
-            if sentence:
-                said.setdefault(sentence, []).append(peer)
-    notes = [
-        Text.assemble(("all" if len(peers) == len(plan.peers) else _releases(peers), "bold"), f": {sentence}")
-        for sentence, peers in said.items()
-    ]
+    """Each sentence once, with the engines and releases it is true of."""
+    shown = [peer for peer in plan.peers if not peer.alternative]
+    said: dict[tuple[str, str], list[PeerReport]] = {}
+    for peer in shown:
+        for sentence in _sentences(peer):
+            said.setdefault((peer.engine, sentence), []).append(peer)
+    notes = []
+    for (engine, sentence), peers in said.items():
+        everywhere = len(peers) == sum(peer.engine == engine for peer in shown)
+        notes.append(Text.assemble((engine if everywhere else f"{engine} {_releases(peers)}", "bold"), f": {sentence}"))
     if plan.sizing.config.swa_full:
-        notes.append(Text("--swa-full is --disable-hybrid-kv-cache-manager there.", style="dim"))
+        notes.append(Text("--swa-full is --disable-hybrid-kv-cache-manager in vLLM.", style="dim"))
     local = any(isinstance(cache.retention, Window | Chunk) for cache in plan.sizing.spec.caches)
-    if local and any(peer.groups for peer in plan.peers) and plan.sizing.config.max_num_batched_tokens is None:
+    if local and plan.peers[0].groups and plan.sizing.config.max_num_batched_tokens is None:
         tokens = f"--max-num-batched-tokens {plan.peers[0].max_num_batched_tokens}"
         notes.append(Text(f"vLLM is taken to run with its own default, {tokens}.", style="dim"))
     return notes
 
 
+def _sentences(peer: PeerReport) -> list[str]:
+    if peer.error or peer.unknown:
+        return [f"{peer.error}." if peer.error else peer.note]
+    # vLLM's releases share some sentences and not others; where there is one row they need not be told apart.
+    return [peer.charge_note, peer.report_note] if peer.version else [peer.note]
+
+
 def _releases(peers: Sequence[PeerReport]) -> str:
     """Where sync and async agree, the release is named once."""
     modes = [peer.covers for peer in peers]
-    return ", ".join(dict.fromkeys(p.covers if modes.count(p.covers) > 1 else _release(p) for p in peers))
-
-
-def _peer_name(peer: PeerReport) -> str:
-    return f"{peer.engine} {_release(peer)}"
-
-
-def _release(peer: PeerReport) -> str:
-    return peer.covers + {True: " async", False: " sync", None: ""}[peer.async_scheduling]
+    return ", ".join(dict.fromkeys(p.covers if modes.count(p.covers) > 1 else p.release for p in peers))

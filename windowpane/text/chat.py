@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -27,6 +28,11 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return self._files.chat_template is not None
+
+    def knows(self, name: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        template = self._files.chat_template
+        return template is not None and name in find_undeclared_variables(_environment().parse(template))
 
     def render(
         self,
@@ -68,6 +74,32 @@ class ChatTemplate:
             return _environment().from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise TextError(f"the chat template of {self._files.source} cannot be read: {error}") from None
+
+
+def message_ends(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: Sequence[int],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> tuple[int, ...]:
+    """Lengths of `prompt`, the tokens of all `messages`, at which its messages end.
+
+    Found by rendering the first k messages alone, and kept only where those tokens really begin the prompt: templates
+    may write earlier messages differently once others follow, or refuse to end there.
+    """
+    ends = set()
+    for count in range(1, len(messages) + 1):
+        try:
+            text = template.render(messages[:count], add_generation_prompt=False, tools=tools, **variables)
+        except TextError:
+            continue
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if 0 < len(tokens) < len(prompt) and list(prompt[: len(tokens)]) == tokens:
+            ends.add(len(tokens))
+    return tuple(sorted(ends))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

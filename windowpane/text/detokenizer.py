@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from collections.abc import Collection
 
 from windowpane.text.tokenizer import Tokenizer
 
@@ -10,17 +11,25 @@ from windowpane.text.tokenizer import Tokenizer
 class Detokenizer:
     """The text of one generation, piece by piece. All pieces and `finish` joined are the text of all tokens.
 
-    The text continues a prompt, so a leading space belongs to it and is kept.
+    The text continues a prompt, so a leading space belongs to it and is kept. Special tokens of `kept_special_ids` are
+    shown though others are skipped: they are the markers that parsers of reasoning and tool calls look for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        kept_special_ids: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept_special_ids = kept_special_ids
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """What this token completes; empty while a character is still open."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id, self._skip_special_tokens))
+        skip = self._skip_special_tokens and token_id not in self._kept_special_ids
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id, skip))
 
     def finish(self) -> str:
         """What was still held back when the generation ended: U+FFFD for a broken character, else nothing."""

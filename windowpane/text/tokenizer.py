@@ -64,6 +64,11 @@ class Tokenizer:
         """How many ids there are; a model's embedding may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def id_count(self) -> int:
+        """One more than the highest id: a vocabulary may leave some out."""
+        return max(self.vocab_size, *(i + 1 for i in self._added)) if self._added else self.vocab_size
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with BOS in front where the model wants it.
 

@@ -21,11 +21,15 @@ class PeerGroup:
 class PeerReport:
     """One engine, one release, one setting.
 
-    `version` is an exact release and `covers` the range of releases that behave alike. `async_scheduling` is None where
-    it changes nothing. `max_num_batched_tokens` is the engine's own default where the user gave none. `reported_tokens`
-    and `concurrency` are what the engine's own log says; they are None, and `error` says why, where it would not start.
-    The breakdown is filled in as far as the engine gets before that. `charge_note` says what is reserved and why,
-    `report_note` what the reported number means, each in a plain sentence.
+    `version` is an exact release (empty where the formulas are of no release in particular) and `covers` the range of
+    releases that behave alike; `variant` tells rows of one release apart. `async_scheduling` is None where it changes
+    nothing. `max_num_batched_tokens` is the engine's own default where the user gave none. `reported_tokens` and
+    `concurrency` are what the engine's own log says; where it names no such figure, the first is None or the second
+    computed here, and `report_note` says so. Both are None where it would not start (`error`) or where its arithmetic
+    for this model is not known here (`unknown`). The breakdown is filled in as far as the engine gets before that.
+    `charge_note` says what is reserved and why, `report_note` what the number means, each in a plain sentence.
+    `same_flags` marks the row of someone who runs the newest vLLM with these flags; `alternative` one of a setting that
+    was not asked for.
     """
 
     engine: str
@@ -33,6 +37,7 @@ class PeerReport:
     covers: str
     async_scheduling: bool | None
     max_num_batched_tokens: int
+    variant: str = ""
     reported_tokens: int | None = None
     concurrency: float | None = None
     groups: tuple[PeerGroup, ...] = ()
@@ -42,11 +47,22 @@ class PeerReport:
     charge_note: str = ""
     report_note: str = ""
     error: str | None = None
+    unknown: str | None = None
+    same_flags: bool = False
+    alternative: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.release}".rstrip()
+
+    @property
+    def release(self) -> str:
+        return f"{self.covers} {self.variant}".strip()
 
     @property
     def note(self) -> str:
-        return f"Would not start: {self.error}." if self.error else f"{self.charge_note} {self.report_note}"
-
-    def has_flags(self, async_scheduling: bool) -> bool:
-        """Whether this is the row of someone who runs the newest release with this flag."""
-        return self.async_scheduling is async_scheduling
+        if self.error:
+            return f"Would not start: {self.error}."
+        if self.unknown:
+            return f"Not known here: {self.unknown}."
+        return f"{self.charge_note} {self.report_note}"

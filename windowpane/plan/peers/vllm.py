@@ -19,98 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from windowpane.kv.caches import Cache, StateCache, TokenCache
 from windowpane.kv.formats import kv_format
 from windowpane.kv.retention import Chunk, Cross, Full, Retention, State, Window, ceil_div
 from windowpane.plan.peers.report import PeerGroup, PeerReport
+from windowpane.plan.peers.setting import MAMBA_CACHE_MODES, Setting, stored_bytes
+from windowpane.plan.peers.vllm_releases import RELEASES, Release
 from windowpane.plan.sizes import format_bytes
 
 BASE_BLOCK_TOKENS = 16
 SCALE_BYTES = 4  # one float32 per token, head and side in the *_per_token_head formats
-
-MambaCacheMode = Literal["none", "align", "all"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """What differs between releases. `version` stands for all those that `covers` names."""
-
-    version: str
-    covers: str
-    pads_odd_pages: bool
-    charges_batches_in_flight: bool
-    reports_concurrency: bool
-    kv_dtypes: frozenset[str]
-
-
-# Those of our names that vLLM knows too; float32 is only reached through `auto`.
-_KV_DTYPES_0_20 = frozenset(
-    {"bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"}
-)
-_KV_DTYPES_0_24 = _KV_DTYPES_0_20 | {"int4_per_token_head"}
-
-RELEASES: tuple[Release, ...] = (
-    Release(
-        version="0.20.0",
-        covers="0.20.0",
-        pads_odd_pages=False,
-        charges_batches_in_flight=False,
-        reports_concurrency=False,
-        kv_dtypes=_KV_DTYPES_0_20,
-    ),
-    # Padding and int4 are those of 0.24 and 0.25; from 0.20.1 to 0.23 both are refused as in 0.20.0.
-    Release(
-        version="0.25.0",
-        covers="0.20.1–0.25",
-        pads_odd_pages=True,
-        charges_batches_in_flight=False,
-        reports_concurrency=True,
-        kv_dtypes=_KV_DTYPES_0_24,
-    ),
-    Release(
-        version="0.26.0",
-        covers="0.26+",
-        pads_odd_pages=True,
-        charges_batches_in_flight=True,
-        reports_concurrency=True,
-        kv_dtypes=_KV_DTYPES_0_24,
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One rank's caches (already sharded) and the flags that size memory.
-
-    `kv_cache_dtype` is what the user asked for: `auto`, one format, or a list per group, which vLLM cannot do.
-    `mamba_cache_mode`: vLLM uses `none` without prefix caching and `align` with it; `all` must be asked for.
-    `quantized_checkpoint` and `capability` (None: unknown) only decide whether vLLM would start.
-    """
-
-    caches: tuple[Cache, ...]
-    kv_cache_dtype: str
-    compute_dtype: str
-    kv_cache_bytes: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    mamba_cache_mode: MambaCacheMode = "none"
-    quantized_checkpoint: bool = False
-    capability: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.caches:
-            raise ValueError("vLLM's formulas need at least one cache; this model owns none")
-        if min(self.max_model_len, self.max_num_batched_tokens) < 1:
-            raise ValueError(
-                f"max_model_len ({self.max_model_len}) and max_num_batched_tokens ({self.max_num_batched_tokens}) "
-                "must be at least 1"
-            )
-
-    @property
-    def kv_dtype(self) -> str:
-        return self.compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,22 +75,34 @@ class Refusal(Exception):
 
 
 def reports(setting: Setting) -> tuple[PeerReport, ...]:
-    """Every release that differs, and the newest both without and with async scheduling (its default)."""
-    return tuple(
+    """Every release that differs, and the newest both without and with async scheduling (its default).
+
+    Where there are states, the newest is also shown with the other ways it can keep them.
+    """
+    shown = [
         report(setting, release, async_scheduling)
         for release in RELEASES
         for async_scheduling in ((False, True) if release.charges_batches_in_flight else (False,))
-    )
+    ]
+    if any(isinstance(c, StateCache) for c in setting.caches):
+        for mode in MAMBA_CACHE_MODES:
+            if mode != setting.mamba_cache_mode:
+                other = report(replace(setting, mamba_cache_mode=mode), RELEASES[-1], setting.async_scheduling)
+                shown.append(replace(other, variant=f"states {mode}", same_flags=False, alternative=True))
+    return tuple(shown)
 
 
 def report(setting: Setting, release: Release, async_scheduling: bool) -> PeerReport:
     """What `release` would reserve and report. Refusals to start become `error`, never an exception."""
+    in_flight_matters = release.charges_batches_in_flight
     blank = PeerReport(
         engine="vLLM",
         version=release.version,
         covers=release.covers,
-        async_scheduling=async_scheduling if release.charges_batches_in_flight else None,
+        variant=("async" if async_scheduling else "sync") if in_flight_matters else "",
+        async_scheduling=async_scheduling if in_flight_matters else None,
         max_num_batched_tokens=setting.max_num_batched_tokens,
+        same_flags=in_flight_matters and async_scheduling is setting.async_scheduling,
     )
     try:
         check_kv_dtype(setting, release)
@@ -219,11 +150,9 @@ def check_kv_dtype(setting: Setting, release: Release) -> None:
 
 
 def bytes_per_token(cache: TokenCache, kv_dtype: str) -> int:
-    """Of one layer. K and V are both stored even where one projection makes them; only MLA (no V) keeps one vector."""
-    sides = (cache.key_dim, cache.value_dim) if cache.value_dim else (cache.key_dim,)
+    """Of one layer, scales included."""
     scale_bytes = SCALE_BYTES if kv_dtype.endswith("_per_token_head") else 0
-    element_bits = kv_format(kv_dtype).element_bits
-    return cache.kv_heads * sum(ceil_div(dim * element_bits, 8) + scale_bytes for dim in sides)
+    return stored_bytes(cache, kv_format(kv_dtype).element_bits, scale_bytes)
 
 
 def attention_block_tokens(setting: Setting) -> int:

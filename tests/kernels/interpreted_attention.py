@@ -1,0 +1,124 @@
+"""Checks of the attention kernels for a process with TRITON_INTERPRET=1; named on the command line.
+
+Lengths sit at the edges of pages, tiles and windows; rows that no token fills are NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import numpy as np
+import torch
+
+from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill, run_write
+from windowpane.attention.triton.decode import MAX_ROWS, plan_decode
+from windowpane.attention.triton.prefill import prefill_tiles
+
+LIMIT = 1e-5
+FLOAT = torch.float32
+BEYOND_4_GIB = 4 * 2**30 + 12345 * 256
+
+LAYERS = {
+    "64 dims": Layer(2, 1, 64),
+    "64 dims, window, blocks of 8, 3 stripes": Layer(1, 3, 64, window_tokens=50, block_tokens=8, stripes=3),
+    "128 dims, 7 query heads to a KV head, window of a block": Layer(1, 7, 128, window_tokens=16),
+    "256 dims, window that begins in a page": Layer(1, 2, 256, window_tokens=41),
+    "512 dims, 2 stripes": Layer(1, 4, 512, stripes=2),
+    "window of one token": Layer(2, 2, 64, window_tokens=1),
+    "latent, 1/8 of the head turns": Layer(2, 4, 64, rotary=8),
+    "latent, 1/4 of the head turns, window": Layer(1, 16, 64, rotary=16, window_tokens=40),
+    "latent, 1/2 of the head turns, blocks of 64": Layer(1, 2, 64, rotary=32, block_tokens=64),
+    "latent, 512 dims": Layer(1, 8, 512, rotary=64),
+}
+
+
+def decode() -> None:
+    for name, layer in LAYERS.items():
+        window = layer.window_tokens or 64
+        lengths = [0, 1, 2 * layer.block_tokens, window, 3 * window + 1]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=1)
+        got, exact, _ = run_decode(paged, padding=2)
+        require(error(got, exact), f"decode, {name}")
+
+
+def prefill() -> None:
+    for name, layer in LAYERS.items():
+        window = layer.window_tokens or 40
+        lengths = [0, window - 1, 2 * window + 3]
+        chunks = [(layer.block_tokens + 2, layer.block_tokens + 2), (1, 1), (19, 4)]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=80)
+        got, exact, _ = run_prefill(paged, chunks)
+        require(error(got, exact), f"prefill, {name}")
+    check_tiles()
+
+
+def check_tiles() -> None:
+    """Every asking token is in exactly one tile."""
+    segments = [(3, 10, 50, 0, 0, 40), (1, 0, 7, 40, 40, 1), (2, 5, 22, 47, 41, 0), (0, 900, 933, 64, 41, 33)]
+    tiles = prefill_tiles(segments, 16)
+    covered = [(s, i * 16 + t) for s, i in tiles.tolist() for t in range(16) if i * 16 + t < segments[s][5]]
+    assert sorted(covered) == [(s, t) for s, segment in enumerate(segments) for t in range(segment[5])]
+    assert len(tiles) == 3 + 1 + 0 + 3, "tiles without a token"
+    assert tiles.dtype == np.int32 and tiles[0].tolist() == [3, 2], "the tile that sees most comes first"
+
+
+def write() -> None:
+    for layer in LAYERS.values():
+        if layer.window_tokens != 1:  # which keeps nothing
+            run_write(layer, "cpu", FLOAT)
+    run_write(Layer(3, 1, 64), "cpu", FLOAT)
+
+
+def programs() -> None:
+    """Shares of the line that cut heads and rows anywhere: one program, few, and many that get nothing."""
+    for layer in (Layer(2, 2, 64), Layer(3, 2, 64, window_tokens=70), Layer(1, 2, 64, rotary=8)):
+        paged = make_pages(layer, [200, 0, 64, 130], "cpu", FLOAT, room_tokens=1)
+        for count in (1, 5, 30):
+            got, exact, _ = run_decode(paged, padding=1, programs=count)
+            require(error(got, exact), f"{layer}, {count} programs")
+    nobody = make_pages(Layer(2, 2, 64), [0, 0], "cpu", FLOAT, room_tokens=1)
+    got, exact, _ = run_decode(nobody, padding=1, programs=3)
+    require(error(got, exact), "rows without a past")
+
+
+def far_pages() -> None:
+    for layer in (Layer(1, 2, 64), Layer(1, 2, 64, window_tokens=40), Layer(1, 2, 64, rotary=8)):
+        paged = make_pages(layer, [70, 33], "cpu", FLOAT, room_tokens=20, offset_bytes=BEYOND_4_GIB)
+        got, exact, _ = run_decode(paged)
+        require(error(got, exact), f"decode beyond 4 GiB, {layer}")
+        got, exact, _ = run_prefill(paged, [(3, 3), (17, 17)])
+        require(error(got, exact), f"prefill beyond 4 GiB, {layer}")
+        run_write(layer, "cpu", FLOAT, offset_bytes=BEYOND_4_GIB)
+
+
+def replanning() -> None:
+    """Running sums of tiles against counting them, and the number of rows that fits."""
+    generator = np.random.default_rng(0)
+    for rows in (1, 17, MAX_ROWS):
+        positions = generator.integers(-1, 5000, rows).astype(np.int32)
+        for window in (None, 1, 2, 64, 65, 1024):
+            tiles = [len({t // 64 for t in range(max(0, p - (window or 10**6) + 1), p)}) for p in positions]
+            found = torch.full((rows + 1,), -1, dtype=torch.int32)
+            plan_decode(torch.from_numpy(positions), found, window)
+            assert found.tolist() == [0, *np.cumsum(tiles)], f"window {window}, {rows} rows"
+    try:
+        plan_decode(torch.zeros(MAX_ROWS + 1, dtype=torch.int32), torch.zeros(MAX_ROWS + 2, dtype=torch.int32), None)
+    except ValueError as refusal:
+        assert str(MAX_ROWS) in str(refusal)
+    else:
+        raise AssertionError("more rows than programs look at must be refused")
+
+
+def require(found: float, what: str) -> None:
+    """NaN never passes."""
+    if not found <= LIMIT:
+        raise AssertionError(f"{what}: relative error {found:.3g} exceeds {LIMIT}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("error")
+    # the interpreter's own use of NumPy
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+    torch.manual_seed(0)
+    globals()[sys.argv[1]]()

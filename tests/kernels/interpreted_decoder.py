@@ -1,0 +1,53 @@
+"""The fused decoder in Triton's interpreter against the plain one: the same greedy tokens. Run by its test."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from bench.gpu_checks.engine import Setting, run
+from tests.running.small_models import CONFIGS, FULL, SLIDING
+
+# The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
+_TINY: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+TINY = {
+    "llama": {**CONFIGS["llama with biases"], **_TINY},
+    "gemma4": {
+        **CONFIGS["gemma4 everything"],
+        **_TINY,
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 24,
+    },
+}
+# A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
+LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        CONFIGS[name] = TINY[name]
+        found = [
+            run(name, Setting(fused, False, False, CHUNK_TOKENS), "cpu", LENGTHS, NEW_TOKENS) for fused in (False, True)
+        ]
+        if found[0] != found[1]:
+            sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The decoder that GPUs run, in Triton's interpreter, against the plain one: whole greedy runs of tiny models.
+
+`python3 -m bench.gpu_check engine` does the same on a GPU, with graphs, overlapping steps and every model family.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
+def test_greedy_tokens_equal_the_plain_decoders(name):
+    """In a process of its own: the interpreter is chosen when triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.kernels.interpreted_decoder", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,109 @@
+"""A real server on a real port, in a thread of this process, so that tests can look into its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from windowpane.server.app import make_app
+from windowpane.server.run import ServerOptions, make_service
+from windowpane.server.service import Service
+from windowpane.startup import start
+
+FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "load_format": "dummy",
+    "kv_cache_memory_bytes": 4 * 2**20,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
+PATIENCE_S = 30.0
+
+
+class Running:
+    """What tests need of a server: its address, its engine, and clients."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        self.service = service
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json=fields)
+
+    def chat(self, text: str = "Hi", **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}], **fields})
+
+    @property
+    def live_bytes(self) -> int:
+        manager = self.service.engine.manager
+        return sum(manager.group_bytes(g).live for g in range(len(manager.layout.groups)))
+
+    def wait_until(self, condition: Any, what: str) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < give_up, f"not so after {PATIENCE_S} s: {what}"
+            time.sleep(0.005)
+
+    @contextmanager
+    def engine_held(self) -> Iterator[None]:
+        """The engine's thread is kept from its next step until the block is left."""
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            go_on.wait(PATIENCE_S)
+
+        self.service.loop._send(hold)
+        assert held.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def post_in_thread(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> threading.Thread:
+        def post() -> None:
+            httpx.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S)
+
+        thread = threading.Thread(target=post, daemon=True)
+        thread.start()
+        return thread
+
+    def wait_until_idle(self) -> None:
+        """Nothing runs, nothing waits, and every byte is free or only cached."""
+        self.wait_until(lambda: not self.service.loop.jobs, "no job is left")
+        self.wait_until(lambda: not self.service.engine.has_work, "the engine is idle")
+        self.wait_until(lambda: self.live_bytes == 0, "nothing is live")
+
+
+@contextmanager
+def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
+    """Serve a model until the block is left. `options` are those of `ServerOptions`."""
+    chosen = ServerOptions(**options)
+    service = make_service(start(model, FLAGS if flags is None else flags), chosen)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        config = uvicorn.Config(make_app(service, chosen.api_keys), log_config=None, access_log=False, lifespan="on")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        thread.start()
+        try:
+            up = Running(service, listener.getsockname()[1])
+            up.wait_until(lambda: server.started, "the server is up")
+            yield up
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+            up.http.close()
+            up.openai.close()

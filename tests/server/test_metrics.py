@@ -1,0 +1,78 @@
+"""/metrics and the log: what operators look at."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from tests.server.harness import Running
+
+NAMES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+}
+
+
+def scrape(server: Running) -> dict[str, float]:
+    text = server.http.get("/metrics").text
+    return {name: float(value) for name, value in re.findall(r"^windowpane:(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def total(found: dict[str, float], name: str) -> float:
+    return sum(value for key, value in found.items() if key.split("{")[0] == name)
+
+
+class TestMetrics:
+    def test_names_that_people_look_for_are_there(self, server: Running) -> None:
+        assert {key.split("{")[0] for key in scrape(server)} >= NAMES
+
+    def test_they_count_what_happened(self, server: Running) -> None:
+        before = scrape(server)
+        server.complete(prompt="Hello", max_tokens=5, ignore_eos=True)
+        after = scrape(server)
+
+        def grown(name: str) -> float:
+            return total(after, name) - total(before, name)
+
+        assert (grown("prompt_tokens_total"), grown("generation_tokens_total")) == (6, 5)
+        assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 1
+        assert grown("inter_token_latency_seconds_count") == 4
+        key = 'request_success_total{finished_reason="length",model_name="tiny"}'
+        assert after[key] - before[key] == 1
+
+    def test_bytes_by_group_and_state_add_up_to_the_arena(self, server: Running) -> None:
+        found = scrape(server)
+        parts = {key: value for key, value in found.items() if key.startswith("kv_bytes{")}
+        assert sum(parts.values()) == total(found, "kv_arena_bytes") == 4 * 2**20
+        states = {re.search(r'state="(\w+)"', key)[1] for key in parts}  # type: ignore[index]
+        assert states == {"live", "cached", "stranded", "free"}
+
+
+class TestLog:
+    def test_one_line_per_request(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+        logging.getLogger("windowpane").propagate = True
+        with caplog.at_level(logging.INFO, logger="windowpane.server"):
+            server.complete(prompt="Hello", max_tokens=5, ignore_eos=True, user="Ada", n=2, cache_salt="x")
+            server.wait_until(lambda: caplog.messages, "it is logged")
+        (line,) = caplog.messages
+        number = r"[\d.]+"
+        assert re.fullmatch(
+            rf"cmpl-\w+ length: queue {number} s, prefill {number} s, 0 cached \+ 6 new tokens, 10 generated, "
+            rf"{number} tok/s, user 'Ada'",
+            line,
+        )

@@ -1,0 +1,359 @@
+"""/stats: its sums are the arena, its map is where pages lie, its rates are those of the last minute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kv.test_layout import gemma_4_31b, layout_of
+from tests.test_engine import engine_for, request
+from windowpane.engine import Engine, TokenOutput
+from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.manager import KVManager
+from windowpane.kv.retention import Full, Window
+from windowpane.request import FinishReason
+from windowpane.server import stats
+from windowpane.server.meter import HISTORY_S, Meter
+from windowpane.server.stats import ModelFacts, _Feed, snapshot
+
+DOC = Path(__file__).parents[2] / "docs" / "stats.md"
+MODEL = ModelFacts("tiny", 1000, has_chat_template=True)
+CACHES = [
+    TokenCache(0, Full(), 1, 64, 64),
+    TokenCache(1, Window(64), 1, 64, 96),
+    StateCache(2, (StatePart("ssm", 4, 3000),)),
+]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def take(engine: Engine) -> dict[str, Any]:
+    return snapshot(engine, Meter(), MODEL)
+
+
+def cells(arena: dict[str, Any]) -> list[list[int]]:
+    """The map, one entry per cell."""
+    return [run[1:] for run in arena["map"] for _ in range(run[0])]
+
+
+def true_cells(manager: KVManager) -> list[list[int]]:
+    """Group, live, cached and stranded bytes of each slab, by looking at every page of every holder."""
+    layout = manager.layout
+    live: list[set[int]] = [set() for _ in layout.groups]
+    kept: list[set[int]] = [set() for _ in layout.groups]
+    for g, table in enumerate(manager.tables):
+        for slot in range(manager.num_slots):
+            live[g] |= set(table.page_offsets(slot).tolist())
+        for retained in manager.retained:
+            kept[g] |= set(retained.pages[g].tolist())
+    found = []
+    for slab in range(manager.arena.num_slabs):
+        here = range(slab * layout.slab_units, (slab + 1) * layout.slab_units)
+        held = [(g, [o in live[g] for o in live[g] | kept[g] if o in here]) for g in range(len(layout.groups))]
+        owners = [(g, pages) for g, pages in held if pages]
+        assert len(owners) <= 1
+        if not owners:
+            found.append([-1, 0, 0, 0])
+            continue
+        g, pages = owners[0]
+        page_bytes = layout.groups[g].page_bytes
+        live_bytes, used_bytes = sum(pages) * page_bytes, len(pages) * page_bytes
+        found.append([g, live_bytes, used_bytes - live_bytes, layout.slab_bytes - used_bytes])
+    return found
+
+
+class TestArena:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["start", "extend", "retain", "release", "drop"]), st.integers(0, 3), st.integers(1, 90)
+            ),
+            max_size=25,
+        )
+    )
+    def test_map_and_groups_say_where_every_byte_is(self, operations: list[tuple[str, int, int]]) -> None:
+        manager = KVManager(layout_of(CACHES, block_tokens=16, slab_bytes=120 * 768), 16, 4, 200)
+        for what, slot, amount in operations:
+            running, kept = manager.reserved_tokens[slot] > 0, manager.retained
+            if what == "start" and not running:
+                resume = kept[amount % len(kept)] if kept and amount % 2 else None
+                if manager.can_reserve(manager.start_demand(200, resume)):
+                    manager.start(slot, 200, resume)
+            elif what == "extend" and running:
+                manager.extend(slot, min(200, int(manager.lengths[slot]) + amount))
+            elif what == "retain" and running and manager.lengths[slot]:
+                manager.retain(slot)
+            elif what == "release" and running:
+                manager.release(slot)
+            elif what == "drop" and kept:
+                manager.drop(kept[amount % len(kept)])
+            manager.take_changes()
+            arena = stats._arena(manager)
+            assert cells(arena) == true_cells(manager)
+            for state, column in (("live", 1), ("cached", 2), ("stranded", 3)):
+                assert arena[f"{state}_bytes"] == sum(cell[column] for cell in cells(arena))
+                assert arena[f"{state}_bytes"] == sum(g[f"{state}_bytes"] for g in arena["groups"])
+            assert arena["total_bytes"] == sum(arena[f"{s}_bytes"] for s in ("live", "cached", "stranded", "free"))
+            for group in arena["groups"]:
+                assert group["live_bytes"] == group["live_pages"] * group["page_bytes"]
+                assert group["cached_bytes"] == group["cached_pages"] * group["page_bytes"]
+
+    @pytest.mark.parametrize("overlapped", [False, True], ids=["plain", "overlapped"])
+    def test_map_is_right_between_any_two_steps(self, overlapped: bool) -> None:
+        engine = engine_for(overlapped, sequences=2, length=150)
+        requests = [request(str(n), range(20 + 17 * n), max_tokens=60) for n in range(6)]
+        for one in requests:
+            engine.add(one)
+        steps = 0
+        while engine.has_work:
+            engine.step()
+            steps += 1
+            if steps == 30:
+                engine.cancel(requests[0])
+            assert cells(take(engine)["arena"]) == true_cells(engine.manager)
+        assert steps > 100
+        assert take(engine)["arena"]["live_bytes"] == 0
+
+    def test_a_large_arena_shows_several_slabs_in_a_cell(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager = KVManager(layout_of(CACHES, block_tokens=16), 100, 4, 1000)
+        manager.start(0, 1000)
+        manager.extend(0, 1000)
+        manager.take_changes()
+        whole = cells(stats._arena(manager))
+        monkeypatch.setattr(stats, "MAP_CELLS", 30)
+        arena = stats._arena(manager)
+        assert arena["slabs_per_cell"] == 4
+        assert len(cells(arena)) == 25
+        for cell, slabs in zip(cells(arena), (whole[i : i + 4] for i in range(0, 100, 4)), strict=True):
+            assert cell[1:] == np.sum(slabs, axis=0)[1:].tolist()
+            owners = [slab[0] for slab in slabs if slab[0] >= 0]
+            assert cell[0] == (max(set(owners), key=lambda g: (owners.count(g), -g)) if owners else -1)
+
+    def test_an_empty_arena_is_one_run(self) -> None:
+        arena = take(engine_for(False))["arena"]
+        assert arena["map"] == [[arena["slabs"], -1, 0, 0, 0]]
+        assert arena["free_bytes"] == arena["total_bytes"]
+
+    def test_is_taken_in_milliseconds_at_full_size(self) -> None:
+        """Gemma 4 31B on an H200: 5,400 slabs, 25 sequences of 16k tokens and as many restore points."""
+        manager = KVManager(layout_of(gemma_4_31b()), 5400, 256, 20_000)
+        for slot in range(25):
+            manager.start(slot, 16_500)
+            manager.extend(slot, 16_384 + slot)
+            manager.retain(slot)
+            manager.take_changes()
+        stats._arena(manager)
+        began = time.process_time()
+        stats._arena(manager)
+        assert time.process_time() - began < 0.05  # about 3 ms; the machine may be busy
+
+
+class TestSequences:
+    def test_run_wait_and_hold_pages(self) -> None:
+        engine = engine_for(False, sequences=1, length=200)
+        first, second = request("first", range(100), max_tokens=90), request("second", range(90), max_tokens=90)
+        engine.add(first)
+        engine.add(second)
+        engine.step()
+        shown = {s["id"]: s for s in take(engine)["sequences"]["shown"]}
+        assert shown["first"]["state"] == "prefill"
+        assert shown["first"]["computed_tokens"] == 64
+        engine.step()
+        engine.step()
+        document = take(engine)
+        sequences = document["sequences"]
+        assert (sequences["running"], sequences["waiting"]) == (1, 1)
+        running, waiting = sequences["shown"]
+        assert (running["id"], running["state"]) == ("first", "decode")
+        assert (waiting["id"], waiting["state"]) == ("second", "waiting")
+        assert running["output_tokens"] == len(first.output) == 2
+        assert running["pages"] == [g["live_pages"] for g in document["arena"]["groups"]]
+        assert running["bytes"] == document["arena"]["live_bytes"] > 0
+        assert waiting["pages"] == engine.manager.demand(90)
+        assert waiting["computed_tokens"] == 0
+        while engine.has_work:
+            engine.step()
+        assert take(engine)["sequences"]["shown"] == []
+
+    def test_are_shown_up_to_a_limit_and_counted_beyond(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stats, "SEQUENCES_SHOWN", 3)
+        engine = engine_for(True, budget=512)
+        for name in "abcdefghijklm":
+            engine.add(request(name, range(10)))
+        engine.step()
+        sequences = take(engine)["sequences"]
+        assert (sequences["running"], sequences["waiting"]) == (8, 5)
+        assert [s["id"] for s in sequences["shown"]] == ["a", "b", "c", "i", "j", "k"]
+
+
+class TestRates:
+    def test_are_of_the_last_seconds(self) -> None:
+        clock = Clock()
+        meter = Meter(clock)
+        clock.now += 100
+        one = request("one", range(40))
+        meter.arrived(one, clock.now - 0.5)
+        one.cached_tokens = 10
+        for _ in range(4):
+            meter.stepped([TokenOutput(one, 5, None, None)] * 6)
+            clock.now += 0.5
+        rates = meter.document()
+        assert rates["output_tokens"] == 24
+        assert rates["output_tokens_per_s"] == 12  # 24 in the two seconds that have begun and ended
+        assert rates["ttft_ms"] == {"p50": 500, "p95": 500, "requests": 1}
+        assert rates["hit_rate"] == 0.25
+        assert (rates["prompt_tokens"], rates["cached_tokens"]) == (40, 10)
+        history = rates["history"]
+        assert history["output_tokens"][-3:] == [12, 12, 0]
+        assert history["ttft_ms"][-3:] == [500, None, None]
+        assert history["hit_rate"][-3:] == [0.25, None, None]
+        assert {len(line) for line in history.values()} == {HISTORY_S}
+        clock.now += HISTORY_S
+        rates = meter.document()
+        assert rates["output_tokens_per_s"] == 0
+        assert rates["hit_rate"] is None
+        assert rates["ttft_ms"]["p50"] is None
+        assert set(rates["history"]["output_tokens"]) == {0}
+        assert rates["output_tokens"] == 24
+
+    def test_requests_are_forgotten_when_they_end(self) -> None:
+        clock = Clock()
+        meter = Meter(clock)
+        done, gone = request("done", [1]), request("gone", [1])
+        meter.arrived(done, clock.now)
+        meter.arrived(gone, clock.now)
+        clock.now += 3
+        assert meter.age_s(done) == meter.age_s(gone) == 3
+        meter.stepped([TokenOutput(done, 1, None, FinishReason.LENGTH)])
+        meter.ended(gone)
+        meter.ended(gone)
+        assert meter.age_s(done) is meter.age_s(gone) is None
+        assert meter.document()["finished_requests"] == 2
+        assert not meter._arrivals
+        assert not meter._waiting_for_first
+
+    def test_a_failed_step_is_no_token(self) -> None:
+        meter = Meter(Clock())
+        failed = request("failed", [1])
+        meter.arrived(failed, 999.0)
+        meter.stepped([TokenOutput(failed, None, None, FinishReason.FAILED)])
+        assert meter.document()["output_tokens"] == 0
+        assert meter.document()["ttft_ms"]["requests"] == 0
+
+    def test_seconds_beyond_the_history_are_dropped(self) -> None:
+        clock = Clock()
+        meter = Meter(clock)
+        for _ in range(500):
+            meter.stepped([])
+            clock.now += 1
+        assert len(meter._seconds) <= HISTORY_S + 1
+
+
+class TestFeed:
+    def test_all_readers_share_one_snapshot(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken = 0
+
+        async def get_snapshot() -> dict[str, Any]:
+            nonlocal taken
+            taken += 1
+            await asyncio.sleep(0.01)
+            return {"taken": taken}
+
+        async def read() -> None:
+            feed = _Feed(get_snapshot)
+            assert set(await asyncio.gather(*(feed.latest() for _ in range(20)))) == {b'{"taken":1}'}
+            assert await feed.latest() == b'{"taken":1}'
+            monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
+            assert await feed.latest() == b'{"taken":2}'
+
+        asyncio.run(read())
+
+    def test_a_stream_stays_open_through_a_long_step_and_ends_with_the_engine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
+        monkeypatch.setattr(stats, "KEEP_ALIVE_S", 0.01)
+        release = asyncio.Event()
+        taken = 0
+
+        async def get_snapshot() -> dict[str, Any]:
+            nonlocal taken
+            taken += 1
+            if taken == 2:
+                await release.wait()
+            if taken == 3:
+                raise RuntimeError("the engine died")
+            return {"taken": taken}
+
+        async def read() -> list[bytes]:
+            feed = _Feed(get_snapshot)
+            events = []
+            async for event in feed.events(asyncio.ensure_future(feed.latest())):
+                events.append(event)
+                if len(events) == 3:
+                    release.set()
+            return events
+
+        events = asyncio.run(read())
+        assert events[0] == b'data: {"taken":1}\n\n'
+        assert events[-1] == b'data: {"taken":2}\n\n'
+        assert len(events) >= 4
+        assert all(event.startswith(b": ") for event in events[1:-1])
+
+    def test_is_one_document_or_a_stream_as_the_reader_accepts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
+        left = 3
+
+        async def get_snapshot() -> dict[str, Any]:
+            nonlocal left
+            if left == 0:
+                raise RuntimeError("the engine died")
+            left -= 1
+            return {"left": left}
+
+        app = FastAPI()
+        app.include_router(stats.router(get_snapshot))
+        client = TestClient(app, raise_server_exceptions=False)
+        assert client.get("/stats").json() == {"left": 2}
+        stream = client.get("/stats", headers={"Accept": "text/event-stream"})
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert stream.text == 'data: {"left":1}\n\ndata: {"left":0}\n\n'
+        assert client.get("/stats", headers={"Accept": "text/event-stream"}).status_code == 500
+
+
+def test_every_field_is_documented() -> None:
+    engine = engine_for(True)
+    engine.add(request("one", range(100)))
+    engine.step()
+    document = take(engine)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", DOC.read_text(), re.MULTILINE))
+    fields: set[str] = set()
+
+    def collect(value: Any) -> None:
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            fields.add(key)
+            collect(inner)
+        for inner in value if isinstance(value, list) else ():
+            collect(inner)
+
+    collect(document)
+    assert fields == documented

@@ -1,0 +1,447 @@
+"""Decode attention over pages: one token per sequence, its past from pages, itself from the activations.
+
+All tiles of 64 past tokens of all rows and KV heads form one line, row by row and head by head. A fixed number of
+programs takes equal shares of the line, so that any mix of lengths fills the GPU, and a CUDA graph can replay the same
+launches at any lengths. Where the line enters another row or head, a program begins a new *item*; each (program, item)
+leaves a partial result, and `combine` merges those of an item with the present token. An item that one program has
+all of is ended by it.
+
+    items     |. . . . .|. .|. . . .|     a partial result stands in slot program + item: each cut along the line raises
+    programs  |. . . .|. . . .|. . .|     one of the two, so no slot is taken twice
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.attention.triton.view import (
+    ELEMENTS,
+    LOG2E,
+    NO_WINDOW,
+    LayerView,
+    Rope,
+    add_scores,
+    column_of,
+    ring_base,
+    rotary_pairs,
+    rotate,
+    section,
+    weighted,
+)
+from windowpane.kv.layout import TILE_TOKENS
+
+MAX_ROWS = 1024  # every program looks at the running sums of all rows at once
+GROUP_ROWS = 16  # query heads of a KV head fill a tensor-core tile of 16 rows; fewer are padded
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """`tile_tokens` are read at a time (they divide 64); programs per multiprocessor must fit its shared memory."""
+
+    tile_tokens: int
+    programs_per_sm: int
+    num_warps: int
+    num_stages: int
+
+
+# By (dim, latent), for 16-bit rows. The page lookup takes a pipeline stage: with 3 stages a tile is on its way only
+# while another program computes, with 5 while this one does too. Wide rows have the shared memory for one or the other.
+TUNINGS = {
+    (64, False): Tuning(64, 3, 4, 5),
+    (128, False): Tuning(64, 2, 4, 5),
+    (256, False): Tuning(32, 2, 4, 5),
+    (512, False): Tuning(32, 2, 4, 3),
+    (512, True): Tuning(32, 2, 4, 5),
+}
+# float32 runs for exactness, not for speed: tiles that fit any head.
+EXACT = Tuning(16, 2, 4, 1)
+
+
+def tuning_for(view: LayerView) -> Tuning:
+    if view.dtype == torch.float32:
+        return EXACT
+    return TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
+
+
+def decode_programs(view: LayerView, device: torch.device) -> int:
+    """How many programs share a step of this layer."""
+    return tuning_for(view).programs_per_sm * _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class DecodeScratch:
+    """Where programs leave partial results; layers may share one, since each step of a layer overwrites it.
+
+    It starts as NaN, so that a result nobody wrote would show.
+    """
+
+    def __init__(self, max_rows: int, kv_heads: int, group: int, dim: int, programs: int, device: torch.device) -> None:
+        slots = programs + max_rows * kv_heads
+        self.programs = programs
+        self.part = torch.full((slots * group * dim,), float("nan"), device=device)
+        self.lse = torch.full((slots * group,), float("nan"), device=device)
+
+
+def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, window_tokens: int | None) -> None:
+    """Fill `cum_tiles` [rows + 1]: how many tiles the rows before each must read. Layers with one window share it.
+
+    positions [rows] count past tokens; -1 marks a padding row, which reads nothing. All int32.
+    """
+    rows = len(positions)
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows decode at once; kernels take at most {MAX_ROWS}")
+    _plan_kernel[(1,)](
+        positions, cum_tiles, rows, window_tokens or NO_WINDOW, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, num_warps=4
+    )
+
+
+def decode(
+    q: torch.Tensor,
+    k_present: torch.Tensor,
+    v_present: torch.Tensor,
+    arena: torch.Tensor,
+    view: LayerView,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cum_tiles: torch.Tensor,
+    scratch: DecodeScratch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None,
+    rope: Rope | None = None,
+    pdl: bool = False,
+) -> None:
+    """One token per row: attend its past and itself. q, out [rows, query heads, dim], present [rows, KV heads, dim].
+
+    `table` [slots, columns, stripes] and the lists are int32 on the device; `cum_tiles` is what `plan_decode` made of
+    `positions` for this window. Rows may be strided, a row itself is contiguous. Padding rows become 0.
+
+    Of a latent, pages hold n; q is rotated as usual, k_present is the present token's rebuilt K, and v_present its n.
+    `pdl` lets a launch begin while the one before it ends.
+    """
+    view.require_dtype(q)
+    rows, query_heads, dim = q.shape
+    group = query_heads // view.kv_heads
+    if group > GROUP_ROWS:
+        raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
+    tuning = tuning_for(view)
+    cos, sin, w = rope or (scratch.lse,) * 3
+    _decode_kernel[(scratch.programs,)](
+        q, k_present, v_present, arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part, scratch.lse, out,
+        rows, view.kv_heads, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), table.stride(0),
+        view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1], scale * LOG2E,
+        window_tokens or NO_WINDOW, D=dim, R=rotary_pairs(view, rope), P=view.block_tokens, G=group,
+        N=tuning.tile_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring,
+        DTYPE=ELEMENTS[view.dtype], TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS, PDL=pdl,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    _combine_kernel[(query_heads, rows)](
+        q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,
+        scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), scale * LOG2E, D=dim,
+        G=group, S=16, PDL=pdl, num_warps=max(1, dim // 128), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
+def _plan_kernel(POSITIONS, CUM, rows, window, TILE: tl.constexpr, MAX_ROWS: tl.constexpr):
+    row = tl.arange(0, MAX_ROWS)
+    ok = row < rows
+    position = tl.load(POSITIONS + row, mask=ok, other=-1)
+    first = tl.maximum(position - window + 1, 0)
+    tiles = tl.where(position > first, (position + TILE - 1) // TILE - first // TILE, 0)
+    tl.store(CUM + 1 + row, tl.cumsum(tiles), mask=ok)
+    tl.store(CUM + row, 0, mask=row == 0)
+
+
+@triton.jit
+def _pair_item(
+    Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset, scale_log2,
+    whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    UNIT: tl.constexpr, STRIPES: tl.constexpr,
+    RING: tl.constexpr, DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    g = tl.arange(0, GROUP_ROWS)
+    n = tl.arange(0, N)
+    d = tl.arange(0, D)[None, :]
+    q = tl.load(Q + q_row + g[:, None] * D + d, mask=g[:, None] < G, other=0.0)
+    K = section(ARENA, k_offset, DTYPE)
+    V = section(ARENA, v_offset, DTYPE)
+    m = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    norm = tl.zeros([GROUP_ROWS], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, D], tl.float32)
+    for i in range(lo, hi, N):
+        t = i + n
+        ok = (t >= first) & (t < past)
+        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+        start = (page * UNIT + (head * P + t % P) * D)[:, None] + d
+        # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
+        k = tl.load(K + start, mask=ok[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        s = tl.where(ok[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        norm = norm * alpha + tl.sum(p, 1)
+        m = m_new
+        v = tl.load(V + start, mask=ok[:, None], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    if whole:
+        # Nobody else has a part of this item: the present token ends it.
+        k = tl.load(K_PRESENT + d).to(tl.float32)
+        s = tl.sum(q.to(tl.float32) * k, 1) * scale_log2
+        m_new = tl.maximum(m, s)
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new)
+        acc = acc * alpha[:, None] + p[:, None] * tl.load(V_PRESENT + d).to(tl.float32)
+        norm = norm * alpha + p
+        attended = (acc / norm[:, None]).to(OUT.dtype.element_ty)
+        tl.store(OUT + g[:, None] * D + d, attended, mask=g[:, None] < G)
+    else:
+        out = slot * G + g
+        tl.store(PART + out[:, None] * D + d, acc / norm[:, None], mask=g[:, None] < G)
+        tl.store(LSE + out, m + tl.log2(norm), mask=g < G)
+
+
+@triton.jit
+def _latent_item(
+    Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
+    scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """K = rotate(n * w) and V = n, from one read of n. Tokens are the rows of both products, query heads the columns.
+
+    So a tile feeds the tensor cores from shared memory as it is, and q, wide as it is, takes no registers. With t0 the
+    first token of a tile, q . R(t) y = R(-t0) q . R(t - t0) y: R(t - t0) is the same for all tiles and stays in
+    registers, and q turns by one fixed step from tile to tile. n is read in pieces of R and 2R dims: few rows to a
+    thread, so few addresses.
+    """
+    g = tl.arange(0, GROUP_ROWS)
+    n = tl.arange(0, N)
+    r = tl.arange(0, R)[None, :]
+    e = tl.arange(0, 2 * R)[None, :]
+    g_ok = g[:, None] < G
+    q = Q + q_row + g[:, None] * D
+    q1 = tl.load(q + r, mask=g_ok, other=0.0).to(tl.float32)
+    q2 = tl.load(q + R + r, mask=g_ok, other=0.0).to(tl.float32)
+    q1, q2 = rotate(q1, q2, tl.load(COS + lo * R + r), -tl.load(SIN + lo * R + r))
+    w1 = tl.load(W + r)
+    w2 = tl.load(W + R + r)
+    # The tables may end before N if the past does.
+    cos = tl.load(COS + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
+    sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
+    step_cos = tl.load(COS + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
+    step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
+    m = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
+    a1 = tl.zeros([R, GROUP_ROWS], tl.float32)
+    a2 = tl.zeros([R, GROUP_ROWS], tl.float32)
+    # w of the dims that do not turn is folded into q.
+    if D > 2 * R:
+        q3 = weighted(q + 2 * R + e, W + 2 * R + e, g_ok, DTYPE)
+        a3 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+    if D > 4 * R:
+        q4 = weighted(q + 4 * R + e, W + 4 * R + e, g_ok, DTYPE)
+        q5 = weighted(q + 6 * R + e, W + 6 * R + e, g_ok, DTYPE)
+        a4 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+        a5 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+    X = section(ARENA, n_offset, DTYPE)
+    for i in range(lo, hi, N):
+        t = i + n
+        ok = (t >= first) & (t < past)
+        row_ok = ok[:, None]
+        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+        x = X + (page * UNIT + (head * P + t % P) * D)[:, None]
+        # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
+        x1 = tl.load(x + r, mask=row_ok, other=0.0)
+        x2 = tl.load(x + R + r, mask=row_ok, other=0.0)
+        k1, k2 = rotate(x1.to(tl.float32) * w1, x2.to(tl.float32) * w2, cos, sin)
+        s = add_scores(k1.to(DTYPE), q1.to(DTYPE), tl.zeros([N, GROUP_ROWS], tl.float32))
+        s = add_scores(k2.to(DTYPE), q2.to(DTYPE), s)
+        q1, q2 = rotate(q1, q2, step_cos, -step_sin)
+        if D > 2 * R:
+            x3 = tl.load(x + 2 * R + e, mask=row_ok, other=0.0)
+            s = add_scores(x3, q3, s)
+        if D > 4 * R:
+            x4 = tl.load(x + 4 * R + e, mask=row_ok, other=0.0)
+            x5 = tl.load(x + 6 * R + e, mask=row_ok, other=0.0)
+            s = add_scores(x4, q4, s)
+            s = add_scores(x5, q5, s)
+        s = tl.where(row_ok, s * scale_log2, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        alpha = tl.exp2(m - m_new)[None, :]
+        p = tl.exp2(s - m_new[None, :])
+        norm = norm * alpha + p
+        m = m_new
+        p = p.to(DTYPE)
+        a1 = tl.dot(tl.trans(x1), p, a1 * alpha, input_precision="ieee")
+        a2 = tl.dot(tl.trans(x2), p, a2 * alpha, input_precision="ieee")
+        if D > 2 * R:
+            a3 = tl.dot(tl.trans(x3), p, a3 * alpha, input_precision="ieee")
+        if D > 4 * R:
+            a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
+            a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
+    total = tl.sum(norm, 0)
+    if whole:
+        weight, alpha = _present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, GROUP_ROWS)
+        total = total * alpha + weight
+        _end_piece(OUT, V_PRESENT, 0, r, a1, alpha, weight, total, G, D, GROUP_ROWS)
+        _end_piece(OUT, V_PRESENT, R, r, a2, alpha, weight, total, G, D, GROUP_ROWS)
+        if D > 2 * R:
+            _end_piece(OUT, V_PRESENT, 2 * R, e, a3, alpha, weight, total, G, D, GROUP_ROWS)
+        if D > 4 * R:
+            _end_piece(OUT, V_PRESENT, 4 * R, e, a4, alpha, weight, total, G, D, GROUP_ROWS)
+            _end_piece(OUT, V_PRESENT, 6 * R, e, a5, alpha, weight, total, G, D, GROUP_ROWS)
+    else:
+        out = slot * G + g
+        part = PART + out[:, None] * D
+        tl.store(part + r, tl.trans(a1 / total[None, :]), mask=g_ok)
+        tl.store(part + R + r, tl.trans(a2 / total[None, :]), mask=g_ok)
+        if D > 2 * R:
+            tl.store(part + 2 * R + e, tl.trans(a3 / total[None, :]), mask=g_ok)
+        if D > 4 * R:
+            tl.store(part + 4 * R + e, tl.trans(a4 / total[None, :]), mask=g_ok)
+            tl.store(part + 6 * R + e, tl.trans(a5 / total[None, :]), mask=g_ok)
+        tl.store(LSE + out, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def _present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """What the present token weighs beside a maximum of m so far, and what the sums so far shrink by."""
+    g = tl.arange(0, GROUP_ROWS)[:, None]
+    d = tl.arange(0, D)[None, :]
+    q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
+    s = tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2
+    m_new = tl.maximum(m, s)
+    return tl.exp2(s - m_new), tl.exp2(m - m_new)
+
+
+@triton.jit
+def _end_piece(
+    OUT, V, first, dims, acc, alpha, weight, total, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr
+):  # fmt: skip
+    """Add the present token to some dims of a latent's output, [dims, query heads], and store them."""
+    g = tl.arange(0, GROUP_ROWS)[:, None]
+    v = tl.load(V + first + dims).to(tl.float32)
+    sums = tl.trans(acc) * alpha[:, None] + weight[:, None] * v
+    tl.store(OUT + g * D + first + dims, (sums / total[:, None]).to(OUT.dtype.element_ty), mask=g < G)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "stripe"],
+    do_not_specialize_on_alignment=["TABLE", "SLOTS", "POSITIONS", "CUM"],
+)
+def _decode_kernel(
+    Q, K, V, ARENA, TABLE, SLOTS, POSITIONS, CUM, COS, SIN, W, PART, LSE, OUT, rows, kv_heads, q_stride, k_stride,
+    v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
+    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program's share of the line, item by item. R > 0 means a latent."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
+    all_rows = tl.arange(0, MAX_ROWS)
+    row_ok = all_rows < rows
+    ends = tl.load(CUM + 1 + all_rows, mask=row_ok, other=0) * kv_heads
+    total = tl.load(CUM + rows) * kv_heads
+    share = _share(total, tl.num_programs(0))
+    unit = program * share
+    stop = tl.minimum(unit + share, total)
+    while unit < stop:
+        row = tl.sum(((ends <= unit) & row_ok).to(tl.int32))  # rows that end before this unit; empty ones among them
+        before = tl.load(CUM + row)
+        tiles = tl.load(CUM + row + 1) - before
+        inside = unit - before * kv_heads
+        head = inside // tiles
+        tile = inside % tiles
+        count = tl.minimum(tiles - tile, stop - unit)
+        past = tl.load(POSITIONS + row)
+        first = tl.maximum(past - window + 1, 0)
+        lo = (first // TILE + tile) * TILE
+        hi = tl.minimum(lo + count * TILE, past)
+        base = ring_base(first, columns, P, RING)
+        table = TABLE + tl.load(SLOTS + row).to(tl.int64) * table_stride + stripe
+        q_row = row.to(tl.int64) * q_stride + head * G * D
+        slot = program + row * kv_heads + head
+        k_present = K + row.to(tl.int64) * k_stride + head * D
+        v_present = V + row.to(tl.int64) * v_stride + head * D
+        o_row = OUT + row.to(tl.int64) * out_stride + head * G * D
+        if R > 0:
+            _latent_item(
+                Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
+                k_offset, scale_log2, count == tiles, k_present, v_present, o_row, D, R, P, G, N, UNIT, STRIPES, RING,
+                DTYPE, GROUP_ROWS,
+            )  # fmt: skip
+        else:
+            _pair_item(
+                Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
+                scale_log2, count == tiles, k_present, v_present, o_row, D, P, G, N, UNIT, STRIPES, RING, DTYPE,
+                GROUP_ROWS,
+            )  # fmt: skip
+        unit += count
+
+
+@triton.jit
+def _share(total, programs):
+    """Units of each program. None is left without work while another has two."""
+    return tl.maximum((total + programs - 1) // programs, 1)
+
+
+@triton.jit(do_not_specialize=["rows", "programs"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
+def _combine_kernel(
+    Q, K, V, PART, LSE, POSITIONS, CUM, OUT, rows, kv_heads, programs, q_stride, k_stride, v_stride, out_stride,
+    scale_log2, D: tl.constexpr, G: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one query head, S at a time, with the present token. Whole items are done."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    query_head = tl.program_id(0)
+    row = tl.program_id(1)
+    head = query_head // G
+    share = _share(tl.load(CUM + rows) * kv_heads, programs)
+    before = tl.load(CUM + row)
+    tiles = tl.load(CUM + row + 1) - before
+    unit = before * kv_heads + head * tiles
+    first = unit // share
+    last = (unit + tiles - 1) // share
+    if (tiles == 0) | (first < last):
+        d = tl.arange(0, D)
+        q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d).to(tl.float32)
+        k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d).to(tl.float32)
+        acc = tl.load(V + row.to(tl.int64) * v_stride + head * D + d).to(tl.float32)
+        m = tl.sum(q * k) * scale_log2
+        norm = 1.0
+        if tiles > 0:
+            for i in range(first, last + 1, S):
+                program = i + tl.arange(0, S)
+                ok = program <= last
+                at = (program + row * kv_heads + head).to(tl.int64) * G + query_head % G
+                lse = tl.load(LSE + at, mask=ok, other=float("-inf"))
+                m_new = tl.maximum(m, tl.max(lse, 0))
+                alpha = tl.exp2(m - m_new)
+                weight = tl.exp2(lse - m_new)
+                part = tl.load(PART + at[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+                acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+                norm = norm * alpha + tl.sum(weight, 0)
+                m = m_new
+        # A padding row's activations may be anything.
+        attended = tl.where(tl.load(POSITIONS + row) >= 0, acc / norm, 0.0)
+        tl.store(OUT + row.to(tl.int64) * out_stride + query_head * D + d, attended.to(OUT.dtype.element_ty))

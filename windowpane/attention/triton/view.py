@@ -1,0 +1,136 @@
+"""Where the rows of one layer lie: what every kernel here is told about the arena, and how it finds a token's page."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.attention.pages import TORCH_DTYPES
+from windowpane.kv.caches import TokenCache
+from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, Slice
+
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+NO_WINDOW = 2**30  # a window that no sequence fills
+LOG2E = 1.4426950408889634
+
+# Angles and the key norm's weight of a latent layer: cos and sin [positions, R] and w [dim], float32. Row t turns by
+# t times the angles of row 1; made in float64, such tables lose nothing when a turn is made in two steps.
+Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """One layer's slice of a page. `data_offsets` are bytes from the page's start: of K and V, or of one latent.
+
+    `columns` counts the columns of the group's table; in a ring, block b stands in column b % columns.
+    """
+
+    kv_heads: int
+    dim: int
+    block_tokens: int
+    columns: int
+    ring: bool
+    data_offsets: tuple[int, ...]
+    stripe: int
+    stripes: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, group: Group, piece: Slice, columns: int) -> LayerView:
+        cache, fmt = piece.cache, group.kv_format
+        if not isinstance(cache, TokenCache) or fmt is None or group.block_tokens is None:
+            raise ValueError(f"group {group.name} keeps no tokens: it has no attention to run")
+        if fmt.name not in TORCH_DTYPES:
+            raise ValueError(f"KV format {fmt.name} has no kernel yet; use {', '.join(TORCH_DTYPES)}")
+        if len(set(cache.row_dims)) > 1:
+            raise ValueError(
+                f"layer {cache.layer}: K of {cache.key_dim} and V of {cache.value_dim} dims have no kernel"
+            )
+        return cls(
+            cache.kv_heads,
+            cache.key_dim,
+            group.block_tokens,
+            max(columns, 1),
+            not group.grows,
+            piece.data_offsets,
+            piece.stripe,
+            group.stripes,
+            TORCH_DTYPES[fmt.name],
+        )
+
+    @property
+    def latent(self) -> bool:
+        return len(self.data_offsets) == 1
+
+    @property
+    def unit_elements(self) -> int:
+        """What one step of a table entry is, in elements."""
+        return OFFSET_UNIT_BYTES // self.dtype.itemsize
+
+    def require_dtype(self, x: torch.Tensor) -> None:
+        """The present is attended exactly as the past is, so it comes in the dtype of the pages."""
+        if x.dtype != self.dtype:
+            raise ValueError(f"activations are {x.dtype} and pages {self.dtype}: cast the activations to that first")
+
+
+def rotary_pairs(view: LayerView, rope: Rope | None) -> int:
+    """R: dims [0, R) turn with dims [R, 2R). 1/8, 1/4 or 1/2 of the head; 0 for a stored pair."""
+    if not view.latent:
+        return 0
+    if rope is None:
+        raise ValueError("a latent layer needs rope=(cos, sin, w) to rebuild K")
+    pairs = rope[0].shape[1]
+    if view.dim not in (2 * pairs, 4 * pairs, 8 * pairs):
+        raise ValueError(f"{pairs} rotary pairs of {view.dim} dims: kernels know 1/8, 1/4 and 1/2 of the head")
+    return pairs
+
+
+@triton.jit
+def ring_base(first, columns, P: tl.constexpr, RING: tl.constexpr):
+    """What to subtract from a block to find its column: blocks seen from token `first` on fill a ring at most once."""
+    base = 0
+    if RING:
+        block = first // P
+        base = block - block % columns
+    return base
+
+
+@triton.jit
+def column_of(t, base, columns, P: tl.constexpr, RING: tl.constexpr):
+    column = t // P
+    if RING:
+        column -= base
+        column = tl.where(column >= columns, column - columns, column)
+    return column
+
+
+@triton.jit
+def section(ARENA, offset, DTYPE: tl.constexpr):
+    """K, V or the latent of the page at the arena's start. Offsets are added in bytes: they are multiples of 16."""
+    return (ARENA + offset).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def rotate(a, b, cos, sin):
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def add_scores(a, b, s):
+    """s + a . b of rows a and rows b. Tensor cores take 16 dims or more; fewer only occur in small test models."""
+    if a.shape[1] < 16:
+        s += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], 2)
+    else:
+        s = tl.dot(a, tl.trans(b), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def weighted(q, w, ok, DTYPE: tl.constexpr):
+    """q with the key norm's weight folded in: right for dims that do not turn."""
+    return (tl.load(q, mask=ok, other=0.0).to(tl.float32) * tl.load(w)).to(DTYPE)

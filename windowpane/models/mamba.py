@@ -1,0 +1,94 @@
+"""Mamba-2 layers, as Nemotron-H, Granite-H, Falcon-H1 and Zamba2 have them: sizes, state and tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windowpane.kv.caches import StateCache, StatePart
+from windowpane.models.config import Config
+from windowpane.models.parts import by_columns, with_biases
+from windowpane.models.spec import ModelError, Shard, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """The sizes of a Mamba-2 layer. B and C belong to groups of heads."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+    state_dtype: str | None
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def conv_sections(self) -> tuple[tuple[int, int], ...]:
+        """x, B and C, which pass through the convolution."""
+        group_states = self.groups * self.state
+        return ((self.inner, self.heads), (group_states, self.groups), (group_states, self.groups))
+
+    def cache(self, layer: int) -> StateCache:
+        """The convolution remembers the inputs before this token, kernel - 1 of them, in the compute dtype."""
+        remembered = self.kernel - 1
+        return StateCache(
+            layer,
+            (
+                StatePart("conv_x", self.heads, self.head_dim * remembered),
+                StatePart("conv_bc", self.groups, 2 * self.state * remembered),
+                StatePart("recurrent", self.heads, self.head_dim * self.state, self.state_dtype),
+            ),
+        )
+
+    def tensors(
+        self,
+        prefix: str,
+        hidden: int,
+        *,
+        in_bias: bool = False,
+        out_bias: bool = False,
+        conv_bias: bool = True,
+        norm: bool = True,
+    ) -> list[TensorSpec]:
+        conv = Shard(0, self.conv_sections)
+        conv_rows = sum(length for length, _ in self.conv_sections)
+        per_head = Shard(0, ((self.heads, self.heads),))
+        # The input projection yields the gate z, then x, B and C, then one step size per head.
+        sections = ((self.inner, self.heads), *self.conv_sections, (self.heads, self.heads))
+        in_rows = sum(length for length, _ in sections)
+        in_proj = TensorSpec(
+            f"{prefix}in_proj.weight", (in_rows, hidden), Shard(0, sections), linear=True, part="state"
+        )
+        out_proj = by_columns(f"{prefix}out_proj.weight", hidden, self.inner, self.heads, "state")
+        tensors = with_biases([in_proj]) if in_bias else [in_proj]
+        tensors += with_biases([out_proj]) if out_bias else [out_proj]
+        tensors += [
+            TensorSpec(f"{prefix}{name}", (self.heads,), per_head, part="state") for name in ("dt_bias", "A_log", "D")
+        ]
+        tensors.append(TensorSpec(f"{prefix}conv1d.weight", (conv_rows, 1, self.kernel), conv, part="state"))
+        if conv_bias:
+            tensors.append(TensorSpec(f"{prefix}conv1d.bias", (conv_rows,), conv, part="state"))
+        if norm:
+            inner = Shard(0, ((self.inner, self.heads),))
+            tensors.append(TensorSpec(f"{prefix}norm.weight", (self.inner,), inner, part="state"))
+        return tensors
+
+
+def read_mamba_d(config: Config, inner: int) -> Mamba:
+    """Sizes under the names that Granite-H and Falcon-H1 use; a head size of "auto" shares `inner` evenly."""
+    heads = config.integer("mamba_n_heads")
+    auto = config.fields.get("mamba_d_head", "auto") == "auto"
+    head_dim = inner // heads if auto else config.integer("mamba_d_head")
+    if heads * head_dim != inner:
+        raise ModelError(f"{heads} mamba_n_heads of {head_dim} are not the {inner} channels of the Mamba layers")
+    return Mamba(
+        heads=heads,
+        head_dim=head_dim,
+        groups=config.integer("mamba_n_groups", 1),
+        state=config.integer("mamba_d_state"),
+        kernel=config.integer("mamba_d_conv", minimum=2),
+        state_dtype=config.dtype("mamba_ssm_cache_dtype"),
+    )

@@ -1,0 +1,171 @@
+"""The routes. What each of them does is in a module of its own; here they are named and described."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from windowpane import __version__
+from windowpane.engine import Engine
+from windowpane.server import errors, page, stats
+from windowpane.server.auth import ApiKeys, BodyLimit
+from windowpane.server.chat import chat, render
+from windowpane.server.completions import complete
+from windowpane.server.errors import ErrorDocument, unavailable
+from windowpane.server.json_body import JsonRoute
+from windowpane.server.loop import EngineDied
+from windowpane.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChat,
+    TokenizeCompletion,
+)
+from windowpane.server.service import ClientGone, Service
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorDocument, "description": "A field is wrong or not supported; `param` names it."},
+    401: {"model": ErrorDocument, "description": "An API key is needed."},
+    404: {"model": ErrorDocument, "description": "No such model."},
+    413: {"model": ErrorDocument, "description": "The body is too large."},
+    429: {"model": ErrorDocument, "description": "The queue is full; `Retry-After` says when to come again."},
+    500: {"model": ErrorDocument, "description": "A step failed."},
+    503: {"model": ErrorDocument, "description": "The engine died, or the server is shutting down."},
+}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}}
+}
+
+
+def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(
+        title="Windowpane",
+        version=__version__,
+        description="The OpenAI API over Windowpane: see docs/server.md.",
+        lifespan=life,
+        responses=REFUSALS,
+    )
+    app.router.route_class = JsonRoute
+    errors.install(app)
+    _add_api(app, service)
+    _add_tokenizer(app, service)
+    _add_operations(app, service)
+    facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
+
+    async def snapshot() -> dict[str, Any]:
+        # Streams of /stats would keep a server open for ever: they end with the last request.
+        if service.draining and not service.loop.jobs:
+            raise unavailable("the server is shutting down")
+        return await service.watch(lambda engine: stats.snapshot(engine, service.loop.meter, facts))
+
+    app.include_router(stats.router(snapshot))
+    app.include_router(page.router())
+    app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes)
+    if api_keys:
+        app.add_middleware(ApiKeys, keys=api_keys)
+    return app
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", summary="The served model, by each of its names")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+
+    @app.get("/v1/models/{name:path}", summary="One model")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service, name)
+
+    @app.post("/v1/completions", summary="Continue text", response_class=Response, responses=STREAMS)
+    async def completions(body: CompletionBody, http: Request) -> Response:
+        return await _answered(complete(service, body, http))
+
+    @app.post("/v1/chat/completions", summary="Answer a chat", response_class=Response, responses=STREAMS)
+    async def chat_completions(body: ChatBody, http: Request) -> Response:
+        return await _answered(chat(service, body, http))
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", summary="Text or a chat to token ids")
+    async def tokenize(body: TokenizeCompletion | TokenizeChat) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokenizer = service.need_tokenizer("prompt")
+        if isinstance(body, TokenizeChat):
+            tokens = (await service.off_loop(render, service, body, {})).token_ids
+        else:
+            special = body.add_special_tokens is not False
+            tokens = await service.off_loop(partial(tokenizer.encode, body.prompt, add_special_tokens=special))
+        strings = [tokenizer.token_bytes(t, False).decode("utf-8", errors="replace") for t in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": service.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings if body.return_token_strs else None,
+        }
+
+    @app.post("/detokenize", summary="Token ids to text")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokenizer = service.need_tokenizer("tokens")
+        ids = service.tokens(body.tokens, "tokens").tolist() if body.tokens else []
+        return {"prompt": await service.off_loop(partial(tokenizer.decode, ids, skip_special_tokens=False))}
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.get("/health", summary="200 while the engine runs, 503 when it died or shuts down")
+    async def health() -> Response:
+        if not service.loop.is_alive:
+            return unavailable(f"the engine has stopped: {service.loop.error}").response()
+        if service.draining:
+            return unavailable("the server is shutting down").response()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
+    async def metrics() -> Response:
+        made = service.loop.metrics
+
+        def expose(engine: Engine) -> bytes:
+            return made.exposition(engine, alive=service.loop.is_alive)
+
+        try:
+            text = await service.loop.ask(expose)
+        except EngineDied:
+            text = expose(service.engine)  # nobody else looks at it any more
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version", summary="The version of Windowpane")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+async def _answered(answer: Any) -> Response:
+    try:
+        response: Response = await answer
+        return response
+    except ClientGone:
+        return Response(status_code=499)  # nobody reads it; proxies log it so
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "windowpane",
+        "root": service.name,
+        "parent": None,
+        "max_model_len": service.max_model_len,
+    }

@@ -1,0 +1,105 @@
+"""Pure ASGI middleware: who may come in, and how much they may bring."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from binascii import Error as NotBase64
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windowpane.server.errors import ApiError
+from windowpane.server.page import is_page
+
+OPEN_PATHS = frozenset({"/health"})
+
+
+class ApiKeys:
+    """Lets nobody in without a key, but to /health and to the files of the page, which asks for the key itself.
+
+    Clients and the page send `Authorization: Bearer KEY`. Browsers that open something else, such as /docs, are asked
+    for a password, which is the key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_open(scope["path"]) or self._knows(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        browses = "text/html" in Request(scope).headers.get("accept", "")
+        error = ApiError(
+            401,
+            "an API key is needed: send it as Authorization: Bearer KEY",
+            kind="authentication_error",
+            code="invalid_api_key",
+        )
+        response = error.response()
+        # Only who opens a page is asked for a password; a script's request must not pop up a dialogue.
+        response.headers["WWW-Authenticate"] = (
+            'Basic realm="Windowpane: any name, the API key as password"' if browses else "Bearer"
+        )
+        await response(scope, receive, send)
+
+    def _knows(self, headers: Headers) -> bool:
+        """Compares digests with every key: how long it takes tells nothing about any of them."""
+        given = _digest(_credential(headers.get("authorization", "")))
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+
+
+def _is_open(path: str) -> bool:
+    """The page holds no data: it has to be there to ask for the key that everything it shows needs."""
+    return path in OPEN_PATHS or is_page(path)
+
+
+def _credential(header: str) -> bytes:
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("latin-1", errors="replace")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except NotBase64:
+            return b""
+    return b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimit:
+    """Refuses bodies beyond a size, by what they say of themselves and by what really comes."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdigit() or int(length) > self._max_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body exceeds {self._max_bytes:,} bytes", code="body_too_large")

@@ -1,0 +1,189 @@
+"""POST /v1/chat/completions: the next message of a chat."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from windowpane.server.chat_writer import ChatWriter
+from windowpane.server.errors import bad_request
+from windowpane.server.job import Job
+from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
+from windowpane.server.protocol import ChatBody, ChatFields, Message
+from windowpane.server.sampling import check_stream, sampling_params
+from windowpane.server.service import Service
+from windowpane.server.sse import EventStream
+from windowpane.text import TextError, message_ends
+from windowpane.text.answer import Answer
+from windowpane.text.grammar import CompiledGrammar
+from windowpane.text.parsers import OutputParser, kept_special_ids
+
+
+async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
+    arrived = time.monotonic()
+    service.check_model(body.model)
+    service.admit(body.n or 1)  # early, so that who is turned away costs nothing
+    _check(service, body)
+    choice = tool_choice(body, service.parsers)
+    prompt = await service.off_loop(render, service, body, _variables(service, body), choice != "none")
+    grammar = await service.off_loop(chat_grammar, body, choice, service.parsers, service.grammars, prompt.text)
+    parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
+    job = _job(service, body, prompt, grammar, parsers, arrived)
+    writer = ChatWriter(service, body, job, parsers)
+    if body.stream:
+        return EventStream(service, job, writer)
+    await service.finished(job, http.receive)
+    return JSONResponse(writer.document())
+
+
+def _check(service: Service, body: ChatBody) -> None:
+    check_stream(body)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise bad_request("max_tokens and max_completion_tokens are the same; give one", "max_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+
+
+# -- messages to a prompt ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """`message_ends` are the numbers of tokens after which a message ends."""
+
+    text: str
+    token_ids: list[int]
+    message_ends: tuple[int, ...]
+
+
+def render(service: Service, body: ChatFields, variables: Mapping[str, Any], with_tools: bool = True) -> ChatPrompt:
+    """The prompt of a chat, by the model's own template."""
+    tokenizer = service.need_tokenizer("messages")
+    template = service.template
+    if template is None or not template.exists:
+        raise bad_request(
+            f"{service.name} has no chat template, so it cannot chat: it is probably a base model. Complete text with "
+            "/v1/completions, start the server with --chat-template FILE, or serve an instruction-tuned model",
+            "messages",
+            "no_chat_template",
+        )
+    messages = [_plain(message, index) for index, message in enumerate(body.messages)]
+    settings: dict[str, Any] = {**(body.chat_template_kwargs or {}), **variables}
+    if body.tools and with_tools:
+        settings["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    for name in ("messages", "add_generation_prompt"):
+        if name in settings:
+            raise bad_request(f"chat_template_kwargs.{name} is a field of its own", "chat_template_kwargs")
+    try:
+        text = template.render(messages, add_generation_prompt=body.add_generation_prompt is not False, **settings)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+    except (TextError, UnicodeError) as error:
+        raise bad_request(str(error), "messages", "invalid_value") from None
+    return ChatPrompt(text, token_ids, message_ends(template, tokenizer, messages, token_ids, **settings))
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates know it: one text, and the arguments of calls as objects."""
+    plain: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        plain["reasoning"] = plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        where = f"messages.{index}.tool_calls"
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, where)},
+            }
+            for call in message.tool_calls
+        ]
+    elif message.role != "assistant" and message.content is None:
+        raise bad_request(f"a message of role {message.role} needs content", f"messages.{index}.content")
+    return plain
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(part.text for part in message.content)
+    return message.content or message.refusal or ""
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError as error:
+        raise bad_request(f"{where}: arguments are not JSON: {error}", where) from None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"{where}: arguments are a JSON object, not {type(arguments).__name__}", where)
+    return arguments
+
+
+def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
+    """What else the template is told."""
+    if body.reasoning_effort is None:
+        return {}
+    if service.template is None or not service.template.knows("reasoning_effort"):
+        raise bad_request(
+            f"the chat template of {service.name} does not know reasoning_effort; leave it out", "reasoning_effort"
+        )
+    return {"reasoning_effort": body.reasoning_effort}
+
+
+# -- the job -------------------------------------------------------------------------------------------------------
+
+
+def _job(
+    service: Service,
+    body: ChatBody,
+    prompt: ChatPrompt,
+    grammar: CompiledGrammar | None,
+    parsers: Sequence[OutputParser | None],
+    arrived: float,
+) -> Job:
+    id = body.request_id or f"chatcmpl-{uuid4().hex}"
+    tokenizer = service.need_tokenizer("messages")
+    tokens = service.tokens(prompt.token_ids, "messages")
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is None:
+        max_tokens = service.room(len(tokens), "messages")
+    service.check_length(len(tokens), max_tokens, "messages")
+    answers = []
+    for choice, parser in enumerate(parsers):
+        params = sampling_params(
+            body,
+            service.tokenizer,
+            choice=choice,
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        request = service.request(
+            f"{id}-{choice}",
+            tokens,
+            params,
+            "messages",
+            priority=body.priority or 0,
+            message_ends=prompt.message_ends,
+            cache_salt=body.cache_salt or "",
+            grammar=grammar,
+        )
+        answers.append(
+            Answer(
+                request,
+                tokenizer,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                include_stop=body.include_stop_str_in_output or False,
+                kept_special_ids=kept_special_ids(tokenizer, parser.markers) if parser else (),
+            )
+        )
+    return Job(id, answers, bool(body.stream), arrived, body.user)

@@ -1,0 +1,201 @@
+"""Writes the answers of a chat as the API's documents: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windowpane.request import FinishReason, TokenLogprobs
+from windowpane.server.job import Job, Piece
+from windowpane.server.protocol import ChatBody
+from windowpane.server.service import Service
+from windowpane.server.sse import event, to_json
+from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
+from windowpane.text.parsers import Content, Delta, OutputParser, Reasoning, ToolArguments, ToolStart
+
+PLAIN_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+class ChatWriter:
+    """`parsers` read the answers, one each; None where an answer is all text."""
+
+    def __init__(self, service: Service, body: ChatBody, job: Job, parsers: Sequence[OutputParser | None]) -> None:
+        self._job = job
+        self._body = body
+        self._tokenizer = service.need_tokenizer("messages")
+        self._readers = [_Reader(body, parser) for parser in parsers]
+        options = body.stream_options
+        self._usage_last = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = {"id": job.id, "object": kind, "created": int(time.time()), "model": service.name}
+        before = to_json({**self._head, "choices": []})[:-2]
+        # Most chunks hold nothing but text: these are put together from ready-made parts.
+        plain = not (body.logprobs or self._usage_last or self._usage_always or any(parsers))
+        self._plain_heads = (
+            [b"data: " + before + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.answers))]
+            if plain
+            else None
+        )
+
+    def document(self) -> dict[str, Any]:
+        choices = []
+        for index, (answer, reader) in enumerate(zip(self._job.answers, self._readers, strict=True)):
+            message = _Message()
+            message.add([*reader.push(answer.text), *reader.finish()])
+            choices.append(
+                {
+                    "index": index,
+                    "message": message.document(),
+                    "logprobs": self._logprobs(answer.request.logprobs),
+                    "finish_reason": reader.reason(answer.finish_reason),
+                    "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                }
+            )
+        return {**self._head, "choices": choices, "usage": usage(self._job)}
+
+    # -- chunk by chunk --------------------------------------------------------------------------------------------
+
+    def first(self) -> bytes:
+        """Who speaks, before the first word."""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(choice, role) for choice in range(len(self._job.answers)))
+
+    def encode(self, pieces: list[Piece]) -> bytes:
+        if self._plain_heads is not None and len(pieces) == 1 and pieces[0].finish_reason is None:
+            piece = pieces[0]
+            if piece.text:
+                return self._plain_heads[piece.choice] + to_json(piece.text) + PLAIN_TAIL
+            return b""
+        by_choice: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_choice.setdefault(piece.choice, []).append(piece)
+        return b"".join(self._pieces(choice, its) for choice, its in by_choice.items())
+
+    def last(self) -> bytes:
+        if not self._usage_last:
+            return b""
+        return event({**self._head, "choices": [], "usage": usage(self._job)})
+
+    def _pieces(self, choice: int, pieces: list[Piece]) -> bytes:
+        reader, ended = self._readers[choice], pieces[-1].finish_reason
+        deltas = reader.push("".join(piece.text for piece in pieces))
+        if ended is not None:
+            deltas += reader.finish()
+        fields = [_delta(delta) for delta in deltas]
+        scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        if not fields and (scored or ended is not None):
+            fields = [{}]
+        chunks = []
+        for index, delta in enumerate(fields):
+            is_last = index == len(fields) - 1
+            reason = reader.reason(ended) if is_last else None
+            chunks.append(self._chunk(choice, delta, scored if index == 0 else (), reason))
+        return b"".join(chunks)
+
+    def _chunk(
+        self, choice: int, delta: dict[str, Any], scored: Sequence[TokenLogprobs] = (), reason: str | None = None
+    ) -> bytes:
+        logprobs = self._logprobs(scored) if scored else None
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        document: dict[str, Any] = {**self._head, "choices": [entry]}
+        if self._usage_always:
+            document["usage"] = usage(self._job)
+        elif self._usage_last:
+            document["usage"] = None
+        return event(document)
+
+    def _logprobs(self, scored: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        content = [
+            {
+                **self._named(entry.token, entry.logprob),
+                "top_logprobs": [self._named(token, logprob) for token, logprob in entry.top],
+            }
+            for entry in scored
+        ]
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token, skip_special_tokens=False)
+        return {"token": token_text(self._tokenizer, token), "logprob": finite(logprob), "bytes": list(data)}
+
+
+class _Reader:
+    """One answer's text as deltas, less what was not asked for: reasoning, or calls beyond the first."""
+
+    def __init__(self, body: ChatBody, parser: OutputParser | None) -> None:
+        self._parser = parser
+        self._wants_reasoning = body.include_reasoning is not False
+        self._one_call = body.parallel_tool_calls is False
+        self._called = False
+
+    def push(self, text: str) -> list[Delta]:
+        if self._parser is None:
+            return [Content(text)] if text else []
+        return self._wanted(self._parser.push(text))
+
+    def finish(self) -> list[Delta]:
+        return [] if self._parser is None else self._wanted(self._parser.finish())
+
+    def reason(self, reason: FinishReason | None) -> str | None:
+        """An answer that ended by itself and called something says so."""
+        return "tool_calls" if self._called and reason is FinishReason.STOP else finish_reason(reason)
+
+    def _wanted(self, deltas: Iterable[Delta]) -> list[Delta]:
+        wanted: list[Delta] = []
+        for delta in deltas:
+            if isinstance(delta, ToolStart):
+                self._called = True
+            is_further_call = isinstance(delta, ToolStart | ToolArguments) and delta.index > 0
+            is_reasoning = isinstance(delta, Reasoning)
+            if not (is_further_call and self._one_call) and not (is_reasoning and not self._wants_reasoning):
+                wanted.append(delta)
+        return wanted
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        return {"reasoning": delta.text, "reasoning_content": delta.text}
+    if isinstance(delta, ToolStart):
+        return {"tool_calls": [{"index": delta.index, **_call(delta, "")}]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.json}}]}
+
+
+def _call(start: ToolStart, arguments: str) -> dict[str, Any]:
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
+
+
+@dataclass(slots=True)
+class _Message:
+    """All deltas of an answer in one."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolStart] = field(default_factory=list)
+    arguments: dict[int, str] = field(default_factory=dict)
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self.content += delta.text
+            elif isinstance(delta, Reasoning):
+                self.reasoning += delta.text
+            elif isinstance(delta, ToolStart):
+                self.calls.append(delta)
+            else:
+                self.arguments[delta.index] = self.arguments.get(delta.index, "") + delta.json
+
+    def document(self) -> dict[str, Any]:
+        content = self.content if self.content or not self.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning"] = message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [_call(call, self.arguments.get(call.index, "")) for call in self.calls]
+        return message

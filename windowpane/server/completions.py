@@ -1,0 +1,224 @@
+"""POST /v1/completions: text that goes on from prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from windowpane.request import TokenLogprobs, Tokens
+from windowpane.server.errors import bad_request
+from windowpane.server.job import Job, Piece
+from windowpane.server.protocol import CompletionBody
+from windowpane.server.sampling import check_stream, grammar_of, sampling_params
+from windowpane.server.service import Service
+from windowpane.server.sse import EventStream, event, to_json
+from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
+from windowpane.text.answer import Answer
+
+DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
+PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: Tokens
+    text: str | None  # where it is to be echoed
+
+
+async def complete(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
+    arrived = time.monotonic()
+    service.check_model(body.model)
+    several = _several(body)
+    service.admit(len(several) * (body.n or 1))  # early, so that who is turned away costs nothing
+    _check(service, body)
+    prompts = await service.off_loop(_prompts, service, body, several)
+    grammar = await service.off_loop(grammar_of, body, service.grammars)
+    job = _job(service, body, prompts, grammar, arrived)
+    writer = _Writer(service, body, job, prompts)
+    if body.stream:
+        return EventStream(service, job, writer)
+    await service.finished(job, http.receive)
+    return JSONResponse(writer.document())
+
+
+def _check(service: Service, body: CompletionBody) -> None:
+    check_stream(body)
+    if body.logprobs is not None:
+        service.need_tokenizer("logprobs")
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens 0 says nothing; only with echo is the prompt itself an answer", "max_tokens")
+
+
+def _several(body: CompletionBody) -> list[str] | list[list[int]]:
+    given: Any = body.prompt
+    several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not several:
+        raise bad_request("prompt is empty; give text or token ids", "prompt")
+    return several
+
+
+def _prompts(service: Service, body: CompletionBody, several: list[str] | list[list[int]]) -> list[Prompt]:
+    prompts = []
+    for one in several:
+        if isinstance(one, str):
+            tokenizer = service.need_tokenizer("prompt")
+            ids = tokenizer.encode(one, add_special_tokens=body.add_special_tokens is not False)
+            prompts.append(Prompt(service.tokens(ids, "prompt"), one))
+        else:
+            tokens = service.tokens(one, "prompt")
+            text = service.need_tokenizer("echo").decode(one) if body.echo else None
+            prompts.append(Prompt(tokens, text))
+    return prompts
+
+
+def _job(service: Service, body: CompletionBody, prompts: Sequence[Prompt], grammar: Any, arrived: float) -> Job:
+    id = body.request_id or f"cmpl-{uuid4().hex}"
+    # A prompt that is only to be scored still needs a step: the token that comes of it is not shown.
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    answers: list[Answer] = []
+    for prompt in prompts:
+        service.check_length(len(prompt.tokens), max_tokens, "prompt")
+        for choice in range(body.n or 1):
+            params = sampling_params(
+                body,
+                service.tokenizer,
+                choice=choice,
+                max_tokens=max_tokens,
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+            )
+            request = service.request(
+                f"{id}-{len(answers)}",
+                prompt.tokens,
+                params,
+                "prompt",
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                grammar=grammar,
+            )
+            answers.append(
+                Answer(
+                    request,
+                    service.tokenizer,
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    include_stop=body.include_stop_str_in_output or False,
+                )
+            )
+    return Job(id, answers, bool(body.stream), arrived, body.user)
+
+
+class _Writer:
+    """Writes a job as the API's documents: whole, or chunk by chunk."""
+
+    def __init__(self, service: Service, body: CompletionBody, job: Job, prompts: Sequence[Prompt]) -> None:
+        self._job = job
+        self._body = body
+        self._tokenizer = service.tokenizer
+        self._scores_only = body.max_tokens == 0
+        # Per choice, what is still to be echoed; None where nothing is, or no longer.
+        self._echoed = [p.text if body.echo else None for p in prompts for _ in range(body.n or 1)]
+        options = body.stream_options
+        self._usage_last = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._offsets = [0] * len(job.answers)
+        self._head = {"id": job.id, "object": "text_completion", "created": int(time.time()), "model": service.name}
+        before = to_json({**self._head, "choices": []})[:-2]
+        # Most chunks hold nothing but text: these are put together from ready-made parts.
+        plain = body.logprobs is None and not (self._usage_last or self._usage_always or body.echo)
+        self._plain_heads = (
+            [b"data: " + before + b'{"index":%d,"text":' % i for i in range(len(job.answers))] if plain else None
+        )
+
+    def document(self) -> dict[str, Any]:
+        choices = []
+        for index, answer in enumerate(self._job.answers):
+            request = answer.request
+            text = "" if self._scores_only else answer.text
+            scored: list[TokenLogprobs | None] = list(request.prompt_logprobs)
+            scored += [] if self._scores_only else request.logprobs
+            choices.append(
+                {
+                    "index": index,
+                    "text": (self._echoed[index] or "") + text,
+                    "logprobs": self._logprobs(index, scored),
+                    "finish_reason": self._reason(answer),
+                    "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                }
+            )
+        return {**self._head, "choices": choices, "usage": usage(self._job, generates=not self._scores_only)}
+
+    def first(self) -> bytes:
+        return b""
+
+    def encode(self, pieces: list[Piece]) -> bytes:
+        if self._plain_heads is not None and len(pieces) == 1 and pieces[0].finish_reason is None:
+            piece = pieces[0]
+            if piece.text:
+                return self._plain_heads[piece.choice] + to_json(piece.text) + PLAIN_TAIL
+            return b""
+        by_choice: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_choice.setdefault(piece.choice, []).append(piece)
+        return b"".join(self._chunk(choice, its) for choice, its in by_choice.items())
+
+    def last(self) -> bytes:
+        if not self._usage_last:
+            return b""
+        return event({**self._head, "choices": [], "usage": usage(self._job, generates=not self._scores_only)})
+
+    def _chunk(self, choice: int, pieces: list[Piece]) -> bytes:
+        answer = self._job.answers[choice]
+        ended = pieces[-1].finish_reason is not None
+        text = "" if self._scores_only else "".join(piece.text for piece in pieces)
+        scored: list[TokenLogprobs | None] = []
+        if not self._scores_only:
+            scored += [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        if (echoed := self._echoed[choice]) is not None:
+            text = echoed + text
+            scored = [*answer.request.prompt_logprobs, *scored]
+            self._echoed[choice] = None
+        if not text and not ended and not scored:
+            return b""
+        chunk: dict[str, Any] = {
+            "index": choice,
+            "text": text,
+            "logprobs": self._logprobs(choice, scored),
+            "finish_reason": self._reason(answer) if ended else None,
+        }
+        document: dict[str, Any] = {**self._head, "choices": [chunk]}
+        if self._usage_always:
+            document["usage"] = usage(self._job, generates=not self._scores_only)
+        elif self._usage_last:
+            document["usage"] = None
+        return event(document)
+
+    def _reason(self, answer: Answer) -> str | None:
+        return "length" if self._scores_only else finish_reason(answer.finish_reason)
+
+    def _logprobs(self, choice: int, scored: Sequence[TokenLogprobs | None]) -> dict[str, Any] | None:
+        """Parallel lists, one entry per token; what a prompt's first token is called is known, but not its logprob."""
+        if self._body.logprobs is None or self._tokenizer is None:
+            return None
+        first_id = int(self._job.answers[choice].request.prompt[0])
+        texts = [token_text(self._tokenizer, first_id if entry is None else entry.token) for entry in scored]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(text)
+        return {
+            "text_offset": offsets,
+            "tokens": texts,
+            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in scored],
+            "top_logprobs": [
+                None
+                if entry is None
+                else {token_text(self._tokenizer, t): finite(p) for t, p in (*entry.top, (entry.token, entry.logprob))}
+                for entry in scored
+            ],
+        }

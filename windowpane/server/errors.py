@@ -1,0 +1,149 @@
+"""Errors in the shape that OpenAI clients read: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as AnyHttpException
+
+from windowpane.server.loop import EngineDied
+from windowpane.server.protocol import UNSUPPORTED
+
+log = logging.getLogger("windowpane.server")
+
+
+class ApiError(HTTPException):
+    """A request that is refused. `param` is the field at fault, `retry_after_s` when to come again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(status, message)
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def document(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        return JSONResponse(self.document(), self.status_code, headers)
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorDocument(BaseModel):
+    """How every refusal looks."""
+
+    error: ErrorBody
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
+    return ApiError(503, message, kind="server_error", code="service_unavailable", retry_after_s=retry_after_s)
+
+
+def failed(message: str) -> ApiError:
+    return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Every way in which a request can go wrong ends in the same shape."""
+
+    def refuse(request: Request, error: ApiError) -> JSONResponse:
+        log.info("%s %s refused: %d %s", request.method, request.url.path, error.status_code, error.message)
+        return error.response()
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return refuse(request, error)
+
+    @app.exception_handler(EngineDied)
+    async def _engine_died(request: Request, error: EngineDied) -> JSONResponse:
+        return refuse(request, unavailable(str(error)))
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return refuse(request, _explain(error.errors()))
+
+    @app.exception_handler(AnyHttpException)
+    async def _http_error(request: Request, error: AnyHttpException) -> JSONResponse:
+        response = refuse(request, ApiError(error.status_code, _http_message(request, error)))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return failed(f"the server failed on this request: {type(error).__name__}").response()
+
+
+def _http_message(request: Request, error: AnyHttpException) -> str:
+    if error.status_code == 404:
+        return f"there is no {request.method} {request.url.path}; see /docs for what there is"
+    if error.status_code == 405:
+        return f"{request.url.path} does not take {request.method}"
+    return str(error.detail)
+
+
+def _explain(errors: Sequence[Any]) -> ApiError:
+    """The first thing wrong with a body, by name.
+
+    Where a field may have several forms, each of them has something to say: what lies deepest is what was meant.
+    """
+    first = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
+    error = max(first, key=lambda e: len(_place(e)))
+    where = _place(error)
+    param = ".".join(where) or None
+    kind = error["type"]
+    if kind == "json_invalid":
+        return bad_request(f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}")
+    if kind == "extra_forbidden":
+        return bad_request(_unknown(where), param, "unsupported_parameter")
+    if param is None:
+        return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
+    said = dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in first if _place(e) == where)
+    return bad_request(f"{param}: {' or '.join(said)}", param, "invalid_value")
+
+
+def _place(error: Any) -> list[str]:
+    return [str(part) for part in error["loc"][1:] if not _is_a_form(part)]
+
+
+def _is_a_form(part: object) -> bool:
+    """Whether this part of a place is no field but one of the forms it may have, such as `list[str]` or a class."""
+    return isinstance(part, str) and (part in ("str", "bool", "int") or "[" in part or part[:1].isupper())
+
+
+def _unknown(where: Sequence[str]) -> str:
+    name = where[-1]
+    if len(where) == 1 and name in UNSUPPORTED:
+        return f"{name} is not supported here: {UNSUPPORTED[name]}"
+    return f"unknown field {'.'.join(where)}; leave it out"

@@ -1,0 +1,48 @@
+"""Reading JSON bodies more strictly than Python does: what is no text in any encoding is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from windowpane.server.errors import bad_request
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read_strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            document = json.loads(body, parse_constant=_refuse_constant)
+        except RecursionError:
+            raise bad_request("the body is nested too deeply") from None
+        except UnicodeDecodeError as error:
+            raise bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+        if b"\\ud" in body.lower():
+            _check_surrogates(document)
+        return document
+
+
+def _refuse_constant(name: str) -> None:
+    raise json.JSONDecodeError(f"{name} is no JSON number", name, 0)
+
+
+def _check_surrogates(document: Any) -> None:
+    """Half of a character, escaped, is a string to Python but text to nobody."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise bad_request("the body has a lone surrogate (an escape such as \\ud800), which is no character") from None

@@ -1,0 +1,50 @@
+"""One line per request: how long it queued and prefilled, what was cached, how fast it decoded."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from windowpane.server.job import Job
+
+
+def set_up(level: str = "info") -> None:
+    """Write the server's log to stderr, and only what goes wrong of the libraries' own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("windowpane")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def log_job(log: logging.Logger, job: Job) -> None:
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", describe(job))
+
+
+def describe(job: Job) -> str:
+    """Of several choices, the queue and prefill of the slowest, and the tokens of all together."""
+    requests, times = job.requests, job.times
+    prompts = {id(request.prompt): request for request in requests}.values()  # choices share their prompt's array
+    cached = sum(request.cached_tokens for request in prompts)
+    new = sum(len(request.prompt) for request in prompts) - cached
+    generated = sum(len(request.output) for request in requests)
+    queue = max(((t.admitted or t.ended or t.submitted) - t.submitted for t in times), default=0.0)
+    prefill = max((t.first_token - t.admitted for t in times if t.first_token and t.admitted), default=0.0)
+    first = min((t.first_token for t in times if t.first_token), default=0.0)
+    last = max((t.last_token for t in times if t.last_token), default=0.0)
+    after_first = generated - sum(t.first_token is not None for t in times)
+    speed = f"{after_first / (last - first):.1f} tok/s" if last > first and after_first else "- tok/s"
+    reasons = ["client gone"] if job.client_gone else sorted({_reason(a.finish_reason) for a in job.answers})
+    who = f", user {job.user!r}" if job.user else ""
+    return (
+        f"{job.id} {','.join(reasons)}: queue {queue:.3f} s, prefill {prefill:.3f} s, "
+        f"{cached} cached + {new} new tokens, {generated} generated, {speed}{who}"
+    )
+
+
+def _reason(reason: object) -> str:
+    return getattr(reason, "value", "abort")

@@ -1,0 +1,200 @@
+"""What Prometheus scrapes at /metrics. Names mirror vLLM's, with `windowpane:` in front: see docs/server.md.
+
+Counts are kept in the engine's thread as plain numbers; labels and text are made when someone scrapes. All that
+concerns memory is read from the engine's own books at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from windowpane.engine import Engine, TokenOutput
+from windowpane.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from windowpane.server.job import Times
+
+PREFIX = "windowpane:"
+
+# Bounds in seconds, those of the vLLM histograms of the same names.
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class Histogram:
+    """Counts by upper bound. Not locked: one thread observes, and who reads may miss the latest."""
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        self.name = PREFIX + name
+        self.help = help
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def family(self, labels: dict[str, str]) -> Metric:
+        below, buckets = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            below += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), float(below)))
+        family = HistogramMetricFamily(self.name, self.help, labels=list(labels))
+        family.add_metric(list(labels.values()), buckets, self.total)
+        return family
+
+
+class Metrics:
+    """Counts of one server. The engine's thread tells it of steps, tokens and ends."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = {"model_name": model_name}
+        self._started = time.monotonic()
+        self.steps = 0
+        self.output_cpu_s = 0.0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.ended_requests: Counter[FinishReason] = Counter()
+        self.rejected_requests: Counter[str] = Counter()  # by reason; the event loop's own
+        self.first_token_s = Histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+        )
+        self.token_s = Histogram("inter_token_latency_seconds", "From one token to the next.", _TOKEN_S)
+        self.request_s = Histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S)
+        self.queue_s = Histogram("request_queue_time_seconds", "From arrival to admission.", _REQUEST_S)
+        self.prefill_s = Histogram("request_prefill_time_seconds", "From admission to the first token.", _REQUEST_S)
+        self.decode_s = Histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_S)
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self.request_generated_tokens = Histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self.loop_lag_s = Histogram("event_loop_lag_seconds", "How late the event loop woke a timer.", _LAG_S)
+
+    # -- told by the engine's thread -------------------------------------------------------------------------------
+
+    def stepped(self, outputs: Sequence[TokenOutput]) -> None:
+        self.steps += 1
+        self.generated_tokens += sum(output.token is not None for output in outputs)
+
+    def token_came(self, request: Request, times: Times, now: float) -> None:
+        if times.last_token is None:
+            times.first_token = now
+            self.first_token_s.observe(now - times.submitted)
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += request.cached_tokens
+        else:
+            self.token_s.observe(now - times.last_token)
+        times.last_token = now
+
+    def ended(self, request: Request, reason: FinishReason | None, times: Times) -> None:
+        """A request is over, and all its times are known that ever will be."""
+        self.ended_requests[reason or FinishReason.CANCELLED] += 1
+        if times.ended is not None:
+            self.request_s.observe(times.ended - times.submitted)
+        self.queue_s.observe((times.admitted or times.ended or times.submitted) - times.submitted)
+        if times.admitted is not None and times.first_token is not None:
+            self.prefill_s.observe(times.first_token - times.admitted)
+        if times.first_token is not None and times.last_token is not None:
+            self.decode_s.observe(times.last_token - times.first_token)
+        self.request_prompt_tokens.observe(len(request.prompt))
+        self.request_generated_tokens.observe(len(request.output))
+
+    def seconds_to_serve(self, waiting: int) -> float:
+        """How long a queue of this length takes at the pace of this server's life so far: a guess, for Retry-After."""
+        ended = sum(self.ended_requests.values())
+        pace = ended / (time.monotonic() - self._started) if ended else 1.0
+        return min(max(waiting / pace, 1.0), 60.0)
+
+    # -- scraped ---------------------------------------------------------------------------------------------------
+
+    def exposition(self, engine: Engine, *, alive: bool) -> bytes:
+        """The text that Prometheus reads. Between steps only: it looks into the engine's books."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collected([*self._engine_families(engine, alive), *self._families()]))
+        return generate_latest(registry)
+
+    def _families(self) -> Iterator[Metric]:
+        yield self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.", self.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", self.generated_tokens)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", self.prompt_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", self.cached_tokens)
+        yield self._counter("engine_steps", "Steps computed.", self.steps)
+        yield self._counter(
+            "output_cpu_seconds", "Processor time of the engine's thread for text and delivery.", self.output_cpu_s
+        )
+        yield self._labelled_counter(
+            "request_success",
+            "Requests that ended, by reason.",
+            "finished_reason",
+            {reason.value: self.ended_requests[reason] for reason in FinishReason},
+        )
+        yield self._labelled_counter(
+            "requests_rejected", "Requests turned away before they were queued.", "reason", self.rejected_requests
+        )
+        for value in vars(self).values():
+            if isinstance(value, Histogram):
+                yield value.family(self._labels)
+
+    def _engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
+        scheduler, manager = engine.scheduler, engine.manager
+        yield self._gauge("engine_up", "1 while the engine runs, 0 when it died.", int(alive))
+        yield self._gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
+        yield self._gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
+        yield self._counter("num_preemptions", "Requests sent back to the queue.", scheduler.preemptions)
+        groups = {group.name: manager.group_bytes(index) for index, group in enumerate(manager.layout.groups)}
+        live = sum(held.live for held in groups.values())
+        yield self._gauge(
+            "kv_cache_usage_perc", "Live bytes over arena bytes; 1 is full.", live / manager.arena.total_bytes
+        )
+        yield self._gauge("kv_arena_bytes", "Bytes of the arena.", manager.arena.total_bytes)
+        held_bytes = GaugeMetricFamily(
+            PREFIX + "kv_bytes",
+            "Bytes of the arena by group and state; free ones belong to no group. All of them add up to the arena.",
+            labels=[*self._labels, "group", "state"],
+        )
+        for name, held in groups.items():
+            for state in ("live", "cached", "stranded"):
+                held_bytes.add_metric([*self._labels.values(), name, state], getattr(held, state))
+        held_bytes.add_metric([*self._labels.values(), "", "free"], manager.free_bytes)
+        yield held_bytes
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _labelled_counter(self, name: str, help: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+
+class _Collected:
+    """What prometheus_client asks for metrics."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> list[Metric]:
+        return self._families

@@ -1,0 +1,99 @@
+"""Reasoning and tool calls: what a chat asks for, and which parsers read the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windowpane.server.errors import bad_request
+from windowpane.server.protocol import ChatBody, NamedTool
+from windowpane.server.sampling import constraint_of, grammar_of
+from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
+from windowpane.text.parsers import (
+    OutputParser,
+    ReasoningParser,
+    ToolParser,
+    reasoning_parser,
+    tool_grammar,
+    tool_parser,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """Which forms the served model writes, by name; None where the server was not told."""
+
+    reasoning: str | None = None
+    tools: str | None = None
+    auto_tools: bool = False
+
+    def __post_init__(self) -> None:
+        if self.auto_tools and self.tools is None:
+            raise ValueError("--enable-auto-tool-choice needs to know how calls are written: add --tool-call-parser")
+        self.make_reasoning()
+        self.make_tools()
+
+    def make_reasoning(self) -> Callable[[str], ReasoningParser] | None:
+        return None if self.reasoning is None else reasoning_parser(self.reasoning)
+
+    def make_tools(self) -> Callable[[], ToolParser] | None:
+        return None if self.tools is None else tool_parser(self.tools)
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def tool_choice(body: ChatBody, parsers: Parsers) -> ToolChoice:
+    """How tools are to be used, refused where the server cannot tell calls from text."""
+    choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
+    if not body.tools:
+        if choice not in ("none", "auto"):
+            raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return "none"
+    if choice == "none":
+        return choice
+    if parsers.tools is None or (choice == "auto" and not parsers.auto_tools):
+        raise bad_request(
+            "tools need a server started with --tool-call-parser"
+            + (" and --enable-auto-tool-choice" if choice == "auto" else "")
+            + '; or set tool_choice to "none"',
+            "tool_choice" if body.tool_choice else "tools",
+        )
+    return choice
+
+
+def output_parser(parsers: Parsers, choice: ToolChoice, prompt: str) -> OutputParser | None:
+    """Reads one answer to `prompt`; None where it is all text."""
+    make_reasoning, make_tools = parsers.make_reasoning(), parsers.make_tools() if choice != "none" else None
+    if make_reasoning is None and make_tools is None:
+        return None
+    return OutputParser(
+        None if make_reasoning is None else make_reasoning(prompt), None if make_tools is None else make_tools()
+    )
+
+
+def chat_grammar(
+    body: ChatBody, choice: ToolChoice, parsers: Parsers, grammars: Grammars | None, prompt: str
+) -> CompiledGrammar | None:
+    """What the answer must look like: by its format, or calls where they are required. A thought may come first."""
+    by_format = constraint_of(body) is not None
+    if by_format and choice != "none":
+        raise bad_request(
+            'an answer by a format cannot also be a call; set tool_choice to "none", or leave the format out', "tools"
+        )
+    if not by_format and choice in ("none", "auto"):
+        return None
+    make_reasoning = parsers.make_reasoning()
+    if grammars is not None and make_reasoning is not None:
+        grammars = grammars.after(make_reasoning(prompt).thought)
+    if by_format:
+        return grammar_of(body, grammars)
+    assert grammars is not None and parsers.tools is not None and body.tools is not None
+    tools: list[dict[str, Any]] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    function = choice.function.name if isinstance(choice, NamedTool) else None
+    parallel = body.parallel_tool_calls is not False
+    try:
+        return tool_grammar(grammars, parsers.tools, tools, function=function, parallel=parallel)
+    except GrammarError as error:
+        raise bad_request(str(error), "tools", "invalid_value") from None

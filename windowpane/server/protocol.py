@@ -1,0 +1,253 @@
+"""Request bodies: the fields of the OpenAI API and of vLLM's additions to it that are honoured, and no others.
+
+A field that is not declared is refused by name. Those that clients often send with a value that asks for nothing
+(`"store": false`) are let through with that value only: see `NEUTRAL`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+
+# Known to other servers and not honoured here, with what to do instead.
+UNSUPPORTED: dict[str, str] = {
+    "allowed_token_ids": "constrain the answer with structured_outputs instead",
+    "audio": "this server writes text only",
+    "bad_words": "use logit_bias instead",
+    "best_of": "all of n are returned; choose among them by their logprobs",
+    "chat_template": "start the server with --chat-template instead",
+    "continue_final_message": "complete the text with /v1/completions instead",
+    "documents": "put them into the messages",
+    "extra_args": "there are none",
+    "function_call": "use tool_choice instead",
+    "functions": "use tools instead",
+    "kv_transfer_params": "there is no KV connector",
+    "length_penalty": "there is no beam search",
+    "logits_processors": "use logit_bias instead",
+    "media_io_kwargs": "this server reads text only",
+    "metadata": "answers are not stored",
+    "mm_processor_kwargs": "this server reads text only",
+    "modalities": 'only ["text"] is written',
+    "moderation": "there is none",
+    "prediction": "there is no predicted output",
+    "prompt_cache_key": "prompts are cached by themselves; use cache_salt to keep them apart",
+    "prompt_cache_retention": "how long prompts stay cached depends on memory alone",
+    "prompt_embeds": "send text or token ids",
+    "prompt_logprobs": "use /v1/completions with echo and logprobs",
+    "return_token_ids": "use /tokenize",
+    "return_tokens_as_token_ids": "use /tokenize",
+    "safety_identifier": "use user instead; it is logged",
+    "service_tier": "there is one tier; use priority",
+    "spaces_between_special_tokens": "special tokens are written as they are",
+    "store": "answers are not stored",
+    "suffix": "text is only written at the end",
+    "thinking_token_budget": "use max_completion_tokens",
+    "truncate_prompt_tokens": "shorten the prompt yourself, so that you know what is left out",
+    "use_beam_search": "there is no beam search; use n",
+    "verbosity": "say in the messages how long the answer should be",
+    "vllm_xargs": "there are none",
+    "web_search_options": "there is no web search",
+}
+
+# What asks for nothing, and so may be sent.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "continue_final_message": (False,),
+}
+
+Count = Annotated[int, Field(ge=0)]
+Token = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(description="Text.")]
+
+
+class Body(BaseModel):
+    """Strict: a number in quotes is no number, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if not _asks_for_nothing(cls, name, value)}
+
+
+def _asks_for_nothing(model: type[BaseModel], name: str, value: Any) -> bool:
+    if name in model.model_fields or name not in UNSUPPORTED:
+        return False
+    return value is None or value in NEUTRAL.get(name, ())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
+
+
+class StructuredOutputs(Body):
+    """What the answer must look like. Exactly one of these."""
+
+    json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: Literal[True] | None = Field(None, description="Any JSON object.")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Body):
+    """Fields that completions and chats share."""
+
+    model: str | None = Field(None, description="A served model's name; may be left out.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
+    cache_salt: str | None = Field(
+        None, max_length=256, description="Requests with different salts never share cached memory."
+    )
+    user: str | None = Field(None, max_length=256, description="Who asks; written to the log.")
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="The same as structured_outputs.json.")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions"""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: Count | None = Field(None, description="16 unless given; 0 only with echo.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = Field(None, description="The same as reasoning.")
+    refusal: str | None = None
+
+
+class FunctionDefinition(Body):
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatFields(Body):
+    """What a chat template is given."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class ChatBody(ChatFields, Sampling):
+    """POST /v1/chat/completions"""
+
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
+    include_reasoning: bool | None = None
+
+
+class TokenizeCompletion(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatFields):
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[Token]

@@ -1,0 +1,142 @@
+"""`windowpane serve`: from what was typed to a server that answers, and to its end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from rich.console import Console
+
+from windowpane.server import log as server_log
+from windowpane.server.app import make_app
+from windowpane.server.loop import EngineLoop
+from windowpane.server.metrics import Metrics
+from windowpane.server.parsing import Parsers
+from windowpane.server.service import Limits, Service
+from windowpane.startup import Started, busy, start
+from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
+from windowpane.text.grammar import Grammars
+
+# How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
+# wait for it whenever the engine computes in Python.
+SWITCH_INTERVAL_S = 0.0005
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+log = logging.getLogger("windowpane.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the server's own flags say. `chat_template` is the template itself."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    log_level: str = "info"
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port is a number from 0 (any that is free) to 65535, not {self.port}")
+        if any(not key.strip() for key in self.api_keys):
+            raise ValueError("--api-key is empty, which would let everybody in; leave it out, or give a key")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"--log-level {self.log_level!r} is not known; use {', '.join(LOG_LEVELS)}")
+
+
+def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -> int:
+    """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
+    console = Console(stderr=True)
+    with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
+        service = make_service(start(model, flags, console), options, console)
+        app = make_app(service, options.api_keys)
+        server_log.set_up(options.log_level)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"), service)
+        _greet(console, service, listener.getsockname(), bool(options.api_keys))
+        try:
+            server.run([listener])
+        finally:
+            service.loop.stop()
+    return 1 if server.force_exit or service.loop.error is not None else 0
+
+
+def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
+    tokenizer = template = None
+    if started.text_source is not None:
+        with busy(console, "reading the tokenizer"):
+            tokenizer = load_tokenizer(started.text_source)
+        template = ChatTemplate(_with_template(tokenizer, options.chat_template))
+    elif options.chat_template is not None:
+        raise TextError("--chat-template needs a tokenizer, and this model came without one")
+    names = options.served_model_names or (started.spec.name,)
+    return Service(
+        names=names,
+        loop=EngineLoop(started.engine, Metrics(names[0])),
+        max_model_len=started.plan.max_model_len,
+        tokenizer=tokenizer,
+        template=template,
+        grammars=None if tokenizer is None else Grammars(tokenizer),
+        parsers=options.parsers,
+        limits=options.limits,
+    )
+
+
+def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    if template is not None:
+        tokenizer.files = replace(tokenizer.files, source="--chat-template", chat_template=template)
+    return tokenizer
+
+
+class Server(uvicorn.Server):
+    """The first signal drains: nobody new is let in, and what runs goes on. The second ends it all."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            log.warning("a second signal: %d requests are cut off", len(self._service.loop.jobs))
+            self.force_exit = True
+            return
+        running = len(self._service.loop.jobs)
+        log.info("shutting down when %d requests have ended; a second signal cuts them off", running)
+        self._service.draining = True
+        self.should_exit = True
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"cannot listen on {options.host} port {options.port}: {reason}; choose another with --port"
+        ) from None
+
+
+def _greet(console: Console, service: Service, address: Sequence[Any], guarded: bool) -> None:
+    """Where it is, and a line to try it with."""
+    host, port = address[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{shown}:{port}"
+    if service.can_chat:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is a window pane?"}]}'
+    else:
+        path, body = "/v1/completions", '{"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}'
+    key = ' -H "Authorization: Bearer $API_KEY"' if guarded else ""
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    console.print(f"\n{service.name} is served at {url} (the page), {url}/v1 (the API) and {url}/docs. Try:", **plain)
+    console.print(f"\n  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'\n", **plain)

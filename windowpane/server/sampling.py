@@ -1,0 +1,129 @@
+"""What a body asks for, as the engine's own words: sampling parameters, and what the answer must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from windowpane.request import SamplingParams
+from windowpane.server.errors import ApiError, bad_request
+from windowpane.server.protocol import ResponseFormat, Sampling, StructuredOutputs
+from windowpane.text.answer import with_stop_ids
+from windowpane.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from windowpane.text.grammar import CompiledGrammar, Grammars
+
+GREEDY_BELOW = 1e-5  # a temperature that divides by next to nothing is meant to be none
+
+
+def sampling_params(
+    body: Sampling,
+    tokenizer: Tokenizer | None,
+    *,
+    choice: int,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The parameters of one choice. With a seed, each of several choices has its own: the seed, and those after it."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if stop and tokenizer is None:
+        raise bad_request("stop strings need text and this model came without a tokenizer; use stop_token_ids", "stop")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    if tokenizer is not None and not body.ignore_eos:
+        stop_token_ids = with_stop_ids(stop_token_ids, tokenizer)
+    temperature = 1.0 if body.temperature is None else body.temperature
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=stop_token_ids,
+            stop=tuple(stop),
+            ignore_eos=body.ignore_eos or False,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=_logit_bias(body),
+            seed=None if body.seed is None else body.seed + choice,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+    except ValueError as error:
+        raise named(error, body) from None
+
+
+def check_stream(body: Sampling) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is for streams; set stream to true, or leave it out", "stream_options")
+
+
+def named(error: ValueError, body: Sampling) -> ApiError:
+    """A refusal in the engine's words, which begin with the field they are about."""
+    words = str(error).split()
+    param = words[0].rstrip(":") if words and words[0].rstrip(":") in type(body).model_fields else None
+    return bad_request(str(error), param, "invalid_value")
+
+
+def _logit_bias(body: Sampling) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    except ValueError:
+        raise bad_request("logit_bias maps token numbers, written as strings, to values", "logit_bias") from None
+
+
+def constraint_of(body: Sampling) -> tuple[str, Any] | None:
+    """The field that says what the answer must look like, and its value. Two that do are an error."""
+    asked = {name: value for name in _CONSTRAINTS if (value := getattr(body, name)) is not None}
+    if body.response_format is not None and body.response_format.type == "text":
+        del asked["response_format"]
+    if len(asked) > 1:
+        raise bad_request(f"{' and '.join(asked)} both say what the answer must look like; give one", next(iter(asked)))
+    return next(iter(asked.items()), None)
+
+
+def grammar_of(body: Sampling, grammars: Grammars | None) -> CompiledGrammar | None:
+    """What the answer must look like, ready for a request."""
+    asked = constraint_of(body)
+    if asked is None:
+        return None
+    name, value = asked
+    if grammars is None:
+        raise bad_request(f"{name} needs text and this model came without a tokenizer", name)
+    try:
+        return _compile(grammars, name, value)
+    except ValueError as error:
+        raise bad_request(f"{name}: {error}", name, "invalid_value") from None
+
+
+_CONSTRAINTS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+def _compile(grammars: Grammars, name: str, value: Any) -> CompiledGrammar | None:
+    if isinstance(value, ResponseFormat):
+        return grammars.from_response_format(value.model_dump(by_alias=True, exclude_none=True))
+    if isinstance(value, StructuredOutputs):
+        kinds = value.model_dump(by_alias=True, exclude_none=True)
+        if len(kinds) != 1:
+            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
+        ((name, value),) = kinds.items()
+    kind = name.removeprefix("guided_")
+    compilers: dict[str, Callable[[Any], CompiledGrammar]] = {
+        "json": grammars.json_schema,
+        "json_object": lambda _: grammars.json_object(),
+        "regex": grammars.regex,
+        "choice": grammars.choice,
+        "grammar": grammars.lark,
+    }
+    return compilers[kind](value)

@@ -1,0 +1,241 @@
+"""What all endpoints share: the model, its text side, the engine loop, and who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.types import Receive
+
+from windowpane.engine import Engine
+from windowpane.request import FinishReason, Request, SamplingParams, Tokens
+from windowpane.scheduler import RequestTooLong
+from windowpane.server.errors import ApiError, bad_request, failed, unavailable
+from windowpane.server.job import Job, Piece
+from windowpane.server.log import log_job
+from windowpane.server.loop import EngineDied, EngineLoop
+from windowpane.server.parsing import Parsers
+from windowpane.text import ChatTemplate, Tokenizer
+from windowpane.text.grammar import Grammars
+
+T = TypeVar("T")
+
+KEEP_ALIVE_S = 10.0  # a stream that has been silent for so long shows a sign of life
+LAG_PROBE_S = 0.05
+
+log = logging.getLogger("windowpane.server")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_queue`: requests that may wait. `max_body_bytes`: of one HTTP request."""
+
+    max_queue: int = 1024
+    max_body_bytes: int = 8 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """One served model. `names` are what clients may call it; the first is what answers call it."""
+
+    names: tuple[str, ...]
+    loop: EngineLoop
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    limits: Limits = field(default_factory=Limits)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    grammars: Grammars | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def engine(self) -> Engine:
+        return self.loop.engine
+
+    @property
+    def can_chat(self) -> bool:
+        return self.template is not None and self.template.exists
+
+    # -- the server's life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.loop.start()
+        self._tasks = [asyncio.create_task(self._show_life()), asyncio.create_task(self._probe_lag())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.to_thread(self.loop.stop)
+
+    async def _show_life(self) -> None:
+        """Wake streams that have been silent for long: during a long prefill, proxies would hang up otherwise."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S / 4)
+            before = time.monotonic() - KEEP_ALIVE_S
+            for job in self.loop.jobs:
+                if job.streams and job.mailbox.looked_at < before:
+                    job.mailbox.wake()
+
+    async def _probe_lag(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_PROBE_S
+            await asyncio.sleep(LAG_PROBE_S)
+            self.loop.metrics.loop_lag_s.observe(max(0.0, time.monotonic() - due))
+
+    # -- coming in -------------------------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; there is {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise bad_request(f"{self.name} came without a tokenizer; give prompts as token ids", param)
+        return self.tokenizer
+
+    async def off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Templates, tokenizers and grammars may take a while: other streams must not wait for them."""
+        return await asyncio.to_thread(work, *arguments)
+
+    def room(self, prompt_tokens: int, param: str) -> int:
+        """New tokens that fit behind a prompt; at least one, or else the prompt is too long."""
+        room = self.max_model_len + 1 - prompt_tokens
+        if room < 1:
+            raise self._too_long(f"the prompt has {prompt_tokens} tokens", param)
+        return room
+
+    def check_length(self, prompt_tokens: int, max_tokens: int, prompt_param: str) -> None:
+        if max_tokens > self.room(prompt_tokens, prompt_param):
+            total = prompt_tokens + max_tokens
+            asked = f"{prompt_tokens} prompt tokens and {max_tokens} new ones make {total}"
+            raise self._too_long(asked, "max_tokens")
+
+    def _too_long(self, asked: str, param: str) -> ApiError:
+        message = f"this model's maximum context length is {self.max_model_len} tokens, and {asked}"
+        return bad_request(message, param, "context_length_exceeded")
+
+    def tokens(self, ids: Sequence[int], param: str) -> Tokens:
+        """A prompt of token ids. Numbers that are no tokens are refused here: they might not even fit an array."""
+        vocab_size = self.engine.sampler.vocab_size
+        if len(ids) == 0:
+            raise bad_request("the prompt is empty; a model needs at least one token", param)
+        if max(ids) >= vocab_size:
+            raise bad_request(f"token {max(ids)} is not in the vocabulary of {vocab_size:,}", param, "invalid_value")
+        return np.array(ids, dtype=np.int32)
+
+    def request(self, id: str, prompt: Tokens, params: SamplingParams, prompt_param: str, **fields: Any) -> Request:
+        """A request that the engine will take, or the reason why it never would."""
+        request = Request(id, prompt, params, **fields)
+        try:
+            self.engine.check(request)
+        except RequestTooLong as error:
+            raise bad_request(_unnamed(error, id), prompt_param, "context_length_exceeded") from None
+        except ValueError as error:
+            raise bad_request(_unnamed(error, id), code="invalid_value") from None
+        return request
+
+    def admit(self, requests: int) -> None:
+        """Turn away what would wait too long, and everybody when the server goes down."""
+        rejected = self.loop.metrics.rejected_requests
+        if self.draining:
+            rejected["draining"] += 1
+            raise unavailable("the server is shutting down", retry_after_s=5)
+        if not self.loop.is_alive:
+            rejected["engine_died"] += 1
+            raise unavailable(f"the engine has stopped: {self.loop.error}")
+        waiting, most = self.loop.waiting, self.limits.max_queue
+        if requests > most:
+            raise bad_request(f"{requests} answers at once; the server queues at most {most}", "n")
+        # Slots that are free take their share at once, so that an idle server never turns anybody away.
+        free = self.engine.manager.num_slots - len(self.engine.scheduler.running)
+        if waiting + requests > most + max(0, free):
+            rejected["queue_full"] += 1
+            raise ApiError(
+                429,
+                f"{waiting} requests are waiting and the server queues at most {most}; try again later",
+                kind="rate_limit_error",
+                code="queue_full",
+                retry_after_s=self.loop.metrics.seconds_to_serve(waiting),
+            )
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self, job: Job, receive: Receive) -> AsyncIterator[AsyncIterator[list[Piece]]]:
+        """Batches of pieces until every choice has ended. Leaving early, or the client's leaving, ends the job.
+
+        A batch may be empty: nothing has come for a while. Raises ClientGone when nobody listens any more, and at once
+        where there is no room for the job.
+        """
+        self.admit(len(job.answers))
+        self.loop.submit(job)
+        gone = asyncio.create_task(_until_gone(job, receive))
+        try:
+            yield self._batches(job)
+        finally:
+            gone.cancel()
+            self.loop.cancel(job)
+            log_job(log, job)
+
+    async def _batches(self, job: Job) -> AsyncIterator[list[Piece]]:
+        left = len(job.answers)
+        while left:
+            # Before, for who left while something was being sent; and after, for who left while nothing came.
+            batch = [] if job.client_gone else await job.mailbox.take()
+            if job.client_gone:
+                raise ClientGone
+            left -= sum(piece.finish_reason is not None for piece in batch)
+            yield batch
+
+    async def finished(self, job: Job, receive: Receive) -> None:
+        """Run a job to its end. A choice that failed fails the whole."""
+        async with self.running(job, receive) as batches:
+            async for _ in batches:
+                pass
+        raise_if_failed(job)
+
+    async def watch(self, question: Callable[[Engine], T]) -> T:
+        """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""
+        if self.draining:
+            raise EngineDied("the server is shutting down")
+        return await self.loop.ask(question)
+
+
+def _unnamed(error: ValueError, id: str) -> str:
+    return str(error).removeprefix(f"request {id}: ")
+
+
+def raise_if_failed(job: Job) -> None:
+    for request in job.requests:
+        if request.finish_reason is FinishReason.FAILED:
+            raise failed(f"a step failed: {request.error}")
+
+
+async def _until_gone(job: Job, receive: Receive) -> None:
+    """Wait for the client to hang up, and tell the job's reader."""
+    with suppress(asyncio.CancelledError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        job.client_gone = True
+        job.mailbox.wake()

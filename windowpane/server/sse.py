@@ -1,0 +1,84 @@
+"""Server-sent events: one response that sends what a job says as it comes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from windowpane.request import FinishReason
+from windowpane.server.errors import failed
+from windowpane.server.job import Job, Piece
+from windowpane.server.service import ClientGone, Service
+
+DONE = b"data: [DONE]\n\n"
+SIGN_OF_LIFE = b": the engine is at work\n\n"
+
+log = logging.getLogger("windowpane.server")
+
+
+def event(document: Mapping[str, Any]) -> bytes:
+    return b"data: " + to_json(document) + b"\n\n"
+
+
+def to_json(document: Any) -> bytes:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class Encoder(Protocol):
+    """What a job says as the events of one endpoint."""
+
+    def first(self) -> bytes:
+        """Before anything has come."""
+
+    def encode(self, pieces: list[Piece]) -> bytes:
+        """These pieces; nothing where they show nothing."""
+
+    def last(self) -> bytes:
+        """After every choice has ended."""
+
+
+class EventStream(Response):
+    """Streams one job. A client that reads slowly gets larger pieces, and holds no memory of the engine's."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, job: Job, encoder: Encoder) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._service = service
+        self._job = job
+        self._encoder = encoder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoder, job = self._encoder, self._job
+        try:
+            async with self._service.running(job, receive) as batches:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await _send(send, encoder.first())
+                async for batch in batches:
+                    if not batch:
+                        await _send(send, SIGN_OF_LIFE)
+                    elif data := encoder.encode(batch):
+                        await _send(send, data)
+                failure = _failure(job)
+                await _send(send, (failure or encoder.last()) + DONE, more=False)
+        except ClientGone:
+            pass
+
+
+def _failure(job: Job) -> bytes | None:
+    """The headers are long gone, so that a failure can only be told as an event."""
+    for request in job.requests:
+        if request.finish_reason is FinishReason.FAILED:
+            return event(failed(f"a step failed: {request.error}").document())
+    return None
+
+
+async def _send(send: Send, data: bytes, more: bool = True) -> None:
+    if data or not more:
+        await send({"type": "http.response.body", "body": data, "more_body": more})

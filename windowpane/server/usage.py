@@ -1,0 +1,52 @@
+"""What endpoints say alike about an answer: what it cost, why it ended, what its tokens are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from windowpane.request import FinishReason, Request
+from windowpane.server.job import Job
+from windowpane.text.answer import Answer
+from windowpane.text.tokenizer import Tokenizer
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+
+
+def finish_reason(reason: FinishReason | None) -> str | None:
+    return None if reason is None else _REASONS.get(reason, "error")
+
+
+def stop_reason(answer: Answer, asked: Sequence[int] | None) -> str | int | None:
+    """vLLM's addition: which of the stops that were asked for ended the answer; None where it was the model's own."""
+    stop = answer.stop
+    return stop if isinstance(stop, str) or stop in (asked or ()) else None
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token is called. One that is no text by itself is called by its bytes, so that names stay apart."""
+    data = tokenizer.token_bytes(token, skip_special_tokens=False)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; this is what the API says instead."""
+    return max(logprob, -9999.0)
+
+
+def usage(job: Job, *, generates: bool = True) -> dict[str, Any]:
+    """Tokens of a job so far. A prompt counts once, however many choices were made of it."""
+    prompts: dict[int, Request] = {}
+    for request in job.requests:
+        prompts.setdefault(id(request.prompt), request)
+    prompt_tokens = sum(len(request.prompt) for request in prompts.values())
+    completion_tokens = sum(len(request.output) for request in job.requests) if generates else 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts.values())},
+    }

@@ -1,0 +1,219 @@
+"""The simulation: the real scheduler and manager, with a clock and a cost model in place of the runner."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
+from windowpane.plan.hardware import Gpu
+from windowpane.plan.planner import Sizing
+from windowpane.request import Request, SamplingParams
+from windowpane.scheduler import Batch, RequestTooLong, Scheduler
+from windowpane.simulate.cost import CostModel, cost_model
+from windowpane.simulate.policies import Policy
+from windowpane.simulate.traffic import ANSWER_TOKEN, Session
+
+MOST_SAMPLES = 1000
+
+
+@dataclass(slots=True)
+class Samples:
+    """Bytes by state and sequences by time; thinned to half when there are too many."""
+
+    every_s: float = 0.05
+    next_s: float = 0.0
+    rows: list[tuple[float, int, int, int, int, int, int]] = field(default_factory=list)
+
+    def take(self, now_s: float, manager: KVManager, running: int, waiting: int) -> None:
+        groups = [manager.group_bytes(g) for g in range(len(manager.layout.groups))]
+        live, cached, stranded = (sum(getattr(g, name) for g in groups) for name in ("live", "cached", "stranded"))
+        self.rows.append((now_s, live, cached, stranded, manager.free_bytes, running, waiting))
+        if len(self.rows) > MOST_SAMPLES:
+            self.rows = self.rows[::2]
+            self.every_s *= 2
+        self.next_s = now_s + self.every_s
+
+
+@dataclass(slots=True)
+class Result:
+    """What one policy did with the traffic. Times are simulated seconds."""
+
+    policy: str
+    requests: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
+    running_seconds: float = 0.0  # sequences × seconds
+    most_running: int = 0
+    arena_bytes: int = 0
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    step_rows: array[int] = field(default_factory=lambda: array("i"))
+    samples: Samples = field(default_factory=Samples)
+
+    @property
+    def output_per_s(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def mean_running(self) -> float:
+        """While anything ran."""
+        return self.running_seconds / self.busy_seconds if self.busy_seconds else 0.0
+
+    def ttft(self, percent: float) -> float:
+        return float(np.percentile(np.asarray(self.ttft_s), percent)) if self.ttft_s else 0.0
+
+    def itl(self, percent: float) -> float:
+        """Of the gaps between tokens: each step is one gap for every sequence that decodes in it."""
+        if not self.step_s:
+            return 0.0
+        times, rows = np.asarray(self.step_s), np.asarray(self.step_rows)
+        order = np.argsort(times)
+        below = np.cumsum(rows[order])
+        return float(times[order][np.searchsorted(below, below[-1] * percent / 100)])
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way: whose it is, when it came, and how much of it was computed before, found again or not."""
+
+    session: Session
+    came_s: float
+    seen_tokens: int
+
+
+class Simulation:
+    """One policy over one traffic."""
+
+    def __init__(
+        self, sizing: Sizing, card: Gpu, kv_bytes: int, max_model_len: int, policy: Policy, prefix_caching: bool = True
+    ) -> None:
+        layout, config = policy.layout(sizing), sizing.config
+        tokens = config.batched_tokens
+        slots = min(config.max_num_seqs, tokens)
+        in_flight = policy.chunks_in_flight * tokens
+        manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, max_model_len, in_flight)
+        restore = RestorePoints(manager) if prefix_caching else None
+        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore=restore)
+        # Sliding layers that are reserved in full still read only what they see.
+        self.cost: CostModel = cost_model(sizing, sizing.layout if policy.swa_full else layout, card)
+        self.result = Result(policy.name, arena_bytes=manager.arena.total_bytes)
+        self._now_s = 0.0
+        self._arrivals: list[tuple[float, int, Session]] = []
+        self._order = 0
+        self._asked: dict[Request, _Asked] = {}
+        self._seen: dict[str, int] = {}
+
+    def run(self, sessions: list[Session], progress: Callable[[int], None] = lambda done: None) -> Result:
+        """Until every turn is answered. `progress` is told the turns done, now and then."""
+        for session in deepcopy(sessions):
+            self._come(session, session.start_s)
+        result, scheduler = self.result, self.scheduler
+        while self._arrivals or scheduler.has_work:
+            self._take_arrivals()
+            batch = scheduler.schedule()
+            if batch is None:
+                if not self._arrivals:
+                    raise RuntimeError("requests wait and nothing runs: the scheduler is stuck")
+                self._now_s = max(self._now_s, self._arrivals[0][0])
+                continue
+            self._step(batch)
+            if result.steps % 256 == 0:
+                progress(result.requests)
+        result.seconds = self._now_s
+        result.preemptions = scheduler.preemptions
+        progress(result.requests)
+        return result
+
+    def _come(self, session: Session, at_s: float) -> None:
+        self._order += 1
+        heapq.heappush(self._arrivals, (at_s, self._order, session))
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self._now_s:
+            came_s, _, session = heapq.heappop(self._arrivals)
+            turn = session.next_turn
+            assert turn is not None
+            prompt, ends = session.next_prompt()
+            request = Request(
+                f"{session.name}.{session.said}", prompt, SamplingParams(turn.output_tokens), message_ends=ends
+            )
+            try:
+                self.scheduler.add(request)
+            except RequestTooLong:
+                self.result.refused += 1  # the session ends here: its later turns would be longer still
+                continue
+            self._asked[request] = _Asked(session, came_s, min(self._seen.get(session.name, 0), len(prompt)))
+
+    def _step(self, batch: Batch) -> None:
+        scheduler, result = self.scheduler, self.result
+        manager = scheduler.manager
+        decoding = len(batch.decode_slots)
+        kv_bytes, kv_flops = self.cost.decode_kv(manager.lengths[batch.decode_slots]) if decoding else (0.0, 0.0)
+        prefilling, sampled = 0, decoding
+        first: list[Request] = []
+        for chunk in batch.chunks:
+            count = len(chunk.tokens)
+            more_bytes, more_flops = self.cost.chunk_kv(chunk.start, chunk.start + count)
+            kv_bytes, kv_flops = kv_bytes + more_bytes, kv_flops + more_flops
+            prefilling += count
+            sampled += chunk.samples
+            request = scheduler.running[chunk.slot]
+            asked = self._asked[request]
+            if request.output:  # it was sent back: all but the last token had been computed
+                asked.seen_tokens = request.known_tokens - 1
+            again = min(chunk.start + count, asked.seen_tokens) - min(chunk.start, asked.seen_tokens)
+            result.recomputed_tokens += again
+            asked.seen_tokens = max(asked.seen_tokens, chunk.start + count)
+            if chunk.samples and not request.output:
+                first.append(request)
+        seconds = self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops)
+        self._now_s += seconds
+        running = len(scheduler.running)
+        result.steps += 1
+        result.computed_tokens += prefilling + decoding
+        result.output_tokens += sampled
+        result.busy_seconds += seconds
+        result.running_seconds += seconds * running
+        result.most_running = max(result.most_running, running)
+        if decoding:
+            result.step_s.append(seconds)
+            result.step_rows.append(decoding)
+        if self._now_s >= result.samples.next_s:
+            result.samples.take(self._now_s, manager, running, len(scheduler.waiting))
+        for request in first:
+            result.ttft_s.append(self._now_s - self._asked[request].came_s)
+        for request in scheduler.commit(np.full(sampled, ANSWER_TOKEN, dtype=np.int64)):
+            self._answered(request)
+
+    def _answered(self, request: Request) -> None:
+        asked, result = self._asked.pop(request), self.result
+        session = asked.session
+        result.requests += 1
+        result.prompt_tokens += len(request.prompt)
+        result.cached_tokens += request.cached_tokens
+        session.answered(len(request.output))
+        # The last token of an answer was sampled and never computed.
+        self._seen[session.name] = len(session.history) - 1
+        following = session.next_turn
+        if following is not None:
+            at_s = self._now_s + following.wait_s if following.at_s is None else max(self._now_s, following.at_s)
+            self._come(session, at_s)
