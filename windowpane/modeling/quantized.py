@@ -134,10 +134,8 @@ class PackedWeight:
             return None
         runs = order.view(-1, self.group_inputs)
         group = runs[:, :1] // self.group_inputs
-        first = group * self.group_inputs
-        return (
-            group[:, 0] if bool((runs == first + torch.arange(self.group_inputs, device=order.device)).all()) else None
-        )
+        whole = group * self.group_inputs + torch.arange(self.group_inputs, device=order.device)
+        return group[:, 0] if torch.equal(runs, whole) else None
 
     def _with_own_scales(self) -> PackedWeight:
         """Every output with scales of its own."""

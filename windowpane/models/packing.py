@@ -1,4 +1,4 @@
-"""How quantized weights lie in memory, whatever scheme their checkpoint stores them in. Torch-free: the plan reads this.
+"""How quantized weights lie in memory, whatever scheme their checkpoint has. Torch-free: the plan reads this.
 
 A weight [outputs, inputs] is cut along its inputs into blocks of 128, the last one padded. A block of one output is 32
 units, and unit j holds the values of inputs j, 32 + j, 64 + j and 96 + j, the first in its lowest bits:

@@ -371,11 +371,9 @@ def _read_gptq(section: Config) -> Quantization:
         if not pattern.startswith("-:"):
             raise section.unknown_value("dynamic", pattern, ("-:PATTERN",))
         ignored += (f"re:{pattern[2:]}",)
-    version = section.choice("checkpoint_format", ("gptq", "gptq_v2")) or "gptq"
-    form = Gptq(
-        bits, _group_size(section), section.flag("desc_act", False), zero_offset=0 if version == "gptq_v2" else 1
-    )
-    rule = Rule(("Linear",), form)
+    is_second = section.choice("checkpoint_format", ("gptq", "gptq_v2")) == "gptq_v2"
+    reordered = section.flag("desc_act", False)
+    rule = Rule(("Linear",), Gptq(bits, _group_size(section), reordered, zero_offset=0 if is_second else 1))
     return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
 
 

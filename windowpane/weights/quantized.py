@@ -93,14 +93,10 @@ def _open(
         group_of = read(".weight_g_idx") if stored.reordered else None
         return lambda a, b: _unpack(packed[a:b]), zeros, read(".weight_scale"), group_of
     if isinstance(stored, Awq):
-        qweight = read(".qweight")
+        words = read(".qweight")
         zeros = _unpack(read(".qzeros"), AWQ_ORDER)[:, :rows].t()
-        return (
-            lambda a, b: _unpack(qweight[:, a // 8 : -(-b // 8)], AWQ_ORDER)[:, : b - a].t(),
-            zeros,
-            _scales(read),
-            None,
-        )
+        values: Values = lambda a, b: _unpack(words[:, a // 8 : -(-b // 8)], AWQ_ORDER)[:, : b - a].t()  # noqa: E731
+        return values, zeros, _scales(read), None
     if isinstance(stored, Gptq):
         qweight = read(".qweight")
         # What wraps around at 0 is taken back.

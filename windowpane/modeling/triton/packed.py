@@ -4,9 +4,11 @@ A unit's four values belong to four spans of 32 inputs, so that a tile of units 
 for the tensor cores, each of one group and each met by 32 consecutive inputs.
 
 Few rows (`_split_kernel`): reading is all that takes time. A program has some outputs, and its warps share the inputs;
-their sums meet at the end. Scales are applied to sums, in float32. More rows (`_tile_kernel`): a tile of outputs by rows
-for a program; scales are applied to weights, which are rounded as a dequantised matrix would be. Where outputs are too
-few to keep the device busy, programs share the inputs, and `_add_kernel` adds what they found. No sum depends on timing.
+their sums meet at the end. Scales are applied to sums, in float32.
+
+More rows (`_tile_kernel`): a program has a tile of outputs by rows. Scales are applied to weights, which are rounded as
+those of a dequantised matrix are. Where outputs are too few to keep the device busy, programs share the inputs, and
+`_add_kernel` adds what they found. No sum depends on timing.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"

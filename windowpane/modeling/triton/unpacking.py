@@ -1,4 +1,4 @@
-"""Quantized weights in registers: what a block's units, scales and zero points mean, for kernels that multiply with them."""
+"""Quantized weights in registers: what the units, scales and zero points of a block mean, for kernels."""
 
 # mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
 
@@ -58,8 +58,8 @@ _FP8_BIAS = tl.constexpr(2.0**120)
 def fetch(S, Z, block, groups, GROUP: tl.constexpr, WIDE: tl.constexpr):
     """Scales and zero points of a block as they are stored. `S` and `Z` point to each output's first.
 
-    WIDE: the four scales are one 64-bit word and the four zero points one 16-bit word. Otherwise there are four of each.
-    Beyond the last block the last is read again.
+    WIDE: the four scales are one 64-bit word and the four zero points one 16-bit word. Otherwise there are four of
+    each. Beyond the last block the last is read again.
     """
     scales = ()
     zeros = ()
@@ -73,10 +73,7 @@ def fetch(S, Z, block, groups, GROUP: tl.constexpr, WIDE: tl.constexpr):
         SHARED: tl.constexpr = 4 if GROUP == 0 or GROUP % 128 == 0 else 2 if GROUP == 64 else 1
         for span in tl.static_range(4):
             if span % SHARED == 0:
-                if GROUP == 0:
-                    group = block * 0
-                else:
-                    group = tl.minimum((block * 128 + span * 32) // GROUP, groups - 1)
+                group = block * 0 if GROUP == 0 else tl.minimum((block * 128 + span * 32) // GROUP, groups - 1)
                 scale = tl.load(S + group)
                 if Z is not None:
                     zero = tl.load(Z + group // 2).to(tl.int32) >> group % 2 * 4
@@ -109,18 +106,19 @@ def decode(
     USES_ASM: tl.constexpr,
 ):  # fmt: skip
     """The four operands of a tile of units […, 32], without their scales."""
+    BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300 - a parameter, whatever its case
     values = ()
     if USES_ASM and IS_INT4:
         # -(128 + z), or -(1024 + z) in float16: the zero point is the lowest bits of the mantissa.
-        MAGIC: tl.constexpr = 0xC300 if DTYPE == tl.bfloat16 else 0xE400
+        MAGIC: tl.constexpr = 0xC300 if BFLOAT16 else 0xE400
         away = ()
         for span in tl.static_range(4):
             if HAS_ZEROS:
                 bits = (zero_of(zeros, span, WIDE) | MAGIC).to(tl.int16)
                 away += (tl.broadcast_to(tl.expand_dims(bits.to(DTYPE, bitcast=True), -1), u.shape),)
             else:
-                away += (tl.full(u.shape, -136.0 if DTYPE == tl.bfloat16 else -1032.0, DTYPE),)
-        if DTYPE == tl.bfloat16:
+                away += (tl.full(u.shape, -136.0 if BFLOAT16 else -1032.0, DTYPE),)
+        if BFLOAT16:
             values = tl.inline_asm_elementwise(
                 _INT4_BFLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [u, away[0], away[1], away[2], away[3]],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -131,7 +129,7 @@ def decode(
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
     elif USES_ASM:
-        if DTYPE == tl.bfloat16:
+        if BFLOAT16:
             values = tl.inline_asm_elementwise(
                 _FP8_BFLOAT16, "=r,=r,=r,=r,r,r", [u],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
