@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from windowpane.attention.pages import KVPages, LayerPages
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.step import Queries, Segment, Step
+from windowpane.modeling.quantized import PackedWeight, Weight, linear, stack
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor | PackedWeight]
+Product = Callable[[torch.Tensor, Weight], torch.Tensor]
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -45,8 +47,8 @@ class Decoder:
         self.recipe = recipe
         self._ropes = _RopeTables()
         take = _Taker(weights, recipe)
-        self.embedding = weights.pop(f"{recipe.prefix}embed_tokens.weight")
-        self.head = weights.pop(recipe.head) if recipe.head else self.embedding
+        self.embedding = take.tensor("embed_tokens.weight")
+        self.head: Weight = weights.pop(recipe.head) if recipe.head else self.embedding
         self.final_norm = take.norm("norm")
         self._per_layer = _PerLayerInputs(recipe, take) if recipe.per_layer_width else None
         shared = {layer.kv_layer for layer in recipe.layers if layer.kv_layer != layer.index}
@@ -77,7 +79,7 @@ class Decoder:
         return _rms_norm(hidden, self.final_norm, recipe.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.head).float()
+        logits = linear(hidden, self.head).float()
         cap = self.recipe.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -128,20 +130,20 @@ class _Layer:
     def __call__(self, hidden: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None) -> torch.Tensor:
         normed = _rms_norm(hidden, self.input_norm, self.model.norm_eps)
         if self.recipe.index == self.model.last_kv_owner and len(state.step.wanted) < len(hidden):
-            present = self._store_form(F.linear(normed, *self._kv_weights()), state)
+            present = self._store_form(linear(normed, *self._kv_weights()), state)
             hidden, normed = self._narrow(hidden, normed, state)
-            queries = self._queries(F.linear(normed, *self._q_weights()), state)
+            queries = self._queries(linear(normed, *self._q_weights()), state)
         elif self.owns_kv:
-            projected = F.linear(normed, self.qkv, self.qkv_bias)
+            projected = linear(normed, self.qkv, self.qkv_bias)
             width = self.recipe.query_heads * self.recipe.head_dim
             queries = self._queries(projected[:, :width], state)
             present = self._store_form(projected[:, width:], state)
         else:
-            queries = self._queries(F.linear(normed, self.qkv, self.qkv_bias), state)
+            queries = self._queries(linear(normed, self.qkv, self.qkv_bias), state)
             present = state.present[self.recipe.kv_layer]
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[state.step.wanted]
-        attended = F.linear(self._attend(queries, present, state), self.out, self.out_bias)
+        attended = linear(self._attend(queries, present, state), self.out, self.out_bias)
         if self.owns_kv:
             self._keep(present, state)
         return self._feed_forward(hidden, attended, per_layer)
@@ -157,13 +159,13 @@ class _Layer:
             hidden = hidden + attended
             hidden = hidden + self._mlp(_rms_norm(hidden, self.post_attention_norm, eps))
         if per_layer is not None:
-            gated = self.activation(F.linear(hidden, self.per_layer_gate)) * per_layer
-            hidden = hidden + _rms_norm(F.linear(gated, self.per_layer_out), self.per_layer_norm, eps)
+            gated = self.activation(linear(hidden, self.per_layer_gate)) * per_layer
+            hidden = hidden + _rms_norm(linear(gated, self.per_layer_out), self.per_layer_norm, eps)
         return hidden if self.scalar is None else hidden * self.scalar
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(self.activation(gate) * up, self.down, self.down_bias)
+        gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return linear(self.activation(gate) * up, self.down, self.down_bias)
 
     def _narrow(self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """From here on only wanted rows go on."""
@@ -175,11 +177,11 @@ class _Layer:
 
     # -- attention -------------------------------------------------------------------------------------------------
 
-    def _q_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _q_weights(self) -> tuple[Weight, torch.Tensor | None]:
         width = self.recipe.query_heads * self.recipe.head_dim
         return self.qkv[:width], None if self.qkv_bias is None else self.qkv_bias[:width]
 
-    def _kv_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _kv_weights(self) -> tuple[Weight, torch.Tensor | None]:
         width = self.recipe.query_heads * self.recipe.head_dim
         return self.qkv[width:], None if self.qkv_bias is None else self.qkv_bias[width:]
 
@@ -283,12 +285,12 @@ class _PerLayerInputs:
         self.projection, _ = take.linear("per_layer_model_projection")
         self.norm = take.norm("per_layer_projection_norm")
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, product: Product = linear) -> torch.Tensor:
         """[tokens, layers, width]."""
         width = self.recipe.per_layer_width
         shape = (len(tokens), len(self.recipe.layers), width)
         looked_up = F.embedding(tokens, self.table) * torch.tensor(width**0.5, dtype=embedded.dtype)
-        projected = F.linear(embedded, self.projection) * self.recipe.hidden_size**-0.5
+        projected = product(embedded, self.projection) * self.recipe.hidden_size**-0.5
         normed = _rms_norm(projected.view(shape), self.norm, self.recipe.norm_eps)
         return (normed + looked_up.view(shape)) * 2**-0.5
 
@@ -318,19 +320,21 @@ class _Taker:
         self._norms_add_one = recipe.norms_add_one
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._weights.pop(self._prefix + name)
+        tensor = self._weights.pop(self._prefix + name)
+        assert isinstance(tensor, torch.Tensor), f"{name} is quantized, and only projections may be"
+        return tensor
 
     def norm(self, name: str) -> torch.Tensor:
         """In float32, as norms are computed."""
         weight = self.tensor(f"{name}.weight").float()
         return weight + 1.0 if self._norms_add_one else weight
 
-    def linear(self, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linear(self, *names: str) -> tuple[Weight, torch.Tensor | None]:
         """Weight and bias of these projections of one input, stacked."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
+        weights = [self._weights.pop(f"{self._prefix}{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names if f"{self._prefix}{name}.bias" in self._weights]
         bias = torch.cat(biases) if biases else None
-        return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
+        return stack(weights), bias
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

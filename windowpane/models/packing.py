@@ -25,6 +25,9 @@ VALUES_PER_UNIT = BLOCK_INPUTS // BLOCK_UNITS
 
 HELD_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1, "int16": 2, "int32": 4}
 
+# What a product of many rows expands at once: slices of a weight, one after another, in the same memory.
+DEQUANTIZED_BYTES = 64 * 1024**2
+
 # A zero point of int4 is one of 0 to 15; a symmetric weight stores none and means this one.
 MIDDLE_OF_INT4 = 8
 

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.gated import gate_times_up, is_gelu
 from windowpane.modeling.triton.unpacking import decode, fetch, scale_of
+from windowpane.models.packing import DEQUANTIZED_BYTES
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
 MOST_ROWS = 256
@@ -60,6 +61,30 @@ def plan_launch(rows: int, outputs: int, inputs: int, processors: int) -> Launch
     # Two programs fit on a multiprocessor.
     programs = max(1, min(8, 2 * processors // tiles, inputs // 1024))
     return Launch(128, tile_rows, 8, 3, programs)
+
+
+def packed_product(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, pdl: bool = False
+) -> torch.Tensor:
+    """x [rows, inputs] · weightᵀ + bias for any number of rows.
+
+    Many rows are multiplied by a dequantised slice of the weight after another, in one piece of memory that is used
+    again; its size is part of the plan.
+    """
+    out = x.new_empty(len(x), len(weight))
+    if len(x) == 0:
+        return out
+    if len(x) <= MOST_ROWS:
+        packed_linear(x, weight, out, bias, pdl=pdl)
+        return out
+    x = weight.in_order(x)
+    at_once = max(1, DEQUANTIZED_BYTES // (weight.inputs * x.element_size()))
+    scratch = x.new_empty(min(at_once, len(weight)), weight.inputs)
+    for start in range(0, len(weight), at_once):
+        part = weight[start : start + at_once]
+        dequantize_into(part, scratch)
+        torch.mm(x, scratch[: len(part)].t(), out=out[:, start : start + at_once])
+    return out if bias is None else out.add_(bias)
 
 
 def packed_linear(
