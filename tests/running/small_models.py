@@ -105,16 +105,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @cache
 def reference(name: str) -> torch.nn.Module:
     """transformers' own model, float32, with norms and scalars away from their trivial initial values."""
+    return build(CONFIGS[name])
+
+
+def build(described: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(7)
-    fields = dict(CONFIGS[name])
+    fields = dict(described)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.architectures = CONFIGS[name]["architectures"]
+    config.architectures = described["architectures"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if "norm" in key or "layer_scalar" in key:
                 tensor.add_(0.1 * torch.randn_like(tensor))
-            if "q_norm" in key and name.startswith("gemma4"):
+            if "q_norm" in key and described["model_type"].startswith("gemma4"):
                 tensor.mul_(0.3)  # its attention has no scale: trained norms keep scores small
     return model
 
