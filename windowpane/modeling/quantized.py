@@ -226,7 +226,7 @@ def stack(weights: Sequence[_Single]) -> Weight:
         return torch.cat(plain)
     if plain or not _alike(packed):
         return JoinedWeight(tuple(weights))
-    if any(len(w) % w.scale_outputs for w in packed[:-1]):
+    if len({w.scale_outputs for w in packed}) > 1 or any(len(w) % w.scale_outputs for w in packed[:-1]):
         packed = [w._with_own_scales() for w in packed]
     first = packed[0]
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in packed if w.zeros is not None])
@@ -268,9 +268,9 @@ def _in_every_head(order: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _alike(packed: list[PackedWeight]) -> bool:
-    """Whether these differ in nothing but outputs."""
+    """Whether these differ in nothing but outputs, and how many of them share a scale."""
     first = packed[0]
-    described = {(w.kind, w.inputs, w.group_inputs, w.scale_outputs, w.zeros is None, w.order is None) for w in packed}
+    described = {(w.kind, w.inputs, w.group_inputs, w.zeros is None, w.order is None) for w in packed}
     if len(described) > 1:
         return False
     return first.order is None or all(torch.equal(w.order, first.order) for w in packed if w.order is not None)
