@@ -17,6 +17,7 @@ from windowpane.modeling.quantized import PackedWeight, pack_units, pack_zeros
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    from windowpane.modeling.triton import packed
     from windowpane.modeling.triton.packed import Launch, dequantize_into, packed_gated, packed_linear
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -126,6 +127,16 @@ def check_dequantized() -> None:
         out = nans(*weight.shape)
         dequantize_into(weight, out)
         assert torch.equal(out, weight.dequantize(torch.float32))
+
+
+def check_many_rows_go_through_slices_of_the_matrix() -> None:
+    most, at_once = packed.MOST_ROWS, packed.DEQUANTIZED_BYTES
+    packed.MOST_ROWS, packed.DEQUANTIZED_BYTES = 4, 10 * 384 * 4
+    for weight in (weights()[1], random_weight("fp8", 50, 384, 128, scale_outputs=32)):
+        x, bias = strided(5, 384), torch.randn(len(weight))
+        close(packed.packed_product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
+        assert packed.packed_product(x[:0], weight, None).shape == (0, len(weight))
+    packed.MOST_ROWS, packed.DEQUANTIZED_BYTES = most, at_once
 
 
 def strided(rows: int, width: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""AWQ and GPTQ checkpoints, written value by value here, and everything about quantized checkpoints that is an error."""
+"""AWQ and GPTQ checkpoints, written value by value here, and every way in which a quantized one may not fit."""
 
 from __future__ import annotations
 

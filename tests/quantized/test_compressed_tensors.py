@@ -11,7 +11,7 @@ import torch
 from tests.quantized.compressed import config_of, decompressed, save_quantized
 from tests.running.harness import Knobs, generate_with
 from tests.running.test_against_transformers import prompt
-from windowpane.modeling.quantized import JoinedWeight, PackedWeight, stack
+from windowpane.modeling.quantized import JoinedWeight, PackedWeight, linear, stack
 from windowpane.models import load
 from windowpane.models.weights import held_bytes, text_tensors, weight_bytes
 from windowpane.weights import load_weights
@@ -63,7 +63,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Pat
 
 
 def test_weights_and_logits_are_those_of_the_library(checkpoint: tuple[str, Path]) -> None:
-    name, path = checkpoint
+    _, path = checkpoint
     spec = load(path)
     weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
     config = spec.text.fields
@@ -120,8 +120,6 @@ def test_projections_that_are_not_held_alike_are_joined() -> None:
     joined = stack([packed, plain])
     assert isinstance(joined, JoinedWeight)
     assert joined.shape == (32, 64)
-    from windowpane.modeling.quantized import linear
-
     whole = torch.cat([packed.dequantize(torch.float32), plain])
     x, bias = torch.randn(3, 64), torch.randn(32)
     for part in (slice(None), slice(0, 20), slice(20, 30), slice(26, 32)):

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from windowpane.modeling.decoder import Weights
 from windowpane.models import ModelSpec, from_config
+from windowpane.weights import load_weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 24
+_CPU = torch.device("cpu")
 
 _BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -101,6 +104,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+# Quantized ones are random as they are, packed: transformers does not make them.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "llama int4": {
+        **CONFIGS["llama with biases"],
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"all": {"targets": ["Linear"], "weights": _INT4}},
+            "ignore": ["lm_head", "re:.*k_proj"],
+        },
+    },
+    "gemma4 int4": {
+        **CONFIGS["gemma4 K = V"],
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"all": {"targets": ["Linear"], "weights": {**_INT4, "symmetric": True}}},
+            "ignore": ["lm_head"],
+        },
+    },
+    "qwen3 fp8": {**CONFIGS["qwen3"], "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}},
+}
+
 
 @cache
 def reference(name: str) -> torch.nn.Module:
@@ -124,8 +151,11 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
 
 
 def spec_of(name: str) -> ModelSpec:
-    return from_config(CONFIGS[name], name)
+    return from_config((CONFIGS | QUANTIZED)[name], name)
 
 
-def weights_of(name: str) -> dict[str, torch.Tensor]:
-    return {key: tensor.detach().clone() for key, tensor in reference(name).state_dict().items()}
+def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
+    if name in QUANTIZED:
+        return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
+    state = reference(name).state_dict()
+    return {key: tensor.detach().to(device, dtype, copy=True) for key, tensor in state.items()}

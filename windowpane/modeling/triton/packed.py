@@ -58,9 +58,14 @@ def plan_launch(rows: int, outputs: int, inputs: int, processors: int) -> Launch
         return Launch(tile, 8 if rows <= 8 else 16, 4, 4)
     tile_rows = min(128, max(32, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(outputs, 128) * triton.cdiv(rows, tile_rows)
-    # Two programs fit on a multiprocessor.
+    # Two programs fit on a multiprocessor: one multiplies while the other decodes.
     programs = max(1, min(8, 2 * processors // tiles, inputs // 1024))
-    return Launch(128, tile_rows, 8, 3, programs)
+    return Launch(128, tile_rows, 8, 2, programs)
+
+
+def _plan_float32(rows: int) -> Launch:
+    """Without tensor cores, for checks: as small as kernels come."""
+    return Launch(16, 8 if rows <= 8 else 16, 4, 2) if rows <= SPLIT_ROWS else Launch(32, 32, 4, 2)
 
 
 def packed_product(
@@ -149,7 +154,8 @@ def _launch(
     if launch is None:
         on_cuda = x.device.type == "cuda"
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count if on_cuda else 4
-        launch = plan_launch(rows, outputs, inputs, processors)
+        is_half = x.element_size() == 2
+        launch = plan_launch(rows, outputs, inputs, processors) if is_half else _plan_float32(rows)
     scales, zeros, is_wide = _as_words(weight, x.dtype)
     operands = (x, weight.units, scales, zeros)
     common = {
@@ -235,7 +241,8 @@ def _split_kernel(
         gdc_launch_dependents()
         if USES_ASM:
             # Nobody writes weights: their first lines may come while the kernel before still runs.
-            line = (U + n[:, None] * u_stride + tl.arange(0, 8)[None, :] * 64).to(tl.int64)
+            line = tl.minimum(tl.arange(0, 8) * 64, u_stride - 1)
+            line = (U + n[:, None] * u_stride + line[None, :]).to(tl.int64)
             tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
         gdc_wait()
     blocks = tl.cdiv(inputs, 128)
