@@ -41,6 +41,7 @@ CASES = {
     "qwen3-0.6b": Case(256, {}),
     "gemma-4-e4b": Case(256, {}, (8, 32_768)),
     "gemma-4-31b": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}, (4, 65_536)),
+    "gemma-4-31b-awq-4bit": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}),
 }
 
 

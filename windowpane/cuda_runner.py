@@ -15,7 +15,7 @@ from windowpane.attention.pages import KVPages
 from windowpane.graphs import DecodeGraphs, Progress, ladder
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
-from windowpane.modeling.decoder import Decoder
+from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
 from windowpane.models.spec import ModelSpec
@@ -32,7 +32,7 @@ class CudaRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, torch.Tensor],
+        weights: Weights,
         layout: Layout,
         num_slabs: int,
         num_slots: int,
@@ -46,7 +46,7 @@ class CudaRunner:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.values())
+        self.weights_bytes = sum(t.nbytes for t in weights.values())
         decoder = Decoder(read_recipe(spec), weights)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave

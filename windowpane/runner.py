@@ -13,7 +13,7 @@ from windowpane.attention.pages import KVPages
 from windowpane.attention.step import Segment, Step
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
-from windowpane.modeling.decoder import Decoder
+from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.recipe import read_recipe
 from windowpane.models.spec import ModelSpec
 from windowpane.scheduler import Batch, Chunk
@@ -37,7 +37,7 @@ class Runner:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, torch.Tensor],
+        weights: Weights,
         layout: Layout,
         num_slabs: int,
         num_slots: int,
@@ -48,7 +48,7 @@ class Runner:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.values())
+        self.weights_bytes = sum(t.nbytes for t in weights.values())
         self.model = Decoder(read_recipe(spec), weights)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from windowpane.cuda_runner import CudaRunner
     from windowpane.engine import Engine
     from windowpane.runner import Runner
+    from windowpane.weights import LoadedWeights
 
 # A CPU shares its memory with everything else on the machine.
 CPU_KV_BYTES = 4 * 2**30
@@ -119,7 +120,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
 
 def _make_runner(
     plan: Plan,
-    weights: dict[str, torch.Tensor],
+    weights: LoadedWeights,
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,

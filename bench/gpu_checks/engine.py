@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tests.running.small_models import CONFIGS, WINDOW, spec_of, weights_of
+from tests.running.small_models import CONFIGS, QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.cuda_runner import CudaRunner
 from windowpane.engine import Engine
 from windowpane.kv.capacity import Capacity
@@ -25,6 +25,8 @@ from windowpane.scheduler import Batch, Chunk, Scheduler
 RESTORED = ("qwen3", "gemma3", "gemma4 everything")
 
 Checks = list[tuple[str, Callable[[], str]]]
+
+NAMES = (*CONFIGS, *QUANTIZED)
 
 NEW_TOKENS = 48
 TEACHER_TOKENS = 1024
@@ -45,7 +47,7 @@ class Setting:
 
 def checks() -> Checks:
     return [
-        *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in CONFIGS),
+        *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in NAMES),
         *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
     ]
@@ -103,7 +105,7 @@ def teacher_forced(name: str) -> str:
     The models are random, so the two likeliest tokens are often closer than what bf16 rounds away, in any
     implementation: the plain path in bf16 shows how much that is. Tokens must agree where the margin is clear of it.
     """
-    tokens = np.random.default_rng(5).integers(3, CONFIGS[name]["vocab_size"], size=TEACHER_TOKENS)
+    tokens = np.random.default_rng(5).integers(3, spec_of(name).vocab_size, size=TEACHER_TOKENS)
     exact = _forced_logits(name, tokens, torch.float32, fused=False)
     plain = _forced_logits(name, tokens, torch.bfloat16, fused=False)
     got = _forced_logits(name, tokens, torch.bfloat16, fused=True)
@@ -140,7 +142,7 @@ def run(
 ) -> list[list[int]]:
     """Greedy continuations of a few prompts, several windows long, run together."""
     rng = np.random.default_rng(11)
-    prompts = [rng.integers(3, CONFIGS[name]["vocab_size"], size=n) for n in lengths]
+    prompts = [rng.integers(3, spec_of(name).vocab_size, size=n) for n in lengths]
     engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(prompts))
     requests = [
         Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0)) for i, p in enumerate(prompts)
@@ -163,7 +165,7 @@ def _engine(
     )
     restore = RestorePoints(manager) if restoring else None
     scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore=restore)
-    sampler = Sampler(CONFIGS[name]["vocab_size"], device)
+    sampler = Sampler(spec_of(name).vocab_size, device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 
 
@@ -182,7 +184,7 @@ def make_runner(
     stored = str(dtype).removeprefix("torch.")
     layout = plan_layout(spec.caches, resolve_formats(stored, group_caches(spec.caches), stored), stored)
     slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
-    weights = {key: tensor.to(device, dtype) for key, tensor in weights_of(name).items()}
+    weights = weights_of(name, dtype, device)
     manager = KVManager(layout, slabs, slots, length)
     args = (spec, weights, layout, slabs, slots, length)
     if fused:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.gpu_checks.engine import Setting, run
-from tests.running.small_models import CONFIGS, FULL, SLIDING
+from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
 _TINY: dict[str, Any] = {
@@ -34,6 +34,19 @@ TINY = {
         "vocab_size_per_layer_input": 24,
     },
 }
+TINY |= {
+    # Wide enough for a group of 32.
+    "llama int4": {**QUANTIZED["llama int4"], **_TINY, "intermediate_size": 32},
+    "gemma4 int4": {
+        **QUANTIZED["gemma4 int4"],
+        **_TINY,
+        "intermediate_size": 32,
+        "layer_types": [SLIDING, FULL],
+        "sliding_window": 8,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": 24,
+    },
+}
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 
@@ -41,7 +54,7 @@ LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:]:
-        CONFIGS[name] = TINY[name]
+        (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
         found = [
             run(name, Setting(fused, False, False, CHUNK_TOKENS), "cpu", LENGTHS, NEW_TOKENS) for fused in (False, True)
         ]

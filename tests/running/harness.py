@@ -14,6 +14,8 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
+from windowpane.modeling.decoder import Weights
+from windowpane.models import ModelSpec
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.scheduler import Scheduler
@@ -56,7 +58,10 @@ def layout_of(caches: list[Cache], knobs: Knobs) -> Layout:
 
 def generate(name: str, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
     """Greedy continuations of all prompts, run together, and the logits of every sampled token."""
-    spec = spec_of(name)
+    return generate_with(spec_of(name), weights_of(name), prompts, max_tokens, knobs)
+
+
+def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
     layout = layout_of(list(spec.caches), knobs)
     longest = max(len(p) for p in prompts) + max_tokens
     slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
@@ -64,7 +69,7 @@ def generate(name: str, prompts: list[list[int]], max_tokens: int, knobs: Knobs)
     restore = RestorePoints(manager) if knobs.keep else None
     scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, restore)
     device = torch.device("cpu")
-    runner = Runner(spec, weights_of(name), layout, slabs, knobs.num_slots, longest, device=device, dtype=torch.float32)
+    runner = Runner(spec, weights, layout, slabs, knobs.num_slots, longest, device=device, dtype=torch.float32)
     requests = [
         Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
         for i, p in enumerate(prompts)

@@ -14,6 +14,7 @@ import torch
 from windowpane.attention.pages import LayerPages
 from windowpane.attention.step import Step
 from windowpane.modeling.ops import Angles, Ops
+from windowpane.modeling.quantized import Weight
 from windowpane.native import build
 
 # Up to here the kernel that reads weights in place is faster than a library's product, which repacks them; for one row
@@ -55,7 +56,9 @@ class CpuOps(Ops):
         self._attend = _function(library, "attend_decoding", ctypes.POINTER(_Attention), c_int)
         self._write = _function(library, "write_rows", *[c_void_p] * 4, *[c_long] * 5)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, torch.Tensor):
+            return super().linear(x, weight, bias)
         rows, (outputs, width) = x.shape[0], weight.shape
         if rows not in FEW_ROWS or width % ALIGNED_FLOATS or x.stride(1) != 1 or not weight.is_contiguous():
             return super().linear(x, weight, bias)

@@ -6,6 +6,7 @@ like all layers after it, only for tokens whose logits are wanted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +17,12 @@ from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.step import Queries, Segment, Step
 from windowpane.modeling.cpu import ops_for
 from windowpane.modeling.ops import ACTIVATIONS, Ops
+from windowpane.modeling.quantized import PackedWeight, Weight, stack
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor | PackedWeight]
+Product = Callable[[torch.Tensor, Weight], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -42,9 +45,9 @@ class Decoder:
         self.recipe = recipe
         self._ropes = _RopeTables()
         take = _Taker(weights, recipe)
-        self.embedding = weights.pop(f"{recipe.prefix}embed_tokens.weight")
+        self.embedding = take.tensor("embed_tokens.weight")
         self.ops = ops_for(self.embedding)
-        self.head = weights.pop(recipe.head) if recipe.head else self.embedding
+        self.head: Weight = weights.pop(recipe.head) if recipe.head else self.embedding
         self.final_norm = take.norm("norm")
         self._per_layer = _PerLayerInputs(recipe, take, self.ops) if recipe.per_layer_width else None
         shared = {layer.kv_layer for layer in recipe.layers if layer.kv_layer != layer.index}
@@ -178,11 +181,11 @@ class _Layer:
 
     # -- attention -------------------------------------------------------------------------------------------------
 
-    def _q_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _q_weights(self) -> tuple[Weight, torch.Tensor | None]:
         width = self.recipe.query_heads * self.recipe.head_dim
         return self.qkv[:width], None if self.qkv_bias is None else self.qkv_bias[:width]
 
-    def _kv_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _kv_weights(self) -> tuple[Weight, torch.Tensor | None]:
         width = self.recipe.query_heads * self.recipe.head_dim
         return self.qkv[width:], None if self.qkv_bias is None else self.qkv_bias[width:]
 
@@ -286,12 +289,12 @@ class _PerLayerInputs:
         self.projection, _ = take.linear("per_layer_model_projection")
         self.norm = take.norm("per_layer_projection_norm")
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, product: Product | None = None) -> torch.Tensor:
         """[tokens, layers, width]."""
         width = self.recipe.per_layer_width
         shape = (len(tokens), len(self.recipe.layers), width)
         looked_up = F.embedding(tokens, self.table) * torch.tensor(width**0.5, dtype=embedded.dtype)
-        projected = self.ops.linear(embedded, self.projection) * self.recipe.hidden_size**-0.5
+        projected = (product or self.ops.linear)(embedded, self.projection) * self.recipe.hidden_size**-0.5
         normed = self.ops.norm(projected.view(shape), self.norm, self.recipe.norm_eps)
         return (normed + looked_up.view(shape)) * 2**-0.5
 
@@ -321,16 +324,18 @@ class _Taker:
         self._norms_add_one = recipe.norms_add_one
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._weights.pop(self._prefix + name)
+        tensor = self._weights.pop(self._prefix + name)
+        assert isinstance(tensor, torch.Tensor), f"{name} is quantized, and only projections may be"
+        return tensor
 
     def norm(self, name: str) -> torch.Tensor:
         """In float32, as norms are computed."""
         weight = self.tensor(f"{name}.weight").float()
         return weight + 1.0 if self._norms_add_one else weight
 
-    def linear(self, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linear(self, *names: str) -> tuple[Weight, torch.Tensor | None]:
         """Weight and bias of these projections of one input, stacked."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
+        weights = [self._weights.pop(f"{self._prefix}{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names if f"{self._prefix}{name}.bias" in self._weights]
         bias = torch.cat(biases) if biases else None
-        return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
+        return stack(weights), bias

@@ -27,6 +27,7 @@ from windowpane.attention.triton.decode import DecodeScratch, decode, decode_pro
 from windowpane.attention.triton.view import LayerView
 from windowpane.attention.triton.write import write
 from windowpane.modeling.decoder import Decoder, _Layer
+from windowpane.modeling.quantized import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope
 from windowpane.modeling.triton.gated import gated, gated_per_layer
@@ -34,6 +35,7 @@ from windowpane.modeling.triton.heads import PageWrite, prepare_heads
 from windowpane.modeling.triton.logits import softcap
 from windowpane.modeling.triton.matvec import gated_matvec, matvec, pays
 from windowpane.modeling.triton.norms import residual_norm, rms_norm
+from windowpane.modeling.triton.packed import SPLIT_ROWS, packed_gated, packed_product
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -111,7 +113,7 @@ class FusedDecoder:
         hidden = F.embedding(tokens, self.embedding)
         if self.recipe.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        per_layer = self._per_layer(tokens, hidden) if self._per_layer else None
+        per_layer = self._per_layer(tokens, hidden, self._linear) if self._per_layer else None
         normed = torch.empty_like(hidden)
         rms_norm(hidden, self.layers[0].input_norm, self.recipe.norm_eps, normed, pdl=self._pdl)
         state = _Pass(step, step.positions, step.chunks, self._plan(step))
@@ -127,11 +129,14 @@ class FusedDecoder:
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits of final hidden states, in `out` where it is given."""
-        logits = _linear(normed, self.head, None, self._pdl)
+        logits = self._linear(normed, self.head)
         if out is None:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         softcap(logits, out, self.recipe.final_softcap, pdl=self._pdl)
         return out
+
+    def _linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return _linear(x, weight, None, self._pdl)
 
     def _plan(self, step: DeviceStep) -> dict[int | None, torch.Tensor]:
         """For each window, how the past of the decoding rows is shared out."""
@@ -267,10 +272,13 @@ class FusedLayer:
         normed = torch.empty_like(hidden)
         residual_norm(hidden, attended, post, self.pre_mlp_norm, None, eps, normed, pdl=self._pdl)
         inner = hidden.new_empty(len(hidden), self.down.shape[1])
-        if self.gate_up_bias is None and pays(len(hidden), len(self.gate_up)):
-            gated_matvec(normed, self.gate_up, inner, activation, pdl=self._pdl)
+        gate_up, has_bias = self.gate_up, self.gate_up_bias is not None
+        if isinstance(gate_up, PackedWeight) and not has_bias and len(hidden) <= SPLIT_ROWS:
+            packed_gated(normed, gate_up, inner, activation, pdl=self._pdl)
+        elif isinstance(gate_up, torch.Tensor) and not has_bias and pays(len(hidden), len(gate_up)):
+            gated_matvec(normed, gate_up, inner, activation, pdl=self._pdl)
         else:
-            gated(self._linear(normed, self.gate_up, self.gate_up_bias), inner, activation, pdl=self._pdl)
+            gated(self._linear(normed, gate_up, self.gate_up_bias), inner, activation, pdl=self._pdl)
         out = self._linear(inner, self.down, self.down_bias)
         if per_layer is None:
             residual_norm(hidden, out, self.post_mlp_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
@@ -283,7 +291,7 @@ class FusedLayer:
         residual_norm(hidden, out, self.per_layer_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
         return normed
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return _linear(x, weight, bias, self._pdl)
 
     def _heads(
@@ -361,17 +369,21 @@ def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:
     device = layer.qkv.device
     every = torch.arange(dim, device=device)
     order = torch.cat([every[:pairs], every[half : half + pairs], every[pairs:half], every[half + pairs :]])
-    rows = layer.qkv.view(-1, dim, layer.qkv.shape[1])
-    layer.qkv = rows[:, order].reshape(layer.qkv.shape)
+    layer.qkv = permute_outputs(layer.qkv, order)
     if layer.qkv_bias is not None:
         layer.qkv_bias = layer.qkv_bias.view(-1, dim)[:, order].reshape(-1)
-    layer.out = layer.out.view(layer.out.shape[0], -1, dim)[:, :, order].reshape(layer.out.shape)
+    layer.out = permute_inputs(layer.out, order)
     assert layer.q_norm is not None and layer.k_norm is not None  # latents have normed queries and keys
     layer.q_norm, layer.k_norm = layer.q_norm[order], layer.k_norm[order]
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pdl: bool) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, pdl: bool) -> torch.Tensor:
     """A few rows stream the weights once; many are a matrix product."""
+    if isinstance(weight, PackedWeight):
+        return packed_product(x, weight, bias, pdl=pdl)
+    if isinstance(weight, JoinedWeight):
+        out = torch.cat([_linear(x, part, None, pdl) for part in weight.parts], dim=-1)
+        return out if bias is None else out + bias
     if len(x) and pays(len(x), len(weight)):
         out = x.new_empty(len(x), len(weight))
         matvec(x, weight, out, bias, pdl=pdl)

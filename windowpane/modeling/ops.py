@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from windowpane.attention.pages import LayerPages
 from windowpane.attention.reference import attend_decoding
 from windowpane.attention.step import Step
+from windowpane.modeling.quantized import Weight, linear
 from windowpane.modeling.rope import rotate
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -22,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Ops:
     """Norms are computed in float32, whatever the dtype."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight, bias)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """RMS norm of the last dimension."""

@@ -8,6 +8,7 @@ The activation estimate counts the tensors that are alive together at the widest
                   2 × query width + 2 × KV width    q, attention output, k, v
                   3 × MLP width                     gate, up, their product
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy
+    quantized   64 MiB                          the slice of a weight that is dequantised at a time
 
 On a Hopper GPU the scratch of its prefill kernels comes on top (`attention.hopper.sizes`): most of it the rotated dims
 of a latent's keys, 1 KiB per token of the longest sequence for Gemma 4 31B, for all layers together.
@@ -26,6 +27,7 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import dtype_bytes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Window, ceil_div
+from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.spec import ModelSpec
 
 # CUDA context, libraries' workspaces and captured graphs. A round figure; measured at start-up by the engine.
@@ -97,7 +99,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks)
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size // ranks * 4 * 2
-    return tokens + logits
+    dequantized = DEQUANTIZED_BYTES if spec.quantization else 0
+    return tokens + logits + dequantized
 
 
 def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout, ranks: int, device: Device) -> int:

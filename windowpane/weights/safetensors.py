@@ -38,6 +38,9 @@ class SafetensorsCheckpoint:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         shape = self.shapes[name]
+        if not shape:
+            yield self._file(self._paths[name]).get_tensor(name)[None]
+            return
         # Counted at four bytes a value: a piece may be converted on its way.
         at_once = max(1, PIECE_BYTES // (4 * prod(shape[1:])))
         for start in range(0, shape[0], at_once):
