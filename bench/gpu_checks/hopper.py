@@ -145,7 +145,7 @@ def _chunk_logits(
         manager.extend(0, start + count)
         chunk = Chunk(0, start, tokens[start : start + count], samples=True)
         batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes() or NO_CHANGES)
-        logits.append(runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0].clone())
+        logits.append(runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, count)).clone())
         start += count
     return torch.cat(logits).double()
 

@@ -254,7 +254,9 @@ class FusedLayer:
             return hidden, normed
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[step.wanted]
-        return hidden, self._feed_forward(hidden, self._linear(attended, self.out, self.out_bias), per_layer)
+        mixed = self._linear(attended, self.out, self.out_bias)
+        del queries, present, attended  # the widest point of a layer is yet to come
+        return hidden, self._feed_forward(hidden, mixed, per_layer)
 
     def write(self, present: tuple[torch.Tensor, torch.Tensor], step: DeviceStep) -> None:
         """Store what the future can see of this step's rows."""
