@@ -295,7 +295,7 @@ def random_weight(name: str, outputs: int, inputs: int, dtype: torch.dtype = BF1
         weight.units.bitwise_and_(0xBFBFBFBF - 2**32)  # below 2, and no NaN
     weight.scales.copy_((torch.rand(weight.scales.shape, device=CUDA) + 0.5) * 0.2 / inputs**0.5)
     if weight.zeros is not None:
-        weight.zeros.random_(0, 256)
+        weight.zeros.random_(-(2**31), 2**31 - 1)
     return weight
 
 
