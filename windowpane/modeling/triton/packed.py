@@ -31,6 +31,8 @@ from windowpane.models.packing import DEQUANTIZED_BYTES
 MOST_ROWS = 256
 SPLIT_ROWS = 16
 MANY_OUTPUTS = 16_384
+# Lines of 128 bytes of each output that are fetched into L2 before the kernel before has ended: some 20 MB in all.
+LINES_OF_MANY, LINES_OF_FEW = 8, 32
 
 
 class Launch(NamedTuple):
@@ -176,7 +178,8 @@ def _launch(
     if launch.is_split:
         _split_kernel[(triton.cdiv(outputs, launch.outputs),)](
             *operands, bias, out, *sizes, out.stride(0), *extent,
-            SPLIT=launch.warps, GATED=gelu is not None, GELU=bool(gelu), **common,
+            SPLIT=launch.warps, LINES=LINES_OF_MANY if outputs >= MANY_OUTPUTS else LINES_OF_FEW,
+            GATED=gelu is not None, GELU=bool(gelu), **common,
         )  # fmt: skip
         return
     assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
@@ -231,6 +234,13 @@ def _output(outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr, program):
 
 
 @triton.jit
+def _prefetch(at, LINES: tl.constexpr, LINE: tl.constexpr, length):
+    """The first LINES lines, of LINE elements each, of rows [rows, 1] that are `length` elements long."""
+    line = (at + tl.minimum(tl.arange(0, LINES) * LINE, length - 1)[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
+
+
+@triton.jit
 def _four(x):
     return (x, x, x, x)
 
@@ -238,7 +248,7 @@ def _four(x):
 @triton.jit
 def _split_kernel(
     X, U, S, Z, BIAS, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs, groups,
-    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
     IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr,
     WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -253,9 +263,11 @@ def _split_kernel(
         gdc_launch_dependents()
         if USES_ASM:
             # Nobody writes weights: their first lines may come while the kernel before still runs.
-            line = tl.minimum(tl.arange(0, 8) * 64, u_stride - 1)
-            line = (U + n[:, None] * u_stride + line[None, :]).to(tl.int64)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
+            LINE: tl.constexpr = 64 if IS_INT4 else 32
+            _prefetch(U + n[:, None] * u_stride, LINES, LINE, u_stride)
+            if WORDS and GROUP == 32:
+                # Eight lines of units have one line of scales.
+                _prefetch(S + n[:, None] * s_stride, LINES // 8, 16, s_stride)
         gdc_wait()
     blocks = tl.cdiv(inputs, 128)
     s_at = S + (n // SCALE_OUTPUTS)[None, :] * s_stride
