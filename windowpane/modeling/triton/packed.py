@@ -29,6 +29,7 @@ from windowpane.models.packing import DEQUANTIZED_BYTES
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
 MOST_ROWS = 256
+# Up to these, warps share the inputs.
 SPLIT_ROWS = 16
 MANY_OUTPUTS = 16_384
 # Lines of 128 bytes of each output that are fetched into L2 before the kernel before has ended: some 20 MB in all.
@@ -38,8 +39,8 @@ LINES_OF_MANY, LINES_OF_FEW = 8, 32
 class Launch(NamedTuple):
     """How a product is shared out.
 
-    `outputs` and `rows` are a program's tile. `warps` of a split launch each take every so manieth block of inputs;
-    `programs` of a tiled one share the inputs of a tile.
+    `outputs` and `rows` are a program's tile. The warps of a split launch take blocks of inputs in turn; `programs` of a
+    tiled one share the inputs of a tile.
     """
 
     outputs: int
