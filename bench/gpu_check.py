@@ -14,13 +14,13 @@ import traceback
 
 import torch
 
-from bench.gpu_checks import attention, engine, fused, quantized
+from bench.gpu_checks import attention, engine, fused, hopper, quantized
 
 
 def main() -> None:
     words = [w for w in sys.argv[1:] if not w.startswith("-")]
     torch.manual_seed(time.time_ns() % 2**31)
-    checks = [*attention.checks(), *fused.checks(), *quantized.checks(), *engine.checks()]
+    checks = [*attention.checks(), *hopper.checks(), *fused.checks(), *quantized.checks(), *engine.checks()]
     failed = []
     for name, check in checks:
         if words and not any(word in name for word in words):
@@ -37,7 +37,7 @@ def main() -> None:
         print(f"\n{name}\n{trace[-1500:]}")
     print(f"{len(failed)} failed")
     if "--timings" in sys.argv:
-        for module in (attention, fused, quantized):
+        for module in (attention, hopper, fused, quantized):
             module.timings()
     sys.exit(bool(failed))
 

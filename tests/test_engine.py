@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ def model_logits(history: tuple[int, ...]) -> torch.Tensor:
 @dataclass
 class Output:
     logits: torch.Tensor
-    prompt_logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = field(default_factory=dict)
 
 
 class HistoryRunner:
@@ -62,7 +63,7 @@ class HistoryRunner:
             self.history[chunk.slot] = whole = (*before, *chunk.tokens.tolist())
             each = [model_logits(whole[: at + 1]) for at in range(chunk.start, len(whole))]
             if chunk.slot in all_logits_slots:
-                prompts[chunk.slot] = torch.stack(each)
+                prompts[chunk.slot] = torch.stack(each).__getitem__
             if chunk.samples:
                 rows.append(each[-1])
         return Output(torch.stack(rows) if rows else torch.zeros(0, VOCAB), prompts)

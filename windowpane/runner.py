@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,10 +22,13 @@ from windowpane.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`logits`: one float32 row per decoding row, then per chunk that samples. `prompt_logits`: all rows of a chunk."""
+    """`logits`: one float32 row per decoding row, then per chunk that samples.
+
+    `prompt_logits` gives any rows of a chunk, computed when asked for: all at once may be more than memory holds.
+    """
 
     logits: torch.Tensor
-    prompt_logits: dict[int, torch.Tensor]
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]]
 
 
 class Runner:
@@ -62,7 +67,7 @@ class Runner:
         hidden = self.model.final_hidden(step, self.pages) if len(step.tokens) else self._hidden.nothing
         self.pages.after_step(batch.changes)
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
-        return split_logits(self.model.logits(hidden), batch, all_logits_slots)
+        return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
@@ -127,22 +132,31 @@ class HiddenStore:
         return torch.cat(pieces)
 
 
-def split_logits(logits: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
-    """Pick the rows that sample out of all rows that were wanted."""
+def split_rows(
+    hidden: torch.Tensor,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    batch: Batch,
+    all_logits_slots: frozenset[int],
+) -> StepOutput:
+    """Pick the rows that sample out of all rows that were wanted, and turn them into logits."""
+    if not all_logits_slots:
+        return StepOutput(logits(hidden), {})
     row = len(batch.decode_slots)
     sampling = list(range(row))
-    prompt_logits: dict[int, torch.Tensor] = {}
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {}
     for chunk in batch.chunks:
         rows = wanted_rows(chunk, all_logits_slots)
         if chunk.slot in all_logits_slots:
-            prompt_logits[chunk.slot] = logits[row : row + rows]
+            prompt_logits[chunk.slot] = partial(_logits_of, logits, hidden[row : row + rows])
         row += rows
         if chunk.samples:
             sampling.append(row - 1)
-    return StepOutput(
-        logits[to_device(sampling, logits.device, torch.int64)] if len(sampling) < len(logits) else logits,
-        prompt_logits,
-    )
+    return StepOutput(logits(hidden[to_device(sampling, hidden.device, torch.int64)]), prompt_logits)
+
+
+@torch.inference_mode()
+def _logits_of(logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+    return logits(hidden[rows])
 
 
 def wanted_rows(chunk: Chunk, all_logits_slots: frozenset[int]) -> int:

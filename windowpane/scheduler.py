@@ -263,15 +263,17 @@ class Scheduler:
         self._short_of_memory = False
         slots = self._decoding_array()
         at_horizon = self.manager.lengths[slots] >= self._horizon[slots]
-        grown: list[int] = []
-        if at_horizon.any():
-            # First in line first: a preemption takes the last in line, so never one that has already grown here.
-            due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
-            grown = [slot for slot in due if self._grow(slot)]
-            steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
-            slots = np.array(steady, dtype=np.int64)
-        self.manager.advance(slots)
-        return np.concatenate([slots, np.array(grown, dtype=np.int64)]) if grown else slots
+        if not at_horizon.any():
+            self.manager.advance(slots)
+            return slots
+        # First in line first: a preemption takes the last in line, so never one that has already grown here.
+        due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
+        grown = {slot for slot in due if self._grow(slot)}
+        steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
+        self.manager.advance(np.array(steady, dtype=np.int64))
+        # In the order they had: what samplers prepare for a set of rows then serves the next step too.
+        going = grown.union(steady)
+        return np.array([slot for slot in slots.tolist() if slot in going], dtype=np.int64)
 
     def _decoding_array(self) -> NDArray[np.int64]:
         if self._decoding_slots is None:

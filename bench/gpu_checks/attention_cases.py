@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from windowpane.attention.chunk_attention import ChunkAttention
+from windowpane.attention.device_step import ChunkQueries
+from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
+from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
 from windowpane.attention.triton.write import write
 from windowpane.kv.caches import TokenCache
@@ -219,23 +223,34 @@ def _decode_reference(paged: Paged, sequence: int, q: torch.Tensor, present: Vec
     )
 
 
-def run_prefill(paged: Paged, chunks: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A chunk (tokens, those of them that ask) of each sequence in one launch: kernel, float64, same dtype."""
+def chunk_queries(segments: Sequence[ChunkSegment], tiling: Tiling, device: torch.device | str) -> ChunkQueries:
+    """As a step's builder makes them, for one layer."""
+    table = np.array(segments, dtype=np.int32)
+    tiles = prefill_tiles(tiling.queries(table), tiling.tokens)
+    return ChunkQueries(
+        torch.from_numpy(table).to(device), tuple(segments), {tiling: torch.from_numpy(tiles).to(device)}
+    )
+
+
+def run_prefill(
+    paged: Paged, chunks: Sequence[tuple[int, int]], scratch: PrefillScratch | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A chunk (tokens, those of them that ask) of each sequence in one step: kernels, float64, same dtype."""
     layer, view, device = paged.layer, paged.view, paged.device
     row, q_row = 2, 1  # rows before the first segment belong to someone else
     segments = []
     for slot, start, (tokens, asking) in zip(paged.slots, paged.lengths, chunks, strict=True):
-        segments.append((slot, start, start + tokens, row, q_row, asking))
+        segments.append(ChunkSegment(slot, start, start + tokens, row, q_row, asking))
         row, q_row = row + tokens, q_row + asking
     q = fused_rows(layer, q_row, str(device), view.dtype)[0]
     _, k, v = fused_rows(layer, row + 1, str(device), view.dtype)
     k[:2], v[:2], k[-1], v[-1] = (float("nan"),) * 4
     out = torch.full((q_row, layer.query_heads, view.dim), float("nan"), dtype=view.dtype, device=device)
-    tiles = prefill_tiles(segments, prefill_tile_tokens(view, layer.query_heads))
-    prefill(
-        q, k, v, kernel_arena(paged), view, paged.table, torch.tensor(segments, dtype=torch.int32, device=device),
-        torch.from_numpy(tiles).to(device), out, scale=layer.scale, window_tokens=layer.window_tokens, rope=paged.rope,
+    attention = ChunkAttention(
+        kernel_arena(paged), view, paged.table, layer.query_heads, scale=layer.scale,
+        window_tokens=layer.window_tokens, rope=paged.rope, scratch=scratch,
     )  # fmt: skip
+    attention(q, k, v, chunk_queries(segments, attention.tiling, device), out)
     if not bool(out[0].isnan().all()):
         raise AssertionError("a row that no segment owns was written")
     exact, rounded = [], []

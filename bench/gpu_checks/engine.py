@@ -16,10 +16,13 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.sampler import Sampler
 from windowpane.scheduler import Batch, Chunk, Scheduler
+
+RESTORED = ("qwen3", "gemma3", "gemma4 everything")
 
 Checks = list[tuple[str, Callable[[], str]]]
 
@@ -46,6 +49,7 @@ def checks() -> Checks:
     return [
         *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in NAMES),
         *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
+        *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
     ]
 
 
@@ -65,6 +69,34 @@ def greedy_equals_reference(name: str) -> str:
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
     return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
+
+
+def restored_equals_cold(name: str) -> str:
+    """Greedy tokens in float32 of prompts that branch off each other, with restore points and without."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(3, CONFIGS[name]["vocab_size"], size=400).astype(np.int32)
+    ends = (40, 111)
+    prompts = [tokens[:150], np.append(tokens[:111], tokens[200:240]), np.append(tokens[:40], tokens[300:380])]
+    prompts += [tokens[:150]]  # once more: only the output layer runs
+    found = []
+    for restoring in (False, True):
+        engine = _engine(name, Setting(chunk_tokens=512), torch.device("cuda"), 256, 4, restoring=restoring)
+        answers, cached = [], 0
+        for i, prompt in enumerate(prompts):
+            request = Request(str(i), prompt, SamplingParams(max_tokens=24, temperature=0), message_ends=ends)
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            if request.error is not None:
+                raise request.error
+            answers.append(request.output)
+            cached += request.cached_tokens
+        found.append(answers)
+    if found[0] != found[1]:
+        raise AssertionError("tokens differ from a cold run's")
+    if cached < sum(ends) + 149:
+        raise AssertionError(f"only {cached} prompt tokens were found cached")
+    return f"{cached} prompt tokens found cached"
 
 
 def teacher_forced(name: str) -> str:
@@ -125,14 +157,19 @@ def run(
     return [request.output for request in requests]
 
 
-def _engine(name: str, setting: Setting, device: torch.device, length: int, slots: int) -> Engine:
-    runner, manager = _runner(name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs)
-    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32)
+def _engine(
+    name: str, setting: Setting, device: torch.device, length: int, slots: int, *, restoring: bool = False
+) -> Engine:
+    runner, manager = make_runner(
+        name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs
+    )
+    restore = RestorePoints(manager) if restoring else None
+    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore=restore)
     sampler = Sampler(spec_of(name).vocab_size, device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 
 
-def _runner(
+def make_runner(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -141,6 +178,7 @@ def _runner(
     *,
     fused: bool,
     graphs: bool,
+    hopper: bool = True,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name)
     stored = str(dtype).removeprefix("torch.")
@@ -150,7 +188,9 @@ def _runner(
     manager = KVManager(layout, slabs, slots, length)
     args = (spec, weights, layout, slabs, slots, length)
     if fused:
-        runner: Runner | CudaRunner = CudaRunner(*args, device=device, dtype=dtype, use_graphs=graphs)
+        runner: Runner | CudaRunner = CudaRunner(
+            *args, device=device, dtype=dtype, use_graphs=graphs, use_hopper=hopper
+        )
     else:
         runner = Runner(*args, device=device, dtype=dtype)
     runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
@@ -160,14 +200,14 @@ def _runner(
 def _forced_logits(name: str, tokens: np.ndarray, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
     """Logits after each of `tokens`, half of them in one chunk, the rest decoded one by one."""
     device, length = torch.device("cuda"), len(tokens)
-    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True)
+    runner, manager = make_runner(name, device, dtype, length, 1, fused=fused, graphs=True)
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)
     manager.extend(0, prompt)
     chunk = Chunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
     batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes())
-    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0].clone()]
+    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, prompt)).clone()]
     slot = np.zeros(1, dtype=np.int64)
     for position in range(prompt, length):
         runner.take_sampled(torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([tokens[position]]).cuda())

@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 
 from bench.gpu_checks.fused import ALLOWED, CUDA, Checks, nans, values
 from bench.spike.measure import microseconds
-from windowpane.modeling.decoder import _ACTIVATIONS
+from windowpane.modeling.ops import ACTIVATIONS
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.packed import (
     MOST_ROWS,
@@ -141,7 +141,7 @@ def compare(
     assert torch.equal(weight.restore_order(expanded), matrix), f"{about}: dequantised matrix"
     if rows <= SPLIT_ROWS and outputs % 2 == 0:
         x = x / 8
-        activation = _ACTIVATIONS["gelu_pytorch_tanh"]
+        activation = ACTIVATIONS["gelu_pytorch_tanh"]
         out = nans(rows, outputs // 2, dtype=dtype)
         packed_gated(x, weight, out, "gelu_pytorch_tanh", launch=launch)
         gate, up = F.linear(x.double(), weight.dequantize(torch.float64)).chunk(2, -1)

@@ -61,7 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BASE,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "rope_scaling": {
             "rope_type": "llama3",
             "factor": 4.0,
@@ -75,7 +75,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BASE,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "attention_bias": True,
         "mlp_bias": True,
     },
@@ -104,6 +104,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Heads of real sizes, so that kernels made for those take them: for checks on a GPU.
+WIDE_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma4 K = V, wide heads": {
+        **_GEMMA4,
+        "max_position_embeddings": 8192,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "sliding_window": 500,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+    },
+}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
 # Quantized ones are random as they are, packed: transformers does not make them.
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -132,7 +146,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 @cache
 def reference(name: str) -> torch.nn.Module:
     """transformers' own model, float32, with norms and scalars away from their trivial initial values."""
-    return build(CONFIGS[name])
+    return build((CONFIGS | WIDE_CONFIGS)[name])
 
 
 def build(described: dict[str, Any]) -> torch.nn.Module:
@@ -151,7 +165,7 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
 
 
 def spec_of(name: str) -> ModelSpec:
-    return from_config((CONFIGS | QUANTIZED)[name], name)
+    return from_config((CONFIGS | WIDE_CONFIGS | QUANTIZED)[name], name)
 
 
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from windowpane.attention.device_tables import DeviceTables
 from windowpane.attention.pages import KVPages
+from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.kv.caches import TokenCache
 from windowpane.runner import wanted_rows
@@ -27,12 +28,12 @@ PADDING = -1
 class ChunkQueries:
     """The chunks of a step, for one set of rows that ask.
 
-    `segments` is [chunks, 6]: slot, start, stop, row, first query row, queries; the last tokens of a chunk ask.
-    `tiles` lists query tiles by their number of tokens.
+    `segments` is [chunks, 6], the fields of `host_segments`. `tiles` lists the query tiles that layers ask for.
     """
 
     segments: torch.Tensor
-    tiles: dict[int, torch.Tensor]
+    host_segments: tuple[ChunkSegment, ...]
+    tiles: dict[Tiling, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ class DeviceStep:
 
 
 class StepBuilder:
-    """Turns batches into device steps. `tile_tokens` are the query tiles that the model's layers use."""
+    """Turns batches into device steps. `tilings` are those that the model's layers use."""
 
-    def __init__(self, pages: KVPages, tables: DeviceTables, tile_tokens: frozenset[int]) -> None:
+    def __init__(self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling]) -> None:
         self._pages = pages
         self._tables = tables
-        self._tile_tokens = sorted(tile_tokens)
+        self._tilings = tilings
         self._token_groups = [isinstance(g.slices[0].cache, TokenCache) for g in pages.layout.groups]
 
     def mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> DeviceStep:
@@ -83,8 +84,8 @@ class StepBuilder:
         wanted, counts = _wanted(batch, chunks, all_logits_slots)
         rows = transfer.add(wanted)
         decoding = len(batch.decode_slots)
-        everything = _queries(chunks, decoding, [len(c.tokens) for c in chunks], self._tile_tokens, transfer)
-        narrowed = _queries(chunks, decoding, counts, self._tile_tokens, transfer)
+        everything = _queries(chunks, decoding, [len(c.tokens) for c in chunks], self._tilings, transfer)
+        narrowed = _queries(chunks, decoding, counts, self._tilings, transfer)
         writes = [
             [transfer.add(a) for a in self._writes(batch, chunks, g)] if is_tokens else None
             for g, is_tokens in enumerate(self._token_groups)
@@ -140,26 +141,28 @@ class StepBuilder:
 
 
 def _queries(
-    chunks: list[Chunk], first_row: int, counts: list[int], tile_tokens: list[int], transfer: Transfer
+    chunks: list[Chunk], first_row: int, counts: list[int], tilings: frozenset[Tiling], transfer: Transfer
 ) -> _QueryHandles:
     segments = []
     row = query_row = first_row
     for chunk, count in zip(chunks, counts, strict=True):
-        segments.append((chunk.slot, chunk.start, chunk.start + len(chunk.tokens), row, query_row, count))
+        segments.append(ChunkSegment(chunk.slot, chunk.start, chunk.start + len(chunk.tokens), row, query_row, count))
         row += len(chunk.tokens)
         query_row += count
     table = np.array(segments, dtype=np.int32).reshape(-1, 6)
-    tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in tile_tokens}
-    return _QueryHandles(transfer.add(table), tiles)
+    tiles = {tiling: transfer.add(prefill_tiles(tiling.queries(table), tiling.tokens)) for tiling in tilings}
+    return _QueryHandles(transfer.add(table), tuple(segments), tiles)
 
 
 @dataclass(frozen=True, slots=True)
 class _QueryHandles:
     segments: int
-    tiles: dict[int, int]
+    host_segments: tuple[ChunkSegment, ...]
+    tiles: dict[Tiling, int]
 
     def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
-        return ChunkQueries(sent[self.segments], {tokens: sent[h] for tokens, h in self.tiles.items()})
+        tiles = {tiling: sent[handle] for tiling, handle in self.tiles.items()}
+        return ChunkQueries(sent[self.segments], self.host_segments, tiles)
 
 
 def _wanted(batch: Batch, chunks: list[Chunk], all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:

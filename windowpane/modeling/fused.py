@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from windowpane.attention.chunk_attention import ChunkAttention, heads_of, hopper_scratch
 from windowpane.attention.device_step import ChunkQueries, DeviceStep
 from windowpane.attention.device_tables import DeviceTables
+from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.pages import KVPages
+from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
 from windowpane.attention.triton.view import LayerView
 from windowpane.attention.triton.write import write
 from windowpane.modeling.decoder import Decoder, _Layer
@@ -54,10 +56,16 @@ class _Pass:
 
 
 class FusedDecoder:
-    """`max_rows` is the most sequences that decode in one step."""
+    """`max_rows` is the most sequences that decode in one step; `use_hopper` False keeps to the plain kernels."""
 
     def __init__(
-        self, decoder: Decoder, pages: KVPages, tables: DeviceTables, max_model_len: int, max_rows: int
+        self,
+        decoder: Decoder,
+        pages: KVPages,
+        tables: DeviceTables,
+        max_model_len: int,
+        max_rows: int,
+        use_hopper: bool = True,
     ) -> None:
         self.recipe: Recipe = decoder.recipe
         self.embedding, self.head, self.final_norm = decoder.embedding, decoder.head, decoder.final_norm
@@ -70,22 +78,31 @@ class FusedDecoder:
         self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
         scratches: dict[tuple[int, ...], DecodeScratch] = {}
         self.layers: list[FusedLayer] = []
-        for layer in decoder.layers:
+        recipes = [layer.recipe for layer in decoder.layers]
+        views = [_view(pages, r.kv_layer) for r in recipes]
+        heads = [heads_of(view, r.query_heads, r.window_tokens) for view, r in zip(views, recipes, strict=True)]
+        prefill_scratch = None
+        if use_hopper:
+            prefill_scratch = hopper_scratch(zip(views, heads, strict=True), max_model_len, device)
+        self.prefill_scratch_bytes = prefill_scratch.bytes if prefill_scratch else 0
+        for layer, view in zip(decoder.layers, views, strict=True):
             r = layer.recipe
-            view = _view(pages, r.kv_layer)
             shape = (r.kv_heads, r.query_heads // r.kv_heads, r.head_dim, decode_programs(view, device))
             if shape not in scratches:
                 scratches[shape] = DecodeScratch(max_rows, *shape, device=device)
             angles = self._angles_of(r.rope, max_model_len, device)
-            self.layers.append(FusedLayer(self.recipe, layer, pages, tables, view, angles, scratches[shape], self._pdl))
+            scratch = scratches[shape]
+            self.layers.append(
+                FusedLayer(self.recipe, layer, pages, tables, view, angles, scratch, prefill_scratch, self._pdl)
+            )
         for fused, following in zip(self.layers, self.layers[1:], strict=False):
             fused.next_norm = following.input_norm
         self.layers[-1].next_norm = self.final_norm
 
     @property
-    def tile_tokens(self) -> frozenset[int]:
-        """Sizes of the query tiles that chunks are cut into."""
-        return frozenset(layer.tile_tokens for layer in self.layers)
+    def tilings(self) -> frozenset[Tiling]:
+        """How chunks are cut into query tiles."""
+        return frozenset(layer.chunk_attention.tiling for layer in self.layers)
 
     def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
@@ -155,6 +172,7 @@ class FusedLayer:
         view: LayerView,
         angles: Angles | None,
         scratch: DecodeScratch,
+        prefill_scratch: PrefillScratch | None,
         pdl: bool,
     ) -> None:
         self.model, self.recipe = model, layer.recipe
@@ -188,11 +206,20 @@ class FusedLayer:
         self.view = view
         self._table = tables.reading[self.group]
         self._page_write = PageWrite(pages.arena, tables.writing[self.group], self.view) if self.owns_kv else None
-        self.tile_tokens = prefill_tile_tokens(view, r.query_heads)
         self._rope = None
         if r.latent:
             assert angles is not None and self.k_norm is not None
             self._rope = (*angles, self.k_norm)
+        self.chunk_attention = ChunkAttention(
+            pages.arena,
+            view,
+            self._table,
+            r.query_heads,
+            scale=r.scale,
+            window_tokens=r.window_tokens,
+            rope=self._rope,
+            scratch=prefill_scratch,
+        )
 
     def __call__(
         self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None
@@ -318,19 +345,7 @@ class FusedLayer:
                 pdl=self._pdl,
             )
         if state.chunks is not None:
-            prefill(
-                queries,
-                *present,
-                self._arena,
-                self.view,
-                self._table,
-                state.chunks.segments,
-                state.chunks.tiles[self.tile_tokens],
-                out,
-                scale=r.scale,
-                window_tokens=r.window_tokens,
-                rope=self._rope,
-            )
+            self.chunk_attention(queries, *present, state.chunks, out)
         return out.flatten(1)
 
 
@@ -358,6 +373,7 @@ def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:
     if layer.qkv_bias is not None:
         layer.qkv_bias = layer.qkv_bias.view(-1, dim)[:, order].reshape(-1)
     layer.out = permute_inputs(layer.out, order)
+    assert layer.q_norm is not None and layer.k_norm is not None  # latents have normed queries and keys
     layer.q_norm, layer.k_norm = layer.q_norm[order], layer.k_norm[order]
 
 

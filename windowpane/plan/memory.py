@@ -10,6 +10,9 @@ The activation estimate counts the tensors that are alive together at the widest
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy
     quantized   64 MiB                          the slice of a weight that is dequantised at a time
 
+On a Hopper GPU the scratch of its prefill kernels comes on top (`attention.hopper.sizes`): most of it the rotated dims
+of a latent's keys, 1 KiB per token of the longest sequence for Gemma 4 31B, for all layers together.
+
 Widths are per rank. The engine prints what it measures beside this estimate.
 """
 
@@ -17,11 +20,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windowpane.attention.hopper.sizes import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.config import EngineConfig
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import dtype_bytes
-from windowpane.kv.retention import ceil_div
+from windowpane.kv.layout import Layout
+from windowpane.kv.retention import Window, ceil_div
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.spec import ModelSpec
 
@@ -96,6 +101,21 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size // ranks * 4 * 2
     dequantized = DEQUANTIZED_BYTES if spec.quantization else 0
     return tokens + logits + dequantized
+
+
+def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout, ranks: int, device: Device) -> int:
+    """What the engine allocates at start for prefill on this device, at most: a length it chooses itself is shorter."""
+    if device.capability is None or device.capability[0] != CAPABILITY:
+        return 0
+    layers = {
+        Heads(s.cache.kv_heads, spec.query_heads // ranks, s.cache.key_dim, s.cache.latent, windowed)
+        for group in layout.groups
+        if group.kv_format is not None and group.kv_format.name == ELEMENT_TYPE
+        for windowed in (isinstance(group.retention, Window),)
+        for s in group.slices
+        if isinstance(s.cache, TokenCache) and s.cache.key_dim == s.cache.value_dim
+    }
+    return scratch_bytes(layers, config.max_model_len or spec.max_position)
 
 
 def _kv_width(cache: TokenCache) -> int:

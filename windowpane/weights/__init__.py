@@ -16,6 +16,7 @@ from windowpane.modeling.quantized import PackedWeight
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec, TensorSpec
 from windowpane.models.weights import text_tensors
+from windowpane.native.build import start_building
 from windowpane.weights.checkpoint import Checkpoint, WeightsError, match_names
 from windowpane.weights.quantized import check_runs, held_form, read_packed
 
@@ -45,6 +46,8 @@ def load_weights(
     WeightsError.
     """
     check_runs(spec)
+    if device.type == "cpu" and dtype == torch.float32:
+        start_building()  # the kernels that these weights will be run by
     if load_format == "dummy":
         from windowpane.weights.dummy import random_packed, random_tensor
 

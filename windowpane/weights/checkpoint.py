@@ -33,7 +33,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 _NOT_TEXT = re.compile(
-    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|audio_tower"
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|patch_merge_mlp|audio_tower"
     r"|embed_vision|embed_audio|mtp[^.]*)\."
 )
 _UNUSED_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")
