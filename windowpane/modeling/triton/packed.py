@@ -39,8 +39,8 @@ LINES_OF_MANY, LINES_OF_FEW = 8, 32
 class Launch(NamedTuple):
     """How a product is shared out.
 
-    `outputs` and `rows` are a program's tile. The warps of a split launch take blocks of inputs in turn; `programs` of a
-    tiled one share the inputs of a tile.
+    `outputs` and `rows` are a program's tile. The warps of a split launch take blocks of inputs in turn; several
+    `programs` of a tiled one share the inputs of a tile.
     """
 
     outputs: int
