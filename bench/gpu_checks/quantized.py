@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import cycle, product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from triton.runtime.errors import OutOfResources
 
 from bench.gpu_checks.fused import ALLOWED, CUDA, Checks, nans, values
 from bench.spike.measure import microseconds
@@ -101,19 +103,14 @@ def dtypes(dtype: torch.dtype) -> str:
 def launches() -> str:
     weight = random_weight("int4 g32", 4100, 1024)
     zeros = random_weight("int4 g32 zeros", 4100, 1024)
-    for launch in SPLIT_LAUNCHES:
-        compare(7, weight, launch)
-        compare(3, zeros, launch)
-    run = 0
-    for launch in TILE_LAUNCHES:
-        try:
-            compare(130, weight, launch)
-        except Exception as error:
-            if "out of resource" not in str(error):
-                raise
-            continue
-        run += 1
-    return f"{len(SPLIT_LAUNCHES)} split, {run} of {len(TILE_LAUNCHES)} tiled fit"
+    cases = [(rows, packed, launch) for launch in SPLIT_LAUNCHES for rows, packed in ((7, weight), (3, zeros))]
+    cases += [(130, weight, launch) for launch in TILE_LAUNCHES]
+    fit = 0
+    for rows, packed, launch in cases:
+        with suppress(OutOfResources):
+            compare(rows, packed, launch)
+            fit += 1
+    return f"{fit} of {len(cases)} fit into shared memory"
 
 
 def compare(
@@ -244,12 +241,9 @@ def sweep(rows: int, name: str = "int4 g32") -> None:
         planned = plan_launch(rows, outputs, inputs, processors)
         found = []
         for launch in dict.fromkeys([planned, *candidates]):
-            try:
+            with suppress(OutOfResources):
                 step = in_turn(weights, partial(_linear, x, out, launch))
                 found.append((microseconds(step, repeat=max(5, len(weights))), launch))
-            except Exception as error:
-                if "out of resource" not in str(error):
-                    raise
         found.sort()
         cells = [f"{short(launch)}{'*' if launch == planned else ''} {took:.1f}" for took, launch in found]
         shown = cells[:8] + [cell for cell in cells[8:] if "*" in cell]
@@ -295,7 +289,7 @@ def random_weight(name: str, outputs: int, inputs: int, dtype: torch.dtype = BF1
         weight.units.bitwise_and_(0xBFBFBFBF - 2**32)  # below 2, and no NaN
     weight.scales.copy_((torch.rand(weight.scales.shape, device=CUDA) + 0.5) * 0.2 / inputs**0.5)
     if weight.zeros is not None:
-        weight.zeros.random_(0, 256)
+        weight.zeros.random_(-(2**31), 2**31 - 1)
     return weight
 
 

@@ -86,13 +86,13 @@ def check_tiles() -> None:
 
 
 def check_scales_that_are_read_as_words() -> None:
-    """16-bit scales of groups of 32: a block's four are one load, and so are its zero points."""
-    for zeros in (False, True):
-        weight = random_weight("int4", 40, 640, 32, zeros=zeros)
+    """16-bit scales of the usual groups: those of a block are one load, or those of two blocks."""
+    for group, zeros in ((32, False), (32, True), (64, True), (128, True)):
+        weight = random_weight("int4", 40, 768, group, zeros=zeros)
         weight = replace(weight, scales=(weight.scales / 64).half())
         matrix = weight.dequantize(torch.float32)
         for rows in (2, 20):
-            x, out = strided(rows, 640).half(), nans(rows, 40).half()
+            x, out = strided(rows, 768).half(), nans(rows, 40).half()
             packed_linear(x, weight, out)
             want = F.linear(x.float(), matrix)
             torch.testing.assert_close(out.float(), want, rtol=4e-3, atol=4e-3 * float(want.abs().max()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from tests.running.test_against_transformers import prompt
 from windowpane.modeling.quantized import JoinedWeight, PackedWeight, linear, stack
 from windowpane.models import load
 from windowpane.models.weights import held_bytes, text_tensors, weight_bytes
+from windowpane.request import Request, SamplingParams
+from windowpane.startup import accounts, start
 from windowpane.weights import load_weights
 from windowpane.weights import quantized as loading
 
@@ -89,6 +92,19 @@ def test_memory_is_what_the_plan_says(checkpoint: tuple[str, Path]) -> None:
     for tensor in text_tensors(spec):
         assert weights[tensor.name].nbytes == held_bytes(spec, tensor), tensor.name
     assert sum(weight.nbytes for weight in weights.values()) == weight_bytes(spec)
+
+
+def test_the_engine_starts_with_what_the_plan_says(tmp_path: Path) -> None:
+    config = config_of("gemma4 K = V") | {"num_hidden_layers": 6}
+    save_quantized(tmp_path, config, PACKED, ["lm_head"], **INT4, strategy="group", group_size=32)
+    started = start(tmp_path, {"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": 2**24})
+    books = {row.name: row for row in accounts(started)}
+    assert books["weights"].predicted_bytes == books["weights"].measured_bytes
+    request = Request("a", np.array(prompt(seed=3, tokens=20)), SamplingParams(max_tokens=4, temperature=0))
+    started.engine.add(request)
+    while started.engine.has_work:
+        started.engine.step()
+    assert len(request.output) == 4
 
 
 def test_weights_are_never_unpacked_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,5 +129,5 @@ def test_a_form_says_what_is_held() -> None:
     form = PackedForm("int4", 24, 200, 64, has_zeros=True, has_order=True)
     held = PackedWeight.empty(form, torch.bfloat16, torch.device("cpu"))
     assert held.shape == (24, 200)
-    # 2 blocks of 32 units, 4 groups of scales, their zero points in 2 bytes, and the order.
-    assert held.nbytes == form.held_bytes("bfloat16") == 24 * (2 * 64 + 4 * 2 + 2) + 200 * 4
+    # 2 blocks of 32 units, 4 groups of scales, their zero points in a word, and the order.
+    assert held.nbytes == form.held_bytes("bfloat16") == 24 * (2 * 64 + 4 * 2 + 4) + 200 * 4

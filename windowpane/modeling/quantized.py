@@ -299,10 +299,11 @@ def unpack_units(units: torch.Tensor) -> torch.Tensor:
 
 
 def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
-    """uint8 [outputs, groups], 0 to 15, as two to a byte."""
-    padded = F.pad(zeros, (0, zeros.shape[1] % 2))
-    return padded[:, 0::2] | padded[:, 1::2] << 4
+    """uint8 [outputs, groups], 0 to 15, as words of eight."""
+    padded = F.pad(zeros, (0, -zeros.shape[1] % 8))
+    return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
 
 
 def unpack_zeros(packed: torch.Tensor, groups: int) -> torch.Tensor:
-    return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :groups]
+    pairs = packed.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :groups]

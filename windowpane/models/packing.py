@@ -23,7 +23,7 @@ BLOCK_INPUTS = 128
 BLOCK_UNITS = 32
 VALUES_PER_UNIT = BLOCK_INPUTS // BLOCK_UNITS
 
-HELD_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1, "int16": 2, "int32": 4}
+HELD_BYTES: dict[str, int] = {**DTYPE_BYTES, "int16": 2, "int32": 4}
 
 # What a product of many rows expands at once: slices of a weight, one after another, in the same memory.
 DEQUANTIZED_BYTES = 64 * 1024**2
@@ -71,8 +71,8 @@ class PackedForm:
             ),
         }
         if self.has_zeros:
-            # Two to a byte, the even group in its low half.
-            parts["zeros"] = ((self.outputs, ceil_div(self.groups, 2)), "uint8")
+            # Eight to a word, the first group in its lowest bits.
+            parts["zeros"] = ((self.outputs, ceil_div(self.groups, 8)), "int32")
         if self.has_order:
             parts["order"] = ((self.inputs,), "int32")
         return parts

@@ -49,7 +49,7 @@ def random_packed(
         out.units.bitwise_and_(_BELOW_TWO)
     out.scales.fill_(STANDARD_DEVIATION / _DEVIATIONS[form.kind])
     if out.zeros is not None:
-        out.zeros.fill_(MIDDLE_OF_INT4 | MIDDLE_OF_INT4 << 4)
+        out.zeros.fill_(MIDDLE_OF_INT4 * 0x11111111 - 2**32)
     if out.order is not None:
         out.order.copy_(torch.arange(form.inputs))
     return out

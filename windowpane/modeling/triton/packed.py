@@ -24,18 +24,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.gated import gate_times_up, is_gelu
-from windowpane.modeling.triton.unpacking import decode, fetch, scale_of
+from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_of
 from windowpane.models.packing import DEQUANTIZED_BYTES
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
 MOST_ROWS = 256
+# Up to these, warps share the inputs.
 SPLIT_ROWS = 16
+MANY_OUTPUTS = 16_384
+# Lines of 128 bytes of each output that are fetched into L2 before the kernel before has ended: some 20 MB in all.
+LINES_OF_MANY, LINES_OF_FEW = 8, 32
 
 
 class Launch(NamedTuple):
     """How a product is shared out.
 
-    `outputs` and `rows` are a program's tile. `warps` of a split launch each take every so manieth block of inputs;
+    `outputs` and `rows` are a program's tile. The warps of a split launch take blocks of inputs in turn; several
     `programs` of a tiled one share the inputs of a tile.
     """
 
@@ -53,9 +57,9 @@ class Launch(NamedTuple):
 def plan_launch(rows: int, outputs: int, inputs: int, processors: int) -> Launch:
     """`processors`: multiprocessors of the device."""
     if rows <= SPLIT_ROWS:
-        # Inputs are read again by every program, so that more rows want more outputs to each.
-        tile = 16 if rows <= 2 else 32 if rows <= 8 else 64
-        return Launch(tile, 8 if rows <= 8 else 16, 4, 4)
+        # More outputs to a program decode with fewer instructions, but few outputs must go round.
+        tile_rows = 8 if rows <= 8 else 16
+        return Launch(32, tile_rows, 4, 4) if outputs >= MANY_OUTPUTS else Launch(16, tile_rows, 8, 3)
     tile_rows = min(128, max(32, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(outputs, 128) * triton.cdiv(rows, tile_rows)
     # Two programs fit on a multiprocessor: one multiplies while the other decodes.
@@ -128,7 +132,7 @@ def dequantize_into(weight: PackedWeight, out: torch.Tensor) -> None:
         out,
         weight.units.stride(0),
         weight.scales.stride(0),
-        0 if weight.zeros is None else weight.zeros.stride(0),
+        _stride(weight.zeros),
         out.stride(0),
         outputs,
         inputs,
@@ -156,12 +160,12 @@ def _launch(
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count if on_cuda else 4
         is_half = x.element_size() == 2
         launch = plan_launch(rows, outputs, inputs, processors) if is_half else _plan_float32(rows)
-    scales, zeros, is_wide = _as_words(weight, x.dtype)
-    operands = (x, weight.units, scales, zeros)
+    scales, in_words = _as_words(weight, x.dtype)
+    operands = (x, weight.units, scales, weight.zeros)
     common = {
         **_shape(weight),
         "IS_WHOLE": inputs % 128 == 0,
-        "WIDE": is_wide,
+        "WORDS": in_words,
         "USES_ASM": x.device.type == "cuda" and x.dtype.itemsize == 2,
         "OUTPUTS": launch.outputs,
         "TILE_ROWS": launch.rows,
@@ -170,12 +174,13 @@ def _launch(
         "num_warps": launch.warps,
         "launch_pdl": pdl,
     }
-    sizes = (x.stride(0), weight.units.stride(0), scales.stride(0), 0 if zeros is None else zeros.stride(0))
+    sizes = (x.stride(0), weight.units.stride(0), scales.stride(0), _stride(weight.zeros))
     extent = (rows, outputs, inputs, weight.scales.shape[1])
     if launch.is_split:
         _split_kernel[(triton.cdiv(outputs, launch.outputs),)](
             *operands, bias, out, *sizes, out.stride(0), *extent,
-            SPLIT=launch.warps, GATED=gelu is not None, GELU=bool(gelu), **common,
+            SPLIT=launch.warps, LINES=LINES_OF_MANY if outputs >= MANY_OUTPUTS else LINES_OF_FEW,
+            GATED=gelu is not None, GELU=bool(gelu), **common,
         )  # fmt: skip
         return
     assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
@@ -194,12 +199,17 @@ def _launch(
         )  # fmt: skip
 
 
-def _as_words(weight: PackedWeight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Scales and zero points, and whether those of a block are one word each: then a block needs one load of either."""
-    scales, zeros, groups = weight.scales, weight.zeros, weight.scales.shape[1]
-    if weight.group_inputs != 32 or groups % 4 or scales.dtype != dtype or dtype.itemsize != 2:
-        return scales, zeros, False
-    return scales.view(torch.int64), None if zeros is None else zeros.view(torch.int16), True
+def _as_words(weight: PackedWeight, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """Scales, as words where those of a block are one, or a pair of blocks has one."""
+    scales, groups = weight.scales, weight.scales.shape[1]
+    word = {32: torch.int64, 64: torch.int32, 128: torch.int32}.get(weight.group_inputs or 0)
+    if word is None or scales.dtype != dtype or dtype.itemsize != 2 or groups * 2 % word.itemsize:
+        return scales, False
+    return scales.view(word), True
+
+
+def _stride(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
 
 
 def _shape(weight: PackedWeight) -> dict[str, int | bool]:
@@ -225,13 +235,26 @@ def _output(outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr, program):
 
 
 @triton.jit
+def _prefetch(at, LINES: tl.constexpr, LINE: tl.constexpr, length):
+    """The first LINES lines, of LINE elements each, of rows [rows, 1] that are `length` elements long."""
+    line = (at + tl.minimum(tl.arange(0, LINES) * LINE, length - 1)[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
+
+
+@triton.jit
+def _four(x):
+    return (x, x, x, x)
+
+
+@triton.jit
 def _split_kernel(
     X, U, S, Z, BIAS, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs, groups,
-    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
     IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    WIDE: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs. Scales are fetched a step ahead."""
+    """Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs."""
+    DTYPE: tl.constexpr = X.dtype.element_ty
     n = _output(outputs, OUTPUTS, GATED, tl.program_id(0))
     part = tl.arange(0, SPLIT)
     j = tl.arange(0, 32)
@@ -241,9 +264,11 @@ def _split_kernel(
         gdc_launch_dependents()
         if USES_ASM:
             # Nobody writes weights: their first lines may come while the kernel before still runs.
-            line = tl.minimum(tl.arange(0, 8) * 64, u_stride - 1)
-            line = (U + n[:, None] * u_stride + line[None, :]).to(tl.int64)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
+            LINE: tl.constexpr = 64 if IS_INT4 else 32
+            _prefetch(U + n[:, None] * u_stride, LINES, LINE, u_stride)
+            if WORDS and GROUP == 32:
+                # Eight lines of units have one line of scales.
+                _prefetch(S + n[:, None] * s_stride, LINES // 8, 16, s_stride)
         gdc_wait()
     blocks = tl.cdiv(inputs, 128)
     s_at = S + (n // SCALE_OUTPUTS)[None, :] * s_stride
@@ -252,25 +277,39 @@ def _split_kernel(
         z_at = Z + n[None, :] * z_stride
     x_at = X + row[None, None, :] * x_stride + (part[:, None, None] * 128 + j[None, :, None])
     is_row = row[None, None, :] < rows
-    scales, zeros = fetch(s_at, z_at, part[:, None], groups, GROUP, WIDE)
+    # Zero points are taken away from sums: (q - z)·x is (q - 8)·x and (8 - z) times the sum of x.
+    HAS_ZEROS: tl.constexpr = Z is not None
+    ones = tl.full([SPLIT, OUTPUTS, 32], 1.0, DTYPE)
     sums = tl.zeros([SPLIT, OUTPUTS, TILE_ROWS], tl.float32)
+    x_sums = tl.zeros([SPLIT, OUTPUTS, TILE_ROWS], tl.float32)
     for first in tl.range(0, blocks, SPLIT, num_stages=STAGES):
-        next_scales, next_zeros = fetch(s_at, z_at, (first + SPLIT + part)[:, None], groups, GROUP, WIDE)
         inside = (first + part < blocks)[:, None, None]
         u = tl.load(at + first * 32, mask=inside, other=0, eviction_policy="evict_first")
-        w = decode(u, zeros, X.dtype.element_ty, Z is not None, WIDE, IS_INT4, USES_ASM)
+        w = decode(u, (), DTYPE, False, GROUP, False, IS_INT4, USES_ASM)
+        if GROUP != 0:
+            scales, zeros = fetch(s_at, z_at, (first + part)[:, None], groups, GROUP, WORDS)
         for span in tl.static_range(4):
             mask = is_row & inside
             if not IS_WHOLE:
                 mask = mask & ((first + part[:, None, None]) * 128 + span * 32 + j[None, :, None] < inputs)
             x = tl.load(x_at + (first * 128 + span * 32), mask=mask, other=0.0)
-            products = tl.dot(w[span], x, input_precision="ieee")
-            scale = scale_of(scales, span, X.dtype.element_ty, WIDE)
-            sums += products * scale.to(tl.float32)[:, :, None]
-        scales = next_scales
-        zeros = next_zeros
+            if GROUP == 0:
+                sums = tl.dot(w[span], x, sums, input_precision="ieee")
+                if HAS_ZEROS:
+                    x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
+            else:
+                products = tl.dot(w[span], x, input_precision="ieee")
+                if HAS_ZEROS:
+                    zero = zero_of(zeros, span, GROUP, WORDS)
+                    products += (8 - zero).to(tl.float32)[:, :, None] * tl.dot(ones, x, input_precision="ieee")
+                scale = scale_of(scales, span, DTYPE, GROUP, WORDS)
+                sums += products * scale.to(tl.float32)[:, :, None]
     total = tl.sum(sums, 0)
-    DTYPE: tl.constexpr = OUT.dtype.element_ty
+    if GROUP == 0:
+        if HAS_ZEROS:
+            zero = tl.load(Z + n * z_stride) & 15
+            total += (8 - zero).to(tl.float32)[:, None] * tl.sum(x_sums, 0)
+        total *= tl.load(S + n // SCALE_OUTPUTS * s_stride).to(tl.float32)[:, None]
     if GATED:
         # [pairs, 2, rows] with the 2 last, where it can be split.
         pairs = tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, TILE_ROWS]), [0, 2, 1])
@@ -291,7 +330,7 @@ def _split_kernel(
 def _tile_kernel(
     X, U, S, Z, BIAS, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, program_stride, rows, outputs, inputs,
     groups, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, IS_INT4: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr, WORDS: tl.constexpr,
     USES_ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, output tile, share of the inputs); the weight's outputs are the tensor core's rows."""
@@ -314,24 +353,31 @@ def _tile_kernel(
     begin = tl.program_id(2) * share
     end = tl.minimum(begin + share, blocks)
     sums = tl.zeros([OUTPUTS, TILE_ROWS], tl.float32)
-    scales, zeros = fetch(s_at, z_at, begin, groups, GROUP, WIDE)
+    only = ()
+    if GROUP == 0 and Z is not None:
+        only = _four(tl.load(z_at))
     for block in tl.range(begin, end, num_stages=STAGES):
-        next_scales, next_zeros = fetch(s_at, z_at, block + 1, groups, GROUP, WIDE)
         u = tl.load(at + block * 32)
-        w = decode(u, zeros, DTYPE, Z is not None, WIDE, IS_INT4, USES_ASM)
+        if GROUP == 0:
+            w = decode(u, only, DTYPE, Z is not None, GROUP, False, IS_INT4, USES_ASM)
+        else:
+            scales, zeros = fetch(s_at, z_at, block, groups, GROUP, WORDS)
+            w = decode(u, zeros, DTYPE, Z is not None, GROUP, WORDS, IS_INT4, USES_ASM)
         for span in tl.static_range(4):
             mask = is_row
             if not IS_WHOLE:
                 mask = mask & (block * 128 + span * 32 + j[:, None] < inputs)
             x = tl.load(x_at + (block * 128 + span * 32), mask=mask, other=0.0)
-            scale = scale_of(scales, span, DTYPE, WIDE)
-            if WIDE or S.dtype.element_ty == DTYPE:
-                scaled = w[span] * scale[:, None]
+            if GROUP == 0:
+                scaled = w[span]
+            elif WORDS or S.dtype.element_ty == DTYPE:
+                scaled = w[span] * scale_of(scales, span, DTYPE, GROUP, WORDS)[:, None]
             else:
-                scaled = (w[span].to(tl.float32) * scale.to(tl.float32)[:, None]).to(DTYPE)
+                scale = scale_of(scales, span, DTYPE, GROUP, WORDS).to(tl.float32)
+                scaled = (w[span].to(tl.float32) * scale[:, None]).to(DTYPE)
             sums = tl.dot(scaled, x, sums, input_precision="ieee")
-        scales = next_scales
-        zeros = next_zeros
+    if GROUP == 0:
+        sums *= tl.load(s_at).to(tl.float32)[:, None]
     if BIAS is not None:
         sums += tl.load(BIAS + n).to(tl.float32)[:, None]
     m = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -370,12 +416,14 @@ def _dequantize_kernel(
     z_at = Z
     if Z is not None:
         z_at = Z + n * z_stride
-    scales, zeros = fetch(S + n // SCALE_OUTPUTS * s_stride, z_at, block, groups, GROUP, False)
+    s_at = S + n // SCALE_OUTPUTS * s_stride
     u = tl.load(U + n[:, None] * u_stride + (block * 32 + j)[None, :])
-    w = decode(u, zeros, tl.float32, Z is not None, False, IS_INT4, False)
+    # One scale for all inputs is a group that never ends.
+    scales, zeros = fetch(s_at, z_at, block, groups, GROUP or 2**30, False)
+    w = decode(u, zeros, tl.float32, Z is not None, GROUP, False, IS_INT4, False)
     m = tl.program_id(0) * TILE + tl.arange(0, TILE)
     for span in tl.static_range(4):
         k = block * 128 + span * 32 + j
-        value = w[span] * scale_of(scales, span, tl.float32, False).to(tl.float32)[:, None]
+        value = w[span] * scale_of(scales, span, tl.float32, GROUP, False).to(tl.float32)[:, None]
         to = OUT + m.to(tl.int64)[:, None] * out_stride + k[None, :]
         tl.store(to, value.to(OUT.dtype.element_ty), mask=(m[:, None] < outputs) & (k[None, :] < inputs))

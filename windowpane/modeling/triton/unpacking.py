@@ -55,28 +55,34 @@ _FP8_BIAS = tl.constexpr(2.0**120)
 
 
 @triton.jit
-def fetch(S, Z, block, groups, GROUP: tl.constexpr, WIDE: tl.constexpr):
+def fetch(S, Z, block, groups, GROUP: tl.constexpr, WORDS: tl.constexpr):
     """Scales and zero points of a block as they are stored. `S` and `Z` point to each output's first.
 
-    WIDE: the four scales are one 64-bit word and the four zero points one 16-bit word. Otherwise there are four of
-    each. Beyond the last block the last is read again.
+    WORDS: groups of 32, 64 or 128 with 16-bit scales, which are read as a word: loads of at least 32 bits are issued
+    ahead of their use. Otherwise there are four scales and four zero points. Beyond the last block the last is read
+    again.
     """
     scales = ()
     zeros = ()
-    if WIDE:
-        at = tl.minimum(block, groups // 4 - 1)
-        scales += (tl.load(S + at),)
+    if WORDS:
+        # Groups of a block, and the first of them.
+        COUNT: tl.constexpr = 128 // GROUP
+        group = tl.minimum(block * COUNT, groups - COUNT)
+        if GROUP == 128:
+            scales += (tl.load(S + group // 2) >> group % 2 * 16,)
+        else:
+            scales += (tl.load(S + group // COUNT),)
         if Z is not None:
-            zeros += (tl.load(Z + at).to(tl.int32),)
+            zeros += (tl.load(Z + group // 8) >> group % 8 * 4,)
     else:
-        # How many spans have their scale in common.
-        SHARED: tl.constexpr = 4 if GROUP == 0 or GROUP % 128 == 0 else 2 if GROUP == 64 else 1
+        # Whether all spans have their scale in common.
+        SHARED: tl.constexpr = GROUP % 128 == 0
         for span in tl.static_range(4):
-            if span % SHARED == 0:
-                group = block * 0 if GROUP == 0 else tl.minimum((block * 128 + span * 32) // GROUP, groups - 1)
+            if span == 0 or not SHARED:
+                group = tl.minimum((block * 128 + span * 32) // GROUP, groups - 1)
                 scale = tl.load(S + group)
                 if Z is not None:
-                    zero = tl.load(Z + group // 2).to(tl.int32) >> group % 2 * 4
+                    zero = tl.load(Z + group // 8) >> group % 8 * 4
             scales += (scale,)
             if Z is not None:
                 zeros += (zero,)
@@ -84,26 +90,26 @@ def fetch(S, Z, block, groups, GROUP: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def scale_of(scales, span: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+def scale_of(scales, span: tl.constexpr, DTYPE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr):
     """The scale of one span, in the dtype it is held in."""
-    if WIDE:
-        return (scales[0] >> 16 * span).to(tl.int16).to(DTYPE, bitcast=True)
+    if WORDS:
+        return (scales[0] >> 16 * (span * 32 // GROUP)).to(tl.int16).to(DTYPE, bitcast=True)
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
         return scales[span]
 
 
 @triton.jit
-def zero_of(zeros, span: tl.constexpr, WIDE: tl.constexpr):
-    if WIDE:
-        return zeros[0] >> 4 * span & 15
+def zero_of(zeros, span: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr):
+    if WORDS:
+        return zeros[0] >> 4 * (span * 32 // GROUP) & 15
     else:  # noqa: RET505 - as above
         return zeros[span] & 15
 
 
 @triton.jit
 def decode(
-    u, zeros, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr, WIDE: tl.constexpr, IS_INT4: tl.constexpr,
-    USES_ASM: tl.constexpr,
+    u, zeros, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
+    IS_INT4: tl.constexpr, USES_ASM: tl.constexpr,
 ):  # fmt: skip
     """The four operands of a tile of units […, 32], without their scales."""
     BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300 - a parameter, whatever its case
@@ -114,7 +120,7 @@ def decode(
         away = ()
         for span in tl.static_range(4):
             if HAS_ZEROS:
-                bits = (zero_of(zeros, span, WIDE) | MAGIC).to(tl.int16)
+                bits = (zero_of(zeros, span, GROUP, WORDS) | MAGIC).to(tl.int16)
                 away += (tl.broadcast_to(tl.expand_dims(bits.to(DTYPE, bitcast=True), -1), u.shape),)
             else:
                 away += (tl.full(u.shape, -136.0 if BFLOAT16 else -1032.0, DTYPE),)
@@ -143,7 +149,7 @@ def decode(
         for span in tl.static_range(4):
             q = (u.to(tl.int32) >> 4 * span & 15).to(tl.float32)
             if HAS_ZEROS:
-                q -= tl.expand_dims(zero_of(zeros, span, WIDE), -1).to(tl.float32)
+                q -= tl.expand_dims(zero_of(zeros, span, GROUP, WORDS), -1).to(tl.float32)
             else:
                 q -= 8.0
             values += (q.to(DTYPE),)
