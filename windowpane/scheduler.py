@@ -447,6 +447,8 @@ class Scheduler:
         self._last_point[slot] = hit.length
         if hit.hidden is not None:
             self._restored[slot] = hit.hidden
+        if self.manager.keeps_all(len(request.prompt)):
+            return  # the point at the prompt's end will do for all places before it
         marks = prompt_marks(
             request.message_ends, hit.branch, hit.length, len(request.prompt), one_only=self.manager.has_state
         )

@@ -20,7 +20,7 @@ from windowpane.kv.arena import Arena, Cursor
 from windowpane.kv.books import Books, ReservationError
 from windowpane.kv.changes import Changes
 from windowpane.kv.layout import Layout
-from windowpane.kv.retention import State
+from windowpane.kv.retention import Cross, State
 from windowpane.kv.sharing import NO_IDS, Ids, Retained
 from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 
@@ -321,6 +321,11 @@ class KVManager:
         page_bytes = self.layout.groups[group].page_bytes
         live = self.live_pages[group] * page_bytes
         return GroupBytes(live, self.arena.used_bytes(group) - live, self.arena.stranded_bytes(group))
+
+    def keeps_all(self, length: int) -> bool:
+        """Whether a sequence of `length` tokens can still be asked for every one of them: then it resumes anywhere."""
+        retentions = [table.group.retention for table in self.tables]
+        return all(not isinstance(r, State) and (isinstance(r, Cross) or not r.held(length).start) for r in retentions)
 
     @property
     def free_bytes(self) -> int:
