@@ -306,7 +306,9 @@ class TestKeyboard:
         for key, slab in (("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2), ("End", slabs), ("Home", 1)):
             page.keyboard.press(key)
             expect(slider).to_have_attribute("aria-valuenow", str(slab))
-            expect(slider).to_have_attribute("aria-valuetext", re.compile(f"^Slab {slab} of {slabs}: (free|full|window-8)"))
+            expect(slider).to_have_attribute(
+                "aria-valuetext", re.compile(f"^Slab {slab} of {slabs}: (free|full|window-8)")
+            )
         page.keyboard.press("ArrowDown")
         assert int(slider.get_attribute("aria-valuenow") or 0) > 10, "down is a row, not a slab"
         expect(page.locator("#map-cursor")).to_be_visible()
