@@ -1,7 +1,9 @@
 """Windowpane beside transformers on a CPU: `python -m bench.cpu`.
 
 Gemma 3 270M in float32 with the same weights and threads. transformers runs with its KV cache, with the faster of eager
-and SDPA attention. Runs alternate, figures are medians; a ratio above 1 means that Windowpane is faster.
+and SDPA attention. Runs alternate, figures are medians; a ratio above 1 means that Windowpane is faster. tok/s counts
+new tokens over the whole run, prompt included, or the prompt's where only that is run. "of the roof" is what the matrix
+products alone would take at the memory's or the processor's measured best, as a share of the time really taken.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LogitsProcessor, LogitsProcessorList
 
 from bench.machine import machine_line
 from windowpane.embedded import embedded_path
@@ -26,6 +29,7 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.models import ModelSpec, load
+from windowpane.native import build
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.scheduler import Scheduler
@@ -51,6 +55,32 @@ CASES = (
 )
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one run: until the first token, and in all."""
+
+    first: float
+    total: float
+
+
+class Clock(LogitsProcessor):
+    """Started when made. transformers calls it with each step's logits, which it leaves alone."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.ticks: list[float] = []
+
+    def tick(self) -> None:
+        self.ticks.append(time.perf_counter() - self.start)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.tick()
+        return scores
+
+    def taken(self) -> Taken:
+        return Taken(self.ticks[0], time.perf_counter() - self.start)
+
+
 def prompts(case: Case) -> torch.Tensor:
     generator = torch.Generator().manual_seed(case.prompt_tokens)
     return torch.randint(5, 200_000, (case.sequences, case.prompt_tokens), generator=generator)
@@ -64,7 +94,7 @@ class Here:
         formats = resolve_formats("auto", group_caches(spec.caches), "float32")
         self.layout = plan_layout(list(spec.caches), formats, "float32")
 
-    def prepare(self, case: Case) -> Callable[[], list[list[int]]]:
+    def prepare(self, case: Case) -> Callable[[], Taken]:
         longest = case.prompt_tokens + case.new_tokens
         slabs = Capacity(self.layout, 0).slabs_for(case.sequences, longest) + 2 * case.sequences
         runner = Runner(
@@ -79,16 +109,18 @@ class Here:
         )
         rows = prompts(case).numpy()
 
-        def run() -> list[list[int]]:
+        def run() -> Taken:
             manager = KVManager(self.layout, slabs, case.sequences, longest)
             scheduler = Scheduler(manager, max_num_batched_tokens=8192)
             params = SamplingParams(max_tokens=case.new_tokens)
             requests = [Request(str(i), row, params) for i, row in enumerate(rows)]
             for request in requests:
                 scheduler.add(request)
+            clock = Clock()
             while scheduler.has_work:
                 step(scheduler, runner)
-            return [request.output for request in requests]
+                clock.tick()
+            return clock.taken()
 
         return run
 
@@ -96,7 +128,7 @@ class Here:
 def step(scheduler: Scheduler, runner: Runner) -> None:
     batch = scheduler.schedule()
     assert batch is not None
-    tokens = runner.forward(batch).logits.argmax(dim=-1)
+    tokens = runner.forward(batch).logits.max(dim=-1).indices  # as the sampler takes it
     new = [c.slot for c in batch.chunks if c.samples]
     slots = np.concatenate([batch.decode_slots, np.array(new, dtype=np.int64)])
     runner.take_sampled(torch.from_numpy(slots), tokens)
@@ -116,12 +148,13 @@ class There:
         self.model.tie_weights()
         self.model.eval()
 
-    def prepare(self, case: Case) -> Callable[[], list[list[int]]]:
+    def prepare(self, case: Case) -> Callable[[], Taken]:
         rows = prompts(case)
 
         @torch.inference_mode()
-        def run() -> list[list[int]]:
-            out = self.model.generate(
+        def run() -> Taken:
+            clock = Clock()
+            self.model.generate(
                 rows,
                 attention_mask=torch.ones_like(rows),
                 do_sample=False,
@@ -129,53 +162,121 @@ class There:
                 min_new_tokens=case.new_tokens,
                 eos_token_id=None,
                 pad_token_id=0,
+                logits_processor=LogitsProcessorList([clock]),
             )
-            return [row[case.prompt_tokens :].tolist() for row in out]
+            return clock.taken()
 
         return run
 
 
-def alternate(runs: dict[str, Callable[[], list[list[int]]]], times: int) -> dict[str, float]:
-    """Median seconds of each, run in turn; one more run of each beforehand warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+@dataclass(frozen=True)
+class Roof:
+    """What this machine can do, measured: a product that reads a large matrix once, and one of large matrices."""
+
+    bytes_per_s: float
+    flop_per_s: float
+
+    @classmethod
+    def measure(cls) -> Roof:
+        matrix, vector = torch.randn(65536, 1024), torch.randn(1024)
+        square = torch.randn(2048, 2048)
+        reading = min(timed(lambda: matrix @ vector) for _ in range(7))
+        computing = min(timed(lambda: square @ square) for _ in range(5))
+        return cls(matrix.numel() * 4 / reading, 2 * 2048**3 / computing)
+
+    def seconds(self, weights: int, rows: int) -> float:
+        """The least that products of so many rows with these weights can take."""
+        return max(4 * weights / self.bytes_per_s, 2 * weights * rows / self.flop_per_s)
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def share_of_roof(case: Case, taken: Taken, spec: ModelSpec, roof: Roof) -> float:
+    """Products alone, at the roof, of the time that was taken: decoding where a case decodes, else its prefill."""
+    embedding = spec.tensors[0].elements
+    layers = sum(t.elements for t in spec.tensors) - embedding
+    if case.new_tokens == 1:
+        return roof.seconds(layers, case.prompt_tokens) / taken.total
+    step_seconds = (taken.total - taken.first) / (case.new_tokens - 1)
+    return roof.seconds(layers + embedding, case.sequences) / step_seconds
+
+
+def alternate(runs: dict[str, Callable[[], Taken]], times: int) -> dict[str, Taken]:
+    """Medians of each, run in turn; one more run of each beforehand warms up."""
+    taken: dict[str, list[Taken]] = {name: [] for name in runs}
     for turn in range(times + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
-            run()
+            one = run()
             if turn:
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+                taken[name].append(one)
+    return {
+        name: Taken(statistics.median(t.first for t in each), statistics.median(t.total for t in each))
+        for name, each in taken.items()
+    }
+
+
+def report(case: Case, taken: dict[str, Taken], share: float) -> tuple[list[str], dict[str, float]]:
+    """A row of the table, and of the JSON line. The peer is the faster of the others, part by part."""
+    ours, *others = taken.values()
+    tokens = case.sequences * (case.new_tokens if case.new_tokens > 1 else case.prompt_tokens)
+    figures = {
+        "tokens_per_s": tokens / ours.total,
+        "ratio": min(t.total for t in others) / ours.total,
+        "first_token_ratio": min(t.first for t in others) / ours.first,
+        "share_of_roof": share,
+    }
+    if case.new_tokens > 1:
+        figures["decode_ms"] = 1e3 * (ours.total - ours.first) / (case.new_tokens - 1)
+        figures["decode_ratio"] = min(t.total - t.first for t in others) / (ours.total - ours.first)
+    decode = f"{figures['decode_ms']:.1f} ms, {figures['decode_ratio']:.2f} ×" if "decode_ms" in figures else ""
+    cells = [
+        case.name,
+        *(f"{tokens / t.total:.1f}" for t in taken.values()),
+        f"{figures['ratio']:.2f} ×",
+        f"{case.wanted} ×",
+        f"{figures['first_token_ratio']:.2f} ×",
+        decode,
+        f"{share:.0%}",
+    ]
+    return cells, {name: round(value, 3) for name, value in figures.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="which, from 0")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each (all of it takes about 40 minutes)")
+    names = ", ".join(f"{i}: {case.name}" for i, case in enumerate(CASES))
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help=f"which ({names})")
+    parser.add_argument("--peers", nargs="*", default=["eager", "sdpa"], help="attention of transformers")
     args = parser.parse_args()
     path = embedded_path("gemma-3-270m")
     spec = load(path)
     weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
     here = Here(spec, weights)
-    there = {f"transformers {kind}": There(spec, weights, kind) for kind in ("eager", "sdpa")}
-    console = Console()
+    there = {f"transformers {kind}": There(spec, weights, kind) for kind in args.peers}
+    roof = Roof.measure()
     table = Table(
-        title=f"Gemma 3 270M, float32\n{machine_line()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {torch.get_num_threads()} threads",
+        title=f"Gemma 3 270M, float32, tok/s\n{machine_line()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, {torch.get_num_threads()} threads\n"
+        f"roof: {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flop_per_s / 1e9:.1f} GFLOP/s; "
+        f"kernels: {build.why_not() or 'compiled'}",
         title_justify="left",
     )
-    for column in ("case", "windowpane", "eager", "sdpa", "ratio", "wanted"):
+    for column in ("case", "windowpane", *args.peers, "ratio", "wanted", "first token", "a step", "of the roof"):
         table.add_column(column, justify="left" if column == "case" else "right")
-    ratios = {}
+    results = {}
     for case in (CASES[i] for i in args.cases):
         runs = {"windowpane": here.prepare(case), **{name: peer.prepare(case) for name, peer in there.items()}}
-        seconds = alternate(runs, args.runs)
-        tokens = case.sequences * (case.new_tokens if case.new_tokens > 1 else case.prompt_tokens)
-        best = min(seconds[name] for name in there)
-        ratios[case.name] = best / seconds["windowpane"]
-        speeds = [f"{tokens / s:.1f} tok/s" for s in seconds.values()]
-        table.add_row(case.name, *speeds, f"{ratios[case.name]:.2f} ×", f"{case.wanted} ×")
-    console.print(table)
-    print(json.dumps({"bench": "cpu", "ratios": ratios}))
+        taken = alternate(runs, args.runs)
+        share = share_of_roof(case, taken["windowpane"], spec, roof)
+        cells, results[case.name] = report(case, taken, share)
+        table.add_row(*cells)
+        print(" | ".join(cells), file=sys.stderr, flush=True)  # each takes minutes
+    Console(width=120).print(table)
+    print(json.dumps({"bench": "cpu", "results": results}))
 
 
 if __name__ == "__main__":

@@ -29,17 +29,19 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """`serve` requests at once. `flags` are the engine's."""
+    """`serve` requests at once; `turns` sessions of so many tokens. `flags` are the engine's."""
 
     serve: int
     flags: dict[str, Any]
+    turns: tuple[int, int] | None = None
 
 
 # Gemma 4 31B gets the KV bytes that vLLM 0.26.0 had left on the same card.
 CASES = {
     "qwen3-0.6b": Case(256, {}),
-    "gemma-4-e4b": Case(256, {}),
-    "gemma-4-31b": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}),
+    "gemma-4-e4b": Case(256, {}, (8, 32_768)),
+    "gemma-4-31b": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}, (4, 65_536)),
+    "gemma-4-31b-awq-4bit": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}),
 }
 
 
@@ -47,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=CASES, help="default: all")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--workload", action="append", choices=("b1", "serve"), help="default: both")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="default: b1 and serve")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--eager", action="store_true", help="no graphs")
     given = parser.parse_args()
@@ -62,8 +64,11 @@ def main() -> None:
 
 def measure(name: str, case: Case, given: argparse.Namespace, roof: float) -> dict[str, Any]:
     began = time.perf_counter()
-    flags = {"load_format": "dummy", "device": "cuda", "max_model_len": 4096, "enable_prefix_caching": False}
-    started = start(name, {**flags, **case.flags, "enforce_eager": given.eager})
+    turns = "turns" in (given.workload or ())
+    flags: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "enforce_eager": given.eager}
+    # Sessions come back with their prompt and more: that is what restore points are for.
+    flags |= {"max_model_len": 66_560 if turns else 4096, "enable_prefix_caching": turns}
+    started = start(name, {**flags, **case.flags})
     torch.cuda.synchronize()
     found: dict[str, Any] = {"model": name, "start_seconds": round(time.perf_counter() - began, 1)}
     print(f"\n{name}: started in {found['start_seconds']} s", flush=True)
@@ -92,8 +97,13 @@ def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float)
         described = WORKLOADS[workload]
         if workload == "serve":
             described = replace(described, requests=case.serve)
-        (requests,) = described.rounds(started.spec.vocab_size, seed=run)
-        timings.append(run_round(started.engine, requests))
+        if workload == "turns" and case.turns is not None:
+            sessions, length = case.turns
+            described = replace(described, requests=sessions, input_tokens=(length, length))
+        rounds = described.rounds(started.spec.vocab_size, seed=run)
+        timings += [run_round(started.engine, requests) for requests in rounds]
+    if workload == "turns":
+        return _turns(timings)
     rates = [t.output_rate for t in timings]
     steps = [1 / statistics.median(t.between_tokens) for t in timings]
     shares = [t.bytes_per_second / roof for t in timings]
@@ -108,6 +118,20 @@ def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float)
         "preemptions": started.engine.scheduler.preemptions,
     }
     print(f"  {workload}: {result}", flush=True)
+    return result
+
+
+def _turns(timings: list[Timing]) -> dict[str, Any]:
+    """Seconds until all sessions have their answers: the first time, and when they come back."""
+    first, following = ([round(t.seconds, 3) for t in timings[turn::2]] for turn in (0, 1))
+    result = {
+        "first_seconds": statistics.median(first),
+        "next_seconds": statistics.median(following),
+        "first_runs": first,
+        "next_runs": following,
+        "first_input_tokens_per_second": round(timings[0].input_tokens / first[0], 1),
+    }
+    print(f"  turns: {result}", flush=True)
     return result
 
 

@@ -14,13 +14,14 @@ import traceback
 
 import torch
 
-from bench.gpu_checks import attention, engine, formats, fused
+from bench.gpu_checks import attention, engine, formats, fused, hopper, quantized
 
 
 def main() -> None:
     words = [w for w in sys.argv[1:] if not w.startswith("-")]
     torch.manual_seed(time.time_ns() % 2**31)
-    checks = [*attention.checks(), *fused.checks(), *engine.checks(), *formats.checks()]
+    modules = (attention, hopper, fused, quantized, engine, formats)
+    checks = [check for module in modules for check in module.checks()]
     failed = []
     for name, check in checks:
         if words and not any(word in name for word in words):
@@ -37,7 +38,7 @@ def main() -> None:
         print(f"\n{name}\n{trace[-1500:]}")
     print(f"{len(failed)} failed")
     if "--timings" in sys.argv:
-        for module in (attention, fused, formats):
+        for module in (attention, hopper, fused, quantized, formats):
             module.timings()
     sys.exit(bool(failed))
 

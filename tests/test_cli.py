@@ -121,6 +121,8 @@ DOCUMENT: dict[str, Any] = {
     "fixed_bytes_per_sequence": int,
     "bytes_per_token": NUMBER,
     "bytes_per_sequence": int,
+    "shortest_reusable_prefix_tokens": int,
+    "restore_point_bytes": int,
     "max_model_len": int,
     "concurrency": NUMBER,
     "sequences": int,

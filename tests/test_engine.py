@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kv.test_layout import layout_of
+from windowpane import engine as engine_module
 from windowpane.engine import Engine, TokenOutput
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
 from windowpane.request import FinishReason, Request, SamplingParams
 from windowpane.sampler import Sampler
@@ -34,7 +37,7 @@ def model_logits(history: tuple[int, ...]) -> torch.Tensor:
 @dataclass
 class Output:
     logits: torch.Tensor
-    prompt_logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = field(default_factory=dict)
 
 
 class HistoryRunner:
@@ -55,12 +58,12 @@ class HistoryRunner:
             self.history[slot] = (*self.history[slot][:position], int(self.sampled[slot]))
             rows.append(model_logits(self.history[slot]))
         for chunk in batch.chunks:
-            before = self.history[chunk.slot] if chunk.start else ()
+            before = self.history[chunk.slot][: chunk.start] if chunk.start else ()
             assert len(before) == chunk.start
             self.history[chunk.slot] = whole = (*before, *chunk.tokens.tolist())
             each = [model_logits(whole[: at + 1]) for at in range(chunk.start, len(whole))]
             if chunk.slot in all_logits_slots:
-                prompts[chunk.slot] = torch.stack(each)
+                prompts[chunk.slot] = torch.stack(each).__getitem__
             if chunk.samples:
                 rows.append(each[-1])
         return Output(torch.stack(rows) if rows else torch.zeros(0, VOCAB), prompts)
@@ -83,11 +86,20 @@ def solo(prompt: Any, params: SamplingParams) -> list[int]:
     return request.output
 
 
-def engine_for(overlapped: bool, *, sequences: int = 8, length: int = 300, slots: int = 8, budget: int = 64) -> Engine:
+def engine_for(
+    overlapped: bool,
+    *,
+    sequences: int = 8,
+    length: int = 300,
+    slots: int = 8,
+    budget: int = 64,
+    keep: bool = False,
+) -> Engine:
     layout = layout_of(CACHES, block_tokens=16)
     manager = KVManager(layout, Capacity(layout, 0).slabs_for(sequences, length), slots, 1000)
     runner, sampler = HistoryRunner(slots), Sampler(VOCAB, torch.device("cpu"))
-    return Engine(Scheduler(manager, budget, growth_tokens=16), runner, sampler, async_scheduling=overlapped)
+    scheduler = Scheduler(manager, budget, growth_tokens=16, restore=RestorePoints(manager) if keep else None)
+    return Engine(scheduler, runner, sampler, async_scheduling=overlapped)
 
 
 def request(name: str, prompt: Any, **params: Any) -> Request:
@@ -102,6 +114,12 @@ def run(engine: Engine, *requests: Request) -> list[TokenOutput]:
         outputs += engine.step()
     assert is_idle(engine)
     return outputs
+
+
+def run_without_idle_check(engine: Engine, one: Request) -> None:
+    engine.add(one)
+    while engine.has_work:
+        engine.step()
 
 
 def is_idle(engine: Engine) -> bool:
@@ -213,6 +231,24 @@ class TestFailing:
         run(engine, after)
         assert after.output == solo(after.prompt, after.params)
 
+    @settings(deadline=None, max_examples=25)
+    @given(at=st.integers(1, 10))
+    def test_a_step_that_raises_leaves_no_restore_point(self, overlapped: bool, at: int) -> None:
+        engine = engine_for(overlapped, budget=32, keep=True)
+        run_without_idle_check(engine, request("before", range(40), max_tokens=3))
+        assert engine.scheduler.cache_stats.restore_points > 0
+        assert isinstance(engine.runner, HistoryRunner)
+        engine.runner.fail_at[engine.runner.steps + at] = RuntimeError("the device is unhappy")
+        later = [request(f"later {i}", range(20 + i, 70 + i), max_tokens=8) for i in range(3)]
+        for one in later:
+            engine.add(one)
+        while engine.has_work:
+            outputs = engine.step()
+            if any(o.finish_reason is FinishReason.FAILED for o in outputs):
+                assert engine.scheduler.cache_stats.restore_points == 0
+        engine.manager.check_integrity()
+        assert any(one.finish_reason is FinishReason.FAILED for one in later)
+
     def test_an_interrupt_reaches_the_caller_and_leaves_the_engine_usable(self, overlapped: bool) -> None:
         engine = engine_for(overlapped)
         assert isinstance(engine.runner, HistoryRunner)
@@ -228,6 +264,26 @@ class TestFailing:
 
 
 class TestOverlapping:
+    def test_an_error_reported_late_fails_the_step_sent_after_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It may have resumed from what the failed step was to write."""
+        engine = engine_for(True, keep=True)
+        first, second = request("first", range(30)), request("second", range(50, 80))
+        engine.add(first)
+        engine.step()
+        engine.add(second)
+        read = engine_module._HostCopy.array
+
+        def unhappy(copy: Any) -> Any:
+            monkeypatch.setattr(engine_module._HostCopy, "array", read)
+            raise RuntimeError("the device is unhappy")
+
+        monkeypatch.setattr(engine_module._HostCopy, "array", unhappy)
+        while engine.has_work:
+            engine.step()
+        assert [r.finish_reason for r in (first, second)] == [FinishReason.FAILED] * 2
+        assert engine.scheduler.cache_stats.restore_points == 0
+        assert is_idle(engine)
+
     def test_a_step_is_on_its_way_before_the_one_before_it_is_known(self) -> None:
         engine = engine_for(True)
         assert isinstance(engine.runner, HistoryRunner)

@@ -45,7 +45,7 @@ def llm(shared: LLM) -> Any:
     """The same engine for every test, idle before and after."""
     yield shared
     assert not shared.engine.has_work
-    assert shared.engine.manager.free_bytes == shared.engine.manager.arena.total_bytes
+    shared.engine.manager.check_idle()
 
 
 def printable(llm: LLM) -> SamplingParams:
@@ -197,6 +197,23 @@ class TestChatting:
         assert completion.prompt_token_ids == llm.tokenizer.encode(rendered, add_special_tokens=False)
         assert "".join(llm.stream(messages, GREEDY)) == completion.text
 
+    def test_a_second_question_resumes_at_the_end_of_the_system_prompt(self, model: Path) -> None:
+        system = {"role": "system", "content": "Answer in as few words as you can, and never in verse or in Latin."}
+        kept, plain = LLM(model, **FLAGS), LLM(model, **FLAGS, enable_prefix_caching=False)
+        chats = [[system, {"role": "user", "content": word}] for word in ("Hi", "How are you?")]
+        for llm, found in ((kept, True), (plain, False)):
+            first, second = (llm.chat(messages, GREEDY) for messages in chats)
+            assert first.cached_tokens == 0
+            assert (second.cached_tokens > 50) is found
+        assert kept.chat(chats[1], GREEDY) == plain.chat(chats[1], GREEDY)
+
+    def test_the_next_turn_resumes_after_the_answer(self, model: Path) -> None:
+        llm = LLM(model, **FLAGS)
+        question = [{"role": "user", "content": "Tell me all that you know about windows."}]
+        answer = llm.chat(question, printable(llm))
+        more = [*question, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "Go on."}]
+        assert llm.chat(more, GREEDY).cached_tokens >= len(answer.prompt_token_ids)
+
     def test_several_chats_at_once(self, llm: LLM) -> None:
         chats = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]]
         assert llm.generate(chats, GREEDY) == [llm.chat(messages, GREEDY) for messages in chats]
@@ -274,7 +291,6 @@ class TestStarting:
             ({"dtype": "float8"}, "use auto, float32, bfloat16, float16"),
             ({"max_model_len": 4096}, "its limit is 512"),
             ({"tensor_parallel_size": 2}, "use 1"),
-            ({"enable_prefix_caching": True}, "leave it out"),
             ({"max_num_seqs": 65}, "must be at least max_num_seqs"),
             ({"load_format": "pickle"}, "unknown load format"),
         ],

@@ -8,12 +8,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.kv.device import Device
+from tests.kv.device import Device, given_up
 from tests.kv.strategies import layouts
 from tests.kv.test_layout import layout_of
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
+from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
 from windowpane.request import FinishReason, Request, SamplingParams
 from windowpane.scheduler import MAX_PREEMPTIONS, PATIENCE, Batch, RequestTooLong, Scheduler
@@ -48,31 +50,57 @@ class Engine:
         self.history: dict[int, tuple[int, ...]] = {}
         self.sampled: dict[int, int] = {}
         self.pending: list[Batch] = []
+        self.known: dict[tuple[int, int], tuple[int, ...]] = {}  # what a step's chunks take for computed
+        self.given_up: dict[int, set[tuple[int, int]]] = {}
+        self._close_step = scheduler.manager.take_changes
+        scheduler.manager.take_changes = self._take_changes
+        self.hidden: dict[int, tuple[int, ...]] = {}
+        self.computed_tokens = 0
         self.done: list[list[int]] = []
 
     def schedule(self) -> bool:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
-        self.pending.append(batch)
+        self.take(batch)
         return True
+
+    def take(self, batch: Batch) -> None:
+        assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        for chunk in batch.chunks:
+            known = self.scheduler.running[chunk.slot].tokens(0, chunk.start)
+            self.known[batch.step, chunk.slot] = tuple(known.tolist())
+        self.pending.append(batch)
+
+    def _take_changes(self) -> Changes:
+        """Look at the books just when a step is closed: restore points kept after it belong to the next one."""
+        changes = self._close_step()
+        self.given_up[self.scheduler._step] = given_up(changes, self.scheduler.manager)
+        return changes
 
     def run_step(self) -> None:
         batch = self.pending.pop(0)
-        self.device.apply(batch.changes, self.scheduler.manager)
+        self.device.apply(batch.changes, self.given_up.pop(batch.step))
         state_slots = batch.state_slots.tolist()
         tokens = []
         for slot, position in zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True):
             assert position == len(self.history[slot])
             self._compute(slot, (self.sampled[slot],), state_slots.pop(0))
             tokens.append(self._sample(slot))
+        stored = {c.slot: self.hidden[c.hidden] for c in batch.chunks if c.hidden is not None}
         for chunk in batch.chunks:
             if chunk.start == 0:
-                self.history[chunk.slot] = ()
                 self.device.write_encoder(chunk.slot)
-            assert chunk.start == len(self.history[chunk.slot])
-            self._compute(chunk.slot, tuple(chunk.tokens.tolist()), state_slots.pop(0))
+            before = self.known.pop((batch.step, chunk.slot))
+            assert chunk.start == len(before)
+            self.history[chunk.slot] = before
+            state_slot = state_slots.pop(0)
+            if len(chunk.tokens):
+                self._compute(chunk.slot, tuple(chunk.tokens.tolist()), state_slot)
+            else:
+                assert stored[chunk.slot] == before, "another prompt's hidden state"
+            if chunk.keep_hidden is not None:
+                self.hidden[chunk.keep_hidden] = self.history[chunk.slot]
             if chunk.samples:
                 tokens.append(self._sample(chunk.slot))
         self.device.after_step(batch.changes)
@@ -92,6 +120,7 @@ class Engine:
 
     def _compute(self, slot: int, tokens: tuple[int, ...], state_slot: int) -> None:
         old = len(self.history[slot])
+        self.computed_tokens += len(tokens)
         self.history[slot] += tokens
         self.device.step(slot, self.history[slot], old, old + len(tokens), state_slot)
 
@@ -103,6 +132,8 @@ class Engine:
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, are cancelled and preempted while up to two steps are in flight; answers never change."""
 
+    keeps_restore_points = False
+
     @initialize(
         layout=layouts(),
         share=st.integers(60, 400),
@@ -113,7 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, layout, share, slots, budget, growth):
         whole = Capacity(layout, 0).slabs_for(1, 120)
         manager = KVManager(layout, max(1, whole * share // 100), slots, 120)
-        self.engine = Engine(Scheduler(manager, max(budget, slots), growth))
+        restore = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
+        self.engine = Engine(Scheduler(manager, max(budget, slots), growth, restore))
         self.requests: list[Request] = []
 
     @rule(
@@ -164,6 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.run()
         while scheduler.steps_in_flight:
             self.engine.commit()
+        scheduler.manager.check_integrity()
+        scheduler.forget_restore_points()
         assert scheduler.manager.free_bytes == scheduler.manager.arena.total_bytes, "idle, but bytes are held"
         for request in self.requests:
             assert request.preemptions <= MAX_PREEMPTIONS

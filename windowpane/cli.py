@@ -124,9 +124,9 @@ def _engine_flags(
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
     enable_prefix_caching: Annotated[
-        bool | None,
+        bool,
         typer.Option(help="Keep restore points, so that shared prompts are computed once.", rich_help_panel=SCHEDULING),
-    ] = None,
+    ] = True,
     async_scheduling: Annotated[
         bool | None,
         typer.Option(help="Prepare a step while one is computed (on CUDA).", rich_help_panel=SCHEDULING),

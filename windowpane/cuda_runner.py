@@ -15,25 +15,25 @@ from windowpane.attention.pages import KVPages
 from windowpane.graphs import DecodeGraphs, Progress, ladder
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
-from windowpane.modeling.decoder import Decoder
+from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
 from windowpane.modeling.scales import KVScales, settle_scales
 from windowpane.models.spec import ModelSpec
-from windowpane.runner import StepOutput, split_logits
+from windowpane.runner import HiddenStore, StepOutput, split_rows
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import Transfer
 
 
 class CudaRunner:
     """One model, its weights, its arena and its graphs on one GPU. `use_graphs` False runs every step launch by
-    launch.
+    launch; `use_hopper` False leaves chunks to the plain kernels on a Hopper GPU too.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, torch.Tensor],
+        weights: Weights,
         layout: Layout,
         num_slabs: int,
         num_slots: int,
@@ -42,12 +42,13 @@ class CudaRunner:
         device: torch.device,
         dtype: torch.dtype,
         use_graphs: bool = True,
+        use_hopper: bool = True,
         progress: Progress | None = None,
         kv_scales: KVScales | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.numel() * t.element_size() for t in weights.values())
+        self.weights_bytes = sum(t.nbytes for t in weights.values())
         decoder = Decoder(read_recipe(spec), weights)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
@@ -56,11 +57,12 @@ class CudaRunner:
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables(self.pages.table_shapes, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._hidden = HiddenStore(spec.hidden_size, dtype, device)
         self._num_slots = num_slots
         self._max_model_len = max_model_len
         with torch.inference_mode():
-            self.model = FusedDecoder(decoder, self.pages, self.tables, max_model_len, num_slots)
-            self._builder = StepBuilder(self.pages, self.tables, self.model.tile_tokens)
+            self.model = FusedDecoder(decoder, self.pages, self.tables, max_model_len, num_slots, use_hopper)
+            self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
             # Slots and positions of decoding rows at a fixed place, and behind them a step's changed table entries.
             self._inputs = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
             self.graphs: DecodeGraphs | None = None
@@ -79,11 +81,13 @@ class CudaRunner:
     def rehearse(self, tokens: int) -> None:
         """Run the largest step once, over pages that nobody holds yet, and measure its activations.
 
-        What happens once (compiling kernels, workspaces) has then happened before the first request.
+        What happens once (compiling kernels, workspaces) has then happened before the first request. So the step has a
+        small chunk as well as large ones, which begin within a page: other kernels take those.
         """
         longest = self._max_model_len
-        starts = range(0, tokens, longest)
-        chunks = [Chunk(0, 0, np.zeros(min(longest, tokens - at), dtype=np.int32), samples=True) for at in starts]
+        sizes = [min(longest, tokens - at) - 1 for at in range(0, tokens, longest)]
+        chunks = [Chunk(0, 0, np.zeros(1, dtype=np.int32), samples=True)]
+        chunks += [Chunk(0, 1, np.zeros(size, dtype=np.int32), samples=True) for size in sizes if size]
         nobody = np.zeros(0, dtype=np.int64)
         batch = Batch(0, nobody, nobody, chunks, np.zeros(0, dtype=np.int8), NO_CHANGES)
         torch.cuda.synchronize(self.device)
@@ -91,25 +95,30 @@ class CudaRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.forward(batch)
         torch.cuda.synchronize(self.device)
-        self.activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.activation_bytes = peak + self.model.prefill_scratch_bytes
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         self.pages.before_step(batch.changes)
-        logits = self._mixed(batch, all_logits_slots) if batch.chunks else self._decode(batch)
+        output = self._mixed(batch, all_logits_slots) if batch.chunks else StepOutput(self._decode(batch), {})
         self.pages.after_step(batch.changes)
-        return split_logits(logits, batch, all_logits_slots)
+        return output
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
 
-    def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> torch.Tensor:
+    def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         step = self._builder.mixed(batch, all_logits_slots)
         assert step.chunk_tokens is not None
-        tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
-        return self.model.forward(step, tokens)
+        hidden = self._hidden.nothing
+        if len(step.positions):
+            tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
+            hidden = self.model.final_hidden(step, tokens)
+        hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
+        return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
     def _decode(self, batch: Batch) -> torch.Tensor:
         rows = len(batch.decode_slots)

@@ -10,7 +10,7 @@ device, where the next step finds them, and reach the host late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from windowpane.kv.manager import KVManager
 from windowpane.request import FinishReason, Request, TokenLogprobs
-from windowpane.sampler import Sampler, TopLogprobs, top_logprobs
+from windowpane.sampler import LOGPROB_ROWS, Sampler, TopLogprobs, top_logprobs
 from windowpane.scheduler import Batch, Scheduler
 from windowpane.transfer import to_device
 
@@ -32,7 +32,7 @@ class Output(Protocol):
     @property
     def logits(self) -> Tensor: ...
     @property
-    def prompt_logits(self) -> dict[int, Tensor]: ...
+    def prompt_logits(self) -> dict[int, Callable[[slice], Tensor]]: ...
 
 
 class StepRunner(Protocol):
@@ -90,7 +90,7 @@ class Engine:
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
         if request.finish_reason is None:
-            self.scheduler.cancel(request)
+            self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
             self.sampler.forget(request)
 
@@ -143,7 +143,8 @@ class Engine:
         wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
         output = self.runner.forward(batch, all_logits_slots=frozenset(wanting))
         for slot, chunk in wanting.items():
-            flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, output.prompt_logits[slot]))
+            logits_of = output.prompt_logits[slot]
+            flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
         if not flight.sampling:
             return
         sampled = self.sampler.sample(output.logits, flight.sampling, positions, self._masks(flight, positions))
@@ -197,9 +198,16 @@ class Engine:
         return outputs
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
-        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back."""
+        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
+
+        Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
+        after it, before the device reported the error, may have resumed from one, so it fails as well.
+        """
+        for later in self._flights:
+            later.error = later.error or error
         outputs = self._end(flight.touched, error)
         self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        self.scheduler.forget_restore_points()
         return outputs
 
     def _end(self, requests: Sequence[Request], error: BaseException) -> list[TokenOutput]:
@@ -301,14 +309,16 @@ class _PromptLogprobs:
 
     request: Request
     start: int
-    logprobs: _HostLogprobs
+    slices: list[_HostLogprobs]
 
     def store(self) -> None:
         """Add them to the request, unless it had them before it was preempted."""
         known = self.request.prompt_logprobs
-        if self.start == len(known):
-            tokens = self.request.prompt[self.start : self.start + self.logprobs.rows].tolist()
-            known += self.logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
+        if self.start != len(known):
+            return
+        for logprobs in self.slices:
+            tokens = self.request.prompt[len(known) : len(known) + logprobs.rows].tolist()
+            known += logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
 
 
 def _check_grammar(request: Request) -> None:
@@ -325,11 +335,21 @@ def _wants_prompt_logprobs(request: Request, start: int) -> bool:
     return request.params.prompt_logprobs is not None and start < len(request.prompt) - 1
 
 
-def _prompt_logprobs(request: Request, start: int, logits: Tensor) -> _PromptLogprobs:
-    """The logits of token i predict token i + 1."""
-    targets = to_device(request.prompt[start + 1 : start + 1 + len(logits)].astype(np.int64), logits.device)
-    count = request.params.prompt_logprobs or 0
-    return _PromptLogprobs(request, start + 1, _HostLogprobs(top_logprobs(logits[: len(targets)], targets, count)))
+def _prompt_logprobs(
+    request: Request, start: int, tokens: int, logits_of: Callable[[slice], Tensor]
+) -> _PromptLogprobs:
+    """Of the prompt tokens that a chunk of so many from `start` on predicts, in slices of rows to bound memory.
+
+    The logits of token i predict token i + 1.
+    """
+    targets = request.prompt[start + 1 : start + 1 + tokens].astype(np.int64)
+    slices = []
+    for first in range(0, len(targets), LOGPROB_ROWS):
+        some = targets[first : first + LOGPROB_ROWS]
+        logits = logits_of(slice(first, first + len(some)))
+        count = request.params.prompt_logprobs or 0
+        slices.append(_HostLogprobs(top_logprobs(logits, to_device(some, logits.device), count)))
+    return _PromptLogprobs(request, start + 1, slices)
 
 
 def _touched_slots(batch: Batch) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from windowpane.request import FinishReason, Request, SamplingParams
 from windowpane.startup import busy, start
-from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
+from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer, message_ends
 from windowpane.text.answer import Answer, Completion, with_stop_ids
 
 if TYPE_CHECKING:
@@ -106,11 +106,21 @@ class LLM:
             params = replace(params, stop_token_ids=with_stop_ids(params.stop_token_ids, self.tokenizer))
         if params.stop and not has_text:
             raise TextError("stop strings need a tokenizer and this model came without one; use stop_token_ids")
-        request = Request(str(next(self._names)), np.array(tokens, dtype=np.int32), params)
+        request = Request(
+            str(next(self._names)),
+            np.array(tokens, dtype=np.int32),
+            params,
+            message_ends=self._message_ends(prompt, tokens),
+        )
         self.engine.add(request)
         answer = Answer(request, self.tokenizer if has_text else None)
         self._answers[request] = answer
         return answer
+
+    def _message_ends(self, prompt: Prompt, tokens: list[int]) -> tuple[int, ...]:
+        if not _is_chat(prompt) or not self.plan.sizing.config.enable_prefix_caching:
+            return ()
+        return message_ends(self._chat_template, self.tokenizer, cast("Sequence[Message]", prompt), tokens)
 
     def _step(self) -> None:
         """One step for everybody: several streams may be read in turn."""

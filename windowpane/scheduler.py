@@ -8,6 +8,10 @@ A request is admitted when its whole prompt and the next `growth_tokens` can be 
 waits for memory until that is used up. Decoding requests live in arrays and are advanced together; Python looks at one
 of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
 
+With restore points, an admitted request begins where an earlier one left what it shares with it, and leaves its own for
+later ones. They are entered when a step is scheduled, so that the step writes them, and can be resumed from once it has
+landed.
+
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
 """
@@ -17,13 +21,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windowpane.kv.changes import Changes
-from windowpane.kv.manager import KVManager
+from windowpane.kv.manager import KVManager, Retained
+from windowpane.kv.restore import CacheStats, Hit, RestorePoints, prompt_marks
+from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.request import FinishReason, Request, Tokens
 
 DEFAULT_GROWTH_TOKENS = 256
@@ -42,12 +48,18 @@ class RequestTooLong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens of one sequence in one step. `samples`: the last of them yields the first (or next) token."""
+    """Prompt tokens of one sequence in one step. `samples`: the last of them yields the first (or next) token.
+
+    `keep_hidden` is the row in which to keep the final hidden state of the last one. A chunk of a prompt that is known
+    to its end has no tokens: `hidden` is the row that has this state.
+    """
 
     slot: int
     start: int
     tokens: Tokens
     samples: bool
+    keep_hidden: int | None = None
+    hidden: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +91,26 @@ class _Flight:
     sampling_slots: NDArray[np.int64]
     sampling: list[Request]
     last: NDArray[np.bool_]  # rows that sample the last token of a request's life
+    points: list[Retained] = field(default_factory=list)  # restore points that it writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """How a sequence goes when its last step lands: back to the queue, and leaving a restore point."""
+
+    requeue: bool
+    keep: bool
 
 
 class Scheduler:
     """Decides what each step computes. Knows no device: the manager's books are its only memory."""
 
     def __init__(
-        self, manager: KVManager, max_num_batched_tokens: int, growth_tokens: int = DEFAULT_GROWTH_TOKENS
+        self,
+        manager: KVManager,
+        max_num_batched_tokens: int,
+        growth_tokens: int = DEFAULT_GROWTH_TOKENS,
+        restore: RestorePoints | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots:
             raise ValueError(
@@ -96,6 +121,7 @@ class Scheduler:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
+        self.restore = restore  # None: nothing is kept
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
         self.preemptions = 0
@@ -110,9 +136,15 @@ class Scheduler:
         self._last_length = np.zeros(slots, dtype=np.int64)  # a sequence's length when its last token is sampled
         self._stop_ids = np.full((slots, STOP_IDS), NO_TOKEN, dtype=np.int64)
         self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
-        self._leaving: dict[int, bool] = {}  # slots that go when their last step lands; True: back to the queue
+        self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
         self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
         self._flights: deque[_Flight] = deque()
+        self._marks: dict[int, list[int]] = {}  # by slot: where in its prompt restore points are wanted
+        self._last_point: dict[int, int] = {}  # by slot: the last place in its prompt that has one
+        self._restored: dict[int, int] = {}  # by slot: the row with the hidden state of a prompt known to its end
+        self._points: list[Retained] = []  # restore points that the step being put together writes
+        self._at_chunk_end: list[Chunk] = []  # chunks of that step that end where one is wanted
+        self._unheard: dict[Request, list[int]] = {}  # tokens sampled after a request had ended
         self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
         self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
 
@@ -142,8 +174,11 @@ class Scheduler:
                 f"{self.manager.arena.total_bytes:,}; shorten the prompt or max_tokens"
             )
 
-    def cancel(self, request: Request) -> None:
-        """End a request at any moment. Its bytes are free at once, or when the step that reads them lands."""
+    def cancel(self, request: Request, *, keep: bool = True) -> None:
+        """End a request at any moment. Its bytes are free at once, or when the step that reads them lands.
+
+        `keep` False: what it holds cannot be trusted, so it leaves no restore point.
+        """
         if request.finish_reason is not None:
             return
         request.finish_reason = FinishReason.CANCELLED
@@ -152,7 +187,16 @@ class Scheduler:
             self.waiting.remove(request)
             self._nothing_fits = False
         else:
-            self._leave(slot, requeue=False)
+            self._leave(slot, requeue=False, keep=keep)
+
+    def forget_restore_points(self) -> None:
+        """A step failed: nothing that was kept can be trusted."""
+        if self.restore is not None:
+            self.restore.clear()
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        return CacheStats() if self.restore is None else self.restore.stats
 
     @property
     def has_work(self) -> bool:
@@ -175,16 +219,20 @@ class Scheduler:
         manager = self.manager
         slots = np.concatenate([decoding, np.array([c.slot for c in chunks], dtype=np.int64)]) if chunks else decoding
         state_slots = manager.state_slot[slots]
-        manager.flip_states(slots)
+        computed = [c.slot for c in chunks if len(c.tokens)]
+        manager.flip_states(np.concatenate([decoding, np.array(computed, dtype=np.int64)]) if chunks else decoding)
         self._take_off(slots, decoding, chunks)
         self._step += 1
+        changes = manager.take_changes()
+        if self.restore is not None:
+            self._keep_chunk_ends(self.restore)
         return Batch(
             step=self._step,
             decode_slots=decoding,
             decode_positions=manager.lengths[decoding] - 1,
             chunks=chunks,
             state_slots=state_slots,
-            changes=manager.take_changes(),
+            changes=changes,
         )
 
     def commit(self, tokens: Sequence[int] | NDArray[np.int64]) -> list[Request]:
@@ -197,11 +245,15 @@ class Scheduler:
         for request, token in zip(flight.sampling, sampled.tolist(), strict=True):
             if request.finish_reason is None:
                 request.output.append(token)
+            elif self.restore is not None:
+                self._unheard.setdefault(request, []).append(token)
+        for kept in flight.points:
+            self.manager.publish(kept)
         finished = self._finish(flight, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
             self._depart(slot)
         if not self.running:
-            self.manager.check_integrity()
+            self.manager.check_idle()
         return finished
 
     # -- decoding: all at once -------------------------------------------------------------------------------------
@@ -211,15 +263,17 @@ class Scheduler:
         self._short_of_memory = False
         slots = self._decoding_array()
         at_horizon = self.manager.lengths[slots] >= self._horizon[slots]
-        grown: list[int] = []
-        if at_horizon.any():
-            # First in line first: a preemption takes the last in line, so never one that has already grown here.
-            due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
-            grown = [slot for slot in due if self._grow(slot)]
-            steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
-            slots = np.array(steady, dtype=np.int64)
-        self.manager.advance(slots)
-        return np.concatenate([slots, np.array(grown, dtype=np.int64)]) if grown else slots
+        if not at_horizon.any():
+            self.manager.advance(slots)
+            return slots
+        # First in line first: a preemption takes the last in line, so never one that has already grown here.
+        due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
+        grown = {slot for slot in due if self._grow(slot)}
+        steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
+        self.manager.advance(np.array(steady, dtype=np.int64))
+        # In the order they had: what samplers prepare for a set of rows then serves the next step too.
+        going = grown.union(steady)
+        return np.array([slot for slot in slots.tolist() if slot in going], dtype=np.int64)
 
     def _decoding_array(self) -> NDArray[np.int64]:
         if self._decoding_slots is None:
@@ -238,7 +292,7 @@ class Scheduler:
         if length > manager.reserved_tokens[slot] and not self._renew(slot):
             return False
         manager.extend(slot, length)
-        self._horizon[slot] = min(manager.horizon(slot), int(self._last_length[slot]))
+        self._set_horizon(slot)
         return True
 
     def _renew(self, slot: int) -> bool:
@@ -247,6 +301,8 @@ class Scheduler:
         tokens = min(manager.reserved_tokens[slot] + self.growth_tokens, int(self._last_length[slot]))
         demand = manager.renew_demand(slot, tokens)
         while not manager.can_reserve(demand):
+            if self.manager.give_way(demand):
+                break
             self._short_of_memory = True
             if self._leaving:
                 return False  # bytes are on their way back: wait for them before anyone else has to go
@@ -288,12 +344,27 @@ class Scheduler:
         request = self.running[slot]
         start = int(self.manager.lengths[slot])
         stop = min(request.known_tokens, start + budget)
-        self.manager.extend(slot, stop)
+        marks = [mark for mark in self._marks.get(slot, ()) if mark > start]
+        if marks and self.manager.has_state:
+            stop = min(stop, marks[0])
         done = stop == request.known_tokens
+        at_prompt_end = done and stop == len(request.prompt) and stop > start
+        self._extend(slot, stop, [mark for mark in marks if mark < stop])
+        chunk = Chunk(
+            slot,
+            start,
+            request.tokens(start, stop),
+            samples=done,
+            keep_hidden=self.restore.take_hidden() if self.restore is not None and at_prompt_end else None,
+            hidden=self._restored.pop(slot, None),
+        )
+        if self.restore is not None and (at_prompt_end or stop in marks):
+            self._at_chunk_end.append(chunk)
         if done:
             del self._prefilling[slot]
+            self._marks.pop(slot, None)
             self._start_decoding(slot)
-        return Chunk(slot, start, request.tokens(start, stop), samples=done)
+        return chunk
 
     def _admit(self) -> int | None:
         """Admit the first waiting request that fits, unless one that was overtaken too often waits before it."""
@@ -301,15 +372,45 @@ class Scheduler:
             return None
         for index, request in enumerate(self.waiting[:LOOKAHEAD]):
             tokens = self._first_reservation(request)
-            if self.manager.can_reserve(self.manager.start_demand(tokens)):
+            hit = self._fit(request, tokens)
+            if hit is not None:
                 for overtaken in self.waiting[:index]:
                     overtaken.bypassed += 1
                 del self.waiting[index]
-                return self._start(request, tokens)
+                return self._start(request, tokens, hit)
             if request.bypassed >= PATIENCE:
                 break
         self._nothing_fits = True
         return None
+
+    def _fit(self, request: Request, tokens: int) -> Hit | None:
+        """How a request can be admitted: from the start, or from what is known of it; None: not now.
+
+        Who resumes pins the window's pages beside its own, so where memory is short it may have to begin afresh.
+        """
+        manager = self.manager
+        hit = self._look_up(request)
+        if hit.kept is not None:
+            demand = manager.start_demand(tokens, hit.kept, hit.length)
+            if manager.can_reserve(demand):
+                return hit
+            manager.give_way(demand)
+            if hit.kept in manager.books.retained and manager.can_reserve(
+                manager.start_demand(tokens, hit.kept, hit.length)
+            ):
+                return hit
+            hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
+        demand = manager.start_demand(tokens)
+        return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
+
+    def _look_up(self, request: Request) -> Hit:
+        if self.restore is None:
+            return Hit(miss="prefix caching is off")
+        params = request.params
+        if params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
+            return Hit(miss="prompt_logprobs asks for every prompt token")
+        known = request.tokens(0, request.known_tokens)
+        return self.restore.look_up(request.cache_salt, known, may_skip_last=not request.output)
 
     def _first_reservation(self, request: Request) -> int:
         """The prompt and some growth. Who was sent back before is let in with more, at last with all it may need."""
@@ -318,9 +419,13 @@ class Scheduler:
         growth: int = self.growth_tokens * 4**request.preemptions
         return min(request.known_tokens + growth, request.longest_kv)
 
-    def _start(self, request: Request, tokens: int) -> int:
+    def _start(self, request: Request, tokens: int, hit: Hit) -> int:
         slot: int = self._free_slots.pop()
-        self.manager.start(slot, tokens)
+        if hit.kept is not None:
+            self.manager.touch(hit.kept)
+        self.manager.start(slot, tokens, hit.kept, hit.length if hit.kept is not None else None)
+        if self.restore is not None:
+            self._plan_restore_points(slot, request, hit, self.restore)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._prefilling[slot] = None
@@ -331,6 +436,69 @@ class Scheduler:
         if len(request.params.stop_token_ids) > STOP_IDS:
             self._many_stops.add(request)
         return slot
+
+    # -- restore points --------------------------------------------------------------------------------------------
+
+    def _plan_restore_points(self, slot: int, request: Request, hit: Hit, restore: RestorePoints) -> None:
+        """Take note of what was found, and of where this prompt should leave restore points."""
+        if request.preemptions == 0:
+            request.cached_tokens, request.cache_miss = hit.length, hit.miss
+            restore.count(len(request.prompt), hit.length)
+        self._last_point[slot] = hit.length
+        if hit.hidden is not None:
+            self._restored[slot] = hit.hidden
+        if self.manager.keeps_all(len(request.prompt)):
+            return  # the point at the prompt's end will do for all places before it
+        marks = prompt_marks(
+            request.message_ends, hit.branch, hit.length, len(request.prompt), one_only=self.manager.has_state
+        )
+        if marks:
+            self._marks[slot] = marks
+
+    def _extend(self, slot: int, stop: int, marks: list[int]) -> None:
+        """Give a chunk its pages, leaving restore points inside it where they are worth their room."""
+        restore, request = self.restore, self.running[slot]
+        if restore is None or not marks:
+            self.manager.extend(slot, stop)
+            return
+        key, before, tails = request.cache_salt, self._last_point[slot], []
+        for mark in marks:
+            if restore.is_kept(key, request.prompt[:mark]):
+                before = mark
+            elif restore.is_worth_its_room(before, mark):
+                tails.append(mark)
+                before = mark
+        self._last_point[slot] = before
+        for kept in self.manager.extend_with_tails(slot, stop, tails):
+            if restore.add(key, request.prompt[: kept.length], kept):
+                self._points.append(kept)
+
+    def _keep_chunk_ends(self, restore: RestorePoints) -> None:
+        """Keep restore points where chunks of the step that was just put together end."""
+        for chunk in self._at_chunk_end:
+            slot, length = chunk.slot, chunk.start + len(chunk.tokens)
+            request = self.running[slot]
+            kept = self.manager.retain(slot) if restore.is_worth_its_room(self._last_point[slot], length) else None
+            if kept is None:
+                restore.give_back_hidden(chunk.keep_hidden)
+            elif restore.add(request.cache_salt, request.prompt[:length], kept, chunk.keep_hidden):
+                self._points.append(kept)
+                self._last_point[slot] = length
+            if slot in self._decoding:  # what is kept must not be overwritten
+                self._set_horizon(slot)
+        self._flights[-1].points.extend(self._points)
+        self._at_chunk_end.clear()
+        self._points.clear()
+
+    def _release_and_keep(self, slot: int, request: Request, restore: RestorePoints) -> None:
+        """A sequence leaves all that it computed as a restore point."""
+        length = int(self.manager.lengths[slot])
+        late = self._unheard.get(request, [])
+        known = np.concatenate([request.tokens(0, request.known_tokens), np.array(late, dtype=np.int32)])
+        if MIN_PREFIX_TOKENS <= length <= len(known) and not restore.is_kept(request.cache_salt, known[:length]):
+            restore.add(request.cache_salt, known[:length], self.manager.release_and_keep(slot))
+        else:
+            self.manager.release(slot)
 
     # -- in flight and landing -------------------------------------------------------------------------------------
 
@@ -366,29 +534,38 @@ class Scheduler:
         self.running[slot].preemptions += 1
         self._leave(slot, requeue=True)
 
-    def _leave(self, slot: int, *, requeue: bool) -> None:
+    def _leave(self, slot: int, *, requeue: bool, keep: bool = True) -> None:
         """Take a sequence out of the steps to come, and give its pages back once no step in flight reads them."""
         self._prefilling.pop(slot, None)
         self._stop_decoding(slot)
-        self._leaving[slot] = requeue
+        self._leaving[slot] = _Leaving(requeue, keep)
         if self._in_flight[slot] == 0:
             self._depart(slot)
 
     def _depart(self, slot: int) -> None:
-        requeue = self._leaving.pop(slot)
+        leaving = self._leaving.pop(slot)
         request = self.running.pop(slot)
-        self.manager.release(slot)
+        if self.restore is not None and leaving.keep:
+            self._release_and_keep(slot, request, self.restore)
+        else:
+            self.manager.release(slot)
+        self._marks.pop(slot, None)
+        self._restored.pop(slot, None)
+        self._unheard.pop(request, None)
         del self._slot_of[request]
         self._many_stops.discard(request)
         self._free_slots.append(slot)
         self._nothing_fits = False
-        if requeue and request.finish_reason is None:
+        if leaving.requeue and request.finish_reason is None:
             request.bypassed = 0
             insort(self.waiting, request, key=_order)
 
     def _start_decoding(self, slot: int) -> None:
         self._decoding[slot] = None
         self._decoding_slots = None
+        self._set_horizon(slot)
+
+    def _set_horizon(self, slot: int) -> None:
         self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot]))
 
     def _stop_decoding(self, slot: int) -> None:

@@ -18,6 +18,7 @@ from windowpane.config import ConfigError, EngineConfig, flag
 from windowpane.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.models import load, shipped_names
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from windowpane.engine import Engine
     from windowpane.modeling.scales import KVScales
     from windowpane.runner import Runner
+    from windowpane.weights import LoadedWeights
 
 # A CPU shares its memory with everything else on the machine.
 CPU_KV_BYTES = 4 * 2**30
@@ -107,7 +109,9 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     layout, length, slots = plan.sizing.layout, plan.max_model_len, config.max_num_seqs
     kv_scales = load_kv_scales(source, plan.sizing.spec, options.load_format)
     runner = _make_runner(plan, weights, config, device, dtype, console, kv_scales)
-    scheduler = Scheduler(KVManager(layout, plan.capacity.num_slabs, slots, length), config.batched_tokens)
+    manager = KVManager(layout, plan.capacity.num_slabs, slots, length)
+    restore = RestorePoints(manager) if config.enable_prefix_caching else None
+    scheduler = Scheduler(manager, config.batched_tokens, restore=restore)
     sampler = Sampler(spec.vocab_size, device, options.seed)
     engine = Engine(scheduler, runner, sampler, async_scheduling=config.async_scheduling)
     started = Started(engine, runner, plan, source)
@@ -118,7 +122,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
 
 def _make_runner(
     plan: Plan,
-    weights: dict[str, torch.Tensor],
+    weights: LoadedWeights,
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
@@ -165,12 +169,10 @@ def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
             close = get_close_matches(name, options | engine, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(options | engine))}"
             raise ConfigError(f"unknown argument {name!r}; {hint}")
-    if flags.get("enable_prefix_caching"):
-        raise ConfigError("--enable-prefix-caching: restore points are not kept yet; leave it out")
     if (flags.get("tensor_parallel_size") or 1) > 1:
         raise ConfigError(f"--tensor-parallel-size {flags['tensor_parallel_size']}: one device runs for now; use 1")
     given = {name: value for name, value in flags.items() if name in engine}
-    config = EngineConfig(**{"enable_prefix_caching": False, **given})
+    config = EngineConfig(**given)
     return StartOptions(**{name: value for name, value in flags.items() if name in options}), config
 
 

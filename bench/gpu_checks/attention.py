@@ -17,6 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from bench.gpu_checks.attention_cases import (
     Layer,
+    chunk_queries,
     error,
     fused_rows,
     make_pages,
@@ -25,10 +26,12 @@ from bench.gpu_checks.attention_cases import (
     run_write,
 )
 from bench.spike.measure import microseconds
+from windowpane.attention.chunk_attention import ChunkAttention
+from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.segments import ChunkSegment
 from windowpane.attention.triton import decode as decode_kernels
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
 from windowpane.kv.retention import ceil_div
 
@@ -72,7 +75,7 @@ def checks() -> list[Check]:
     return found
 
 
-def _judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> str:
+def judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> str:
     if not bool(got.isfinite().all()):
         raise AssertionError("the output has NaN or Inf")
     mine, torchs = error(got, exact), error(rounded, exact)
@@ -88,13 +91,13 @@ def _decode(layer: Layer, dtype: torch.dtype) -> str:
     # One row, few, and more rows than programs: all shares of a line.
     for lengths in ([9000], LENGTHS, [100, 3, 0], [70] * 300):
         paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=8, arena_bytes=ARENA_BYTES)
-        told.append(_judge(*run_decode(paged, padding=3)))
+        told.append(judge(*run_decode(paged, padding=3)))
     return told[1]
 
 
 def _prefill(layer: Layer, dtype: torch.dtype) -> str:
     paged = make_pages(layer, LENGTHS, DEVICE, dtype, room_tokens=2048, arena_bytes=ARENA_BYTES)
-    return _judge(*run_prefill(paged, CHUNKS))
+    return judge(*run_prefill(paged, CHUNKS))
 
 
 def _write(layer: Layer, dtype: torch.dtype) -> str:
@@ -157,20 +160,22 @@ class DecodeStep:
         )  # fmt: skip
 
 
-def prefill_step(bare: Bare, sequences: int, tokens: int, past: int) -> tuple[Callable[[], None], float]:
+def prefill_step(
+    bare: Bare, sequences: int, tokens: int, past: int, scratch: PrefillScratch | None = None
+) -> tuple[Callable[[], None], float]:
     """A prefill step as a callable, and its FLOPs: two products over the pairs of tokens that see each other."""
     layer, view = bare.layer, bare.view
-    segments = [(i, past, past + tokens, i * tokens, i * tokens, tokens) for i in range(sequences)]
-    tiles = torch.from_numpy(prefill_tiles(segments, prefill_tile_tokens(view, layer.query_heads))).to(DEVICE)
-    device_segments = torch.tensor(segments, dtype=torch.int32, device=DEVICE)
+    segments = [ChunkSegment(i, past, past + tokens, i * tokens, i * tokens, tokens) for i in range(sequences)]
+    attention = ChunkAttention(
+        bare.arena, view, bare.table, layer.query_heads, scale=layer.scale, window_tokens=layer.window_tokens,
+        rope=bare.rope, scratch=scratch,
+    )  # fmt: skip
+    chunks = chunk_queries(segments, attention.tiling, DEVICE)
     q, k, v = fused_rows(layer, sequences * tokens, DEVICE, view.dtype)
     out = torch.empty(sequences * tokens, layer.query_heads, view.dim, dtype=view.dtype, device=DEVICE)
 
     def step() -> None:
-        prefill(
-            q, k, v, bare.arena, view, bare.table, device_segments, tiles, out, scale=layer.scale,
-            window_tokens=layer.window_tokens, rope=bare.rope,
-        )  # fmt: skip
+        attention(q, k, v, chunks, out)
 
     seen = (torch.arange(tokens, dtype=torch.float64) + past + 1).clamp(max=layer.window_tokens or 2**40).sum()
     return step, 4.0 * layer.dim * layer.query_heads * sequences * float(seen)

@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from windowpane.attention import codecs
+from windowpane.attention.chunk_attention import ChunkAttention
+from windowpane.attention.device_step import ChunkQueries
+from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
+from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
-from windowpane.attention.triton.widen import plan_past, widen
 from windowpane.attention.triton.write import write
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.formats import KVFormat, kv_format
@@ -255,36 +258,36 @@ def _decode_reference(paged: Paged, sequence: int, q: torch.Tensor, present: Vec
     )
 
 
+def chunk_queries(segments: Sequence[ChunkSegment], tiling: Tiling, device: torch.device | str) -> ChunkQueries:
+    """As a step's builder makes them, for one layer."""
+    table = np.array(segments, dtype=np.int32)
+    tiles = prefill_tiles(tiling.queries(table), tiling.tokens)
+    return ChunkQueries(
+        torch.from_numpy(table).to(device), tuple(segments), {tiling: torch.from_numpy(tiles).to(device)}
+    )
+
+
 def run_prefill(
-    paged: Paged, chunks: Sequence[tuple[int, int]], *, scratch_bytes: int = DECODED_PAST_BYTES
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A chunk (tokens, those of them that ask) of each sequence in one launch: kernel, float64, same dtype."""
+    paged: Paged, chunks: Sequence[tuple[int, int]], scratch: PrefillScratch | None = None, *,
+    decoded_past_bytes: int = DECODED_PAST_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """A chunk (tokens, those of them that ask) of each sequence in one step: kernels, float64, same dtype."""
     layer, view, device = paged.layer, paged.view, paged.device
     row, q_row = 2, 1  # rows before the first segment belong to someone else
     segments = []
     for slot, start, (tokens, asking) in zip(paged.slots, paged.lengths, chunks, strict=True):
-        segments.append((slot, start, start + tokens, row, q_row, asking))
+        segments.append(ChunkSegment(slot, start, start + tokens, row, q_row, asking))
         row, q_row = row + tokens, q_row + asking
     q = fused_rows(layer, q_row, str(device), paged.dtype)[0]
     _, k, v = fused_rows(layer, row + 1, str(device), paged.dtype)
     k[:2], v[:2], k[-1], v[-1] = (float("nan"),) * 4
     out = torch.full((q_row, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
-    on_device = torch.tensor(segments, dtype=torch.int32, device=device)
-    goes = [(kernel_arena(paged), view, paged.table, on_device, segments)]
-    if view.code:
-        host = np.array(segments, dtype=np.int32)
-        goes = []
-        for plan in plan_past(host, view, paged.dtype, layer.window_tokens, device, scratch_bytes):
-            scratch, plain = widen(
-                kernel_arena(paged), view, paged.table, on_device, plan, paged.dtype, layer.window_tokens
-            )
-            goes.append((scratch, plain, plan.table, plan.segments, segments[plan.first : plan.last]))
-    for arena, layer_view, table, chosen, host_segments in goes:
-        tiles = prefill_tiles(host_segments, prefill_tile_tokens(layer_view, layer.query_heads))
-        prefill(
-            q, k, v, arena, layer_view, table, chosen, torch.from_numpy(tiles).to(device), out, scale=layer.scale,
-            window_tokens=layer.window_tokens, rope=paged.rope,
-        )  # fmt: skip
+    attention = ChunkAttention(
+        kernel_arena(paged), view, paged.table, layer.query_heads, scale=layer.scale,
+        window_tokens=layer.window_tokens, rope=paged.rope, scratch=scratch, dtype=paged.dtype,
+        decoded_past_bytes=decoded_past_bytes,
+    )  # fmt: skip
+    attention(q, k, v, chunk_queries(segments, attention.tiling, device), out)
     if not bool(out[0].isnan().all()):
         raise AssertionError("a row that no segment owns was written")
     exact, rounded = [], []

@@ -9,19 +9,24 @@ from functools import partial
 import numpy as np
 import torch
 
-from tests.running.small_models import CONFIGS, WINDOW, spec_of, weights_of
+from tests.running.small_models import CONFIGS, QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.cuda_runner import CudaRunner
 from windowpane.engine import Engine
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.sampler import Sampler
 from windowpane.scheduler import Batch, Chunk, Scheduler
 
+RESTORED = ("qwen3", "gemma3", "gemma4 everything")
+
 Checks = list[tuple[str, Callable[[], str]]]
+
+NAMES = (*CONFIGS, *QUANTIZED)
 
 NEW_TOKENS = 48
 TEACHER_TOKENS = 1024
@@ -43,8 +48,9 @@ class Setting:
 
 def checks() -> Checks:
     return [
-        *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in CONFIGS),
+        *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in NAMES),
         *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
+        *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
     ]
 
 
@@ -66,13 +72,41 @@ def greedy_equals_reference(name: str) -> str:
     return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
 
 
+def restored_equals_cold(name: str) -> str:
+    """Greedy tokens in float32 of prompts that branch off each other, with restore points and without."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(3, CONFIGS[name]["vocab_size"], size=400).astype(np.int32)
+    ends = (40, 111)
+    prompts = [tokens[:150], np.append(tokens[:111], tokens[200:240]), np.append(tokens[:40], tokens[300:380])]
+    prompts += [tokens[:150]]  # once more: only the output layer runs
+    found = []
+    for restoring in (False, True):
+        engine = _engine(name, Setting(chunk_tokens=512), torch.device("cuda"), 256, 4, restoring=restoring)
+        answers, cached = [], 0
+        for i, prompt in enumerate(prompts):
+            request = Request(str(i), prompt, SamplingParams(max_tokens=24, temperature=0), message_ends=ends)
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            if request.error is not None:
+                raise request.error
+            answers.append(request.output)
+            cached += request.cached_tokens
+        found.append(answers)
+    if found[0] != found[1]:
+        raise AssertionError("tokens differ from a cold run's")
+    if cached < sum(ends) + 149:
+        raise AssertionError(f"only {cached} prompt tokens were found cached")
+    return f"{cached} prompt tokens found cached"
+
+
 def teacher_forced(name: str) -> str:
     """bf16 logits of a fixed text, half of it in one chunk and half decoded, against the plain path in float32.
 
     The models are random, so the two likeliest tokens are often closer than what bf16 rounds away, in any
     implementation: the plain path in bf16 shows how much that is. Tokens must agree where the margin is clear of it.
     """
-    tokens = np.random.default_rng(5).integers(3, CONFIGS[name]["vocab_size"], size=TEACHER_TOKENS)
+    tokens = np.random.default_rng(5).integers(3, spec_of(name).vocab_size, size=TEACHER_TOKENS)
     exact = forced_logits(name, tokens, torch.float32, fused=False)
     plain = forced_logits(name, tokens, torch.bfloat16, fused=False)
     got = forced_logits(name, tokens, torch.bfloat16, fused=True)
@@ -109,7 +143,7 @@ def run(
 ) -> list[list[int]]:
     """Greedy continuations of a few prompts, several windows long, run together."""
     rng = np.random.default_rng(11)
-    prompts = [rng.integers(3, CONFIGS[name]["vocab_size"], size=n) for n in lengths]
+    prompts = [rng.integers(3, spec_of(name).vocab_size, size=n) for n in lengths]
     engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(prompts))
     requests = [
         Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0)) for i, p in enumerate(prompts)
@@ -124,23 +158,20 @@ def run(
     return [request.output for request in requests]
 
 
-def _engine(name: str, setting: Setting, device: torch.device, length: int, slots: int) -> Engine:
-    runner, manager = _runner(
-        name,
-        device,
-        torch.float32,
-        length,
-        slots,
-        fused=setting.fused,
-        graphs=setting.graphs,
+def _engine(
+    name: str, setting: Setting, device: torch.device, length: int, slots: int, *, restoring: bool = False
+) -> Engine:
+    runner, manager = make_runner(
+        name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
         kv_cache_dtype=setting.kv_cache_dtype,
-    )
-    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32)
-    sampler = Sampler(CONFIGS[name]["vocab_size"], device)
+    )  # fmt: skip
+    restore = RestorePoints(manager) if restoring else None
+    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore=restore)
+    sampler = Sampler(spec_of(name).vocab_size, device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 
 
-def _runner(
+def make_runner(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -149,17 +180,20 @@ def _runner(
     *,
     fused: bool,
     graphs: bool,
+    hopper: bool = True,
     kv_cache_dtype: str = "auto",
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name)
     stored = str(dtype).removeprefix("torch.")
     layout = plan_layout(spec.caches, resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored), stored)
     slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
-    weights = {key: tensor.to(device, dtype) for key, tensor in weights_of(name).items()}
+    weights = weights_of(name, dtype, device)
     manager = KVManager(layout, slabs, slots, length)
     args = (spec, weights, layout, slabs, slots, length)
     if fused:
-        runner: Runner | CudaRunner = CudaRunner(*args, device=device, dtype=dtype, use_graphs=graphs)
+        runner: Runner | CudaRunner = CudaRunner(
+            *args, device=device, dtype=dtype, use_graphs=graphs, use_hopper=hopper
+        )
     else:
         runner = Runner(*args, device=device, dtype=dtype)
     runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
@@ -171,14 +205,16 @@ def forced_logits(
 ) -> torch.Tensor:
     """Logits after each of `tokens`, half of them in one chunk, the rest decoded one by one."""
     device, length = torch.device("cuda"), len(tokens)
-    runner, manager = _runner(name, device, dtype, length, 1, fused=fused, graphs=True, kv_cache_dtype=kv_cache_dtype)
+    runner, manager = make_runner(
+        name, device, dtype, length, 1, fused=fused, graphs=True, kv_cache_dtype=kv_cache_dtype
+    )
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)
     manager.extend(0, prompt)
     chunk = Chunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
     batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes())
-    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0].clone()]
+    logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, prompt)).clone()]
     slot = np.zeros(1, dtype=np.int64)
     for position in range(prompt, length):
         runner.take_sampled(torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([tokens[position]]).cuda())

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from bench.spike.measure import microseconds
 from windowpane.attention.triton.view import LayerView
-from windowpane.modeling.decoder import _ACTIVATIONS, _rms_norm
+from windowpane.modeling.ops import ACTIVATIONS, Ops
 from windowpane.modeling.rope import Rope, rotate
 from windowpane.modeling.triton.gated import gated, gated_per_layer
 from windowpane.modeling.triton.heads import PageWrite, prepare_heads
@@ -63,7 +63,7 @@ def checks() -> Checks:
             (f"norms {rows} × {width}", partial(norms, rows, width))
             for rows, width in ((1, 5376), (300, 2560), (7, 1000))
         ),
-        *((f"gates {name}", partial(gates, name)) for name in _ACTIVATIONS),
+        *((f"gates {name}", partial(gates, name)) for name in ACTIVATIONS),
         ("heads of pairs", partial(heads, 32, 16, 256, latent=False)),
         ("heads of pairs, 128 dims", partial(heads, 16, 8, 128, latent=False)),
         ("heads of latents", partial(heads, 32, 4, 512, latent=True)),
@@ -83,17 +83,17 @@ def norms(rows: int, width: int) -> str:
     scalar = torch.full((1,), 0.37, device=CUDA, dtype=torch.bfloat16)
     out, mine = nans(rows, width), hidden.clone()
     rms_norm(x, post, EPS, out)
-    told = [no_worse(out, _rms_norm(x, post, EPS), norm64(x, post))]
+    told = [no_worse(out, Ops().norm(x, post, EPS), norm64(x, post))]
     want = (hidden.double() + norm64(x, post)) * scalar.double()
-    plain = (hidden + _rms_norm(x, post, EPS)) * scalar
+    plain = (hidden + Ops().norm(x, post, EPS)) * scalar
     out = nans(rows, width)
     residual_norm(mine, x, post, following, scalar, EPS, out)
-    told += [no_worse(mine, plain, want), no_worse(out, _rms_norm(plain, following, EPS), norm64(want, following))]
+    told += [no_worse(mine, plain, want), no_worse(out, Ops().norm(plain, following, EPS), norm64(want, following))]
     return ", ".join(told)
 
 
 def gates(name: str) -> str:
-    activation, told = _ACTIVATIONS[name], []
+    activation, told = ACTIVATIONS[name], []
     for rows, width in ((1, 21504), (130, 3000)):
         gate_up, out = 3 * values(rows, 2 * width), nans(rows, width)
         gate, up = gate_up.chunk(2, -1)
@@ -176,7 +176,7 @@ def _heads_in_torch(
     exact = x.dtype == torch.float64
 
     def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return norm64(x, weight) if exact else _rms_norm(x, weight, EPS)
+        return norm64(x, weight) if exact else Ops().norm(x, weight, EPS)
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         at = positions.clamp(min=0).long()
@@ -218,7 +218,7 @@ def product(rows: int, inputs: int, outputs: int, launch: Launch | None = None) 
         weight /= inputs**0.5
         out = nans(rows, outputs // 2)
         gated_matvec(x, weight, out, "gelu_pytorch_tanh", launch=launch)
-        activation = _ACTIVATIONS["gelu_pytorch_tanh"]
+        activation = ACTIVATIONS["gelu_pytorch_tanh"]
         gate, up = F.linear(x, weight).chunk(2, -1)
         exact = F.linear(x.double(), weight.double()).chunk(2, -1)
         told.append(no_worse(out, activation(gate) * up, activation(exact[0]) * exact[1]))

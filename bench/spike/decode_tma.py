@@ -22,8 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bench.spike.decode import INT8_TO_BF16, Partial
 from bench.spike.pages import LayerView
-from bench.spike.tiles import copy_from_page, load_entry
 from bench.spike.work import Work
+from windowpane.attention.hopper.tiles import copy_from_page
 
 
 @gluon.jit
@@ -31,6 +31,8 @@ def _produce(
     which: gl.constexpr, arena, table_ptr, items, program_items, tiles, full, empty, table_stride, slice_row,
     BLOCK_TOKENS: gl.constexpr,
 ):  # fmt: skip
+    PAGES: gl.constexpr = 64 // BLOCK_TOKENS
+    PAGE: gl.constexpr = which * PAGES // 4
     BUFS: gl.constexpr = tiles.type.shape[0]
     UNITS_PER_ROW: gl.constexpr = 512 * tiles.dtype.primitive_bitwidth // 8 // 256
     program = gl.program_id(0)
@@ -40,10 +42,10 @@ def _produce(
         row = slice_row + gl.load(items + item * 4 + 1) * BLOCK_TOKENS
         first = gl.load(items + item * 4 + 2)
         last = first + gl.load(items + item * 4 + 3) - 1
-        entry = load_entry(table, first, True, which, BLOCK_TOKENS)
+        entry = gl.load(table + first * PAGES + PAGE)
         for j in range(first, last + 1):
             # the entry of the next tile is on its way while this one waits for a free buffer
-            next_entry = load_entry(table, j + 1, j < last, which, BLOCK_TOKENS)
+            next_entry = gl.load(table + (j + 1) * PAGES + PAGE, mask=j < last, other=0)
             buf = count % BUFS
             mbarrier.wait(empty.index(buf), (count // BUFS & 1) ^ 1)
             copy_from_page(

@@ -1,7 +1,7 @@
 """The plain Triton kernels against plain torch on a CPU, at small sizes (TRITON_INTERPRET=1 before importing triton).
 
-Float32 throughout: the interpreter's dot is wrong for bf16. The Gluon kernels (`decode_tma`, `prefill256`,
-`prefill512`) have no interpreter; `python3 -m bench.spike.run` checks them on a GPU.
+Float32 throughout: the interpreter's dot is wrong for bf16. The Gluon kernel (`decode_tma`) has no
+interpreter; `python3 -m bench.spike.run` checks it on a GPU.
 """
 
 import os
@@ -12,7 +12,6 @@ import torch
 from bench.spike.decode import Partial, Tuning, angle_tables, combine, decode, rebuild_k
 from bench.spike.measure import LOG2E, attend, relative_error, require
 from bench.spike.pages import LayerView, random_tables, rows, scales
-from bench.spike.rebuild import copy_tail, rotate, rotated_rows
 from bench.spike.work import plan_work
 from bench.spike.writer_check import check as check_writer
 
@@ -39,8 +38,6 @@ def _check_all() -> None:
         check_decode(view, past=[37, 1, 64], first=[0, 0, 0], tuning=Tuning(tile_tokens=16))
     for view in (PAIR, INT8_PAIR):
         check_decode(view, past=[37, 40, 2], first=[7, 0, 0], tuning=Tuning(tile_tokens=16))
-    check_rebuild(LATENT, past=70, tokens=65)
-    check_tail(PAIR, past=70)
     for view in (LATENT, PAIR, INT8_LATENT, INT8_PAIR):
         check_writer(view, "cpu", torch.float32)
 
@@ -68,36 +65,6 @@ def check_decode(view: LayerView, past: list[int], first: list[int], tuning: Tun
             past_k = rebuild_k(past_k, w, *(a[: tokens.stop] for a in angles))
         want = attend(q[seq][:, None], torch.cat([past_k, k[seq][:, None]], 1), torch.cat([past_v, v[seq][:, None]], 1))
         require(relative_error(out[seq], want[:, 0]), 1e-5, f"decode {view} sequence {seq}")
-
-
-def check_rebuild(view: LayerView, past: int, tokens: int) -> None:
-    arena = random_arena(view)
-    table = random_tables(view, [past], arena.numel(), "cpu")[0]
-    present = torch.randn(tokens, view.kv_heads * view.dim)
-    w = torch.rand(view.dim) + 0.5
-    angles = angle_tables(past + tokens, 512, "cpu")
-    out = torch.full((view.kv_heads, rotated_rows(past, tokens), 128), float("nan"))
-    rotate(arena, view, table, present, past, angles, w, out)
-    before = rows(arena, view, table, range(past), 0, torch.float32)
-    now = present.view(tokens, view.kv_heads, view.dim).transpose(0, 1)
-    want = rebuild_k(torch.cat([before, now], 1), w, *angles)[..., :128]
-    start = -(-past // 64) * 64
-    got = torch.cat([out[:, :past], out[:, start : start + tokens]], 1)
-    require(relative_error(got, want), 1e-5, "rotated keys")
-    assert bool((out[:, past:start] == 0).all() and (out[:, start + tokens :] == 0).all()), "padding rows must be zero"
-
-
-def check_tail(view: LayerView, past: int) -> None:
-    arena = random_arena(view)
-    table = random_tables(view, [past], arena.numel(), "cpu")[0]
-    out = torch.full((2, view.kv_heads, 64, view.dim), float("nan"))
-    copy_tail(arena, view, table, past, out)
-    ragged = past % 64
-    for which in range(2):
-        assert torch.equal(
-            out[which, :, :ragged], rows(arena, view, table, range(past - ragged, past), which, torch.float32)
-        )
-    assert bool((out[:, :, ragged:] == 0).all()), "padding rows must be zero"
 
 
 def stored_rows(arena: torch.Tensor, view: LayerView, table: torch.Tensor, tokens: range, which: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Check and time the spike's kernels on one GPU: `python3 -m bench.spike.run [--parts latent,prefill,…]`."""
+"""Check and time the spike's kernels on one GPU: `python3 -m bench.spike.run [--parts latent,sliding,…]`."""
 
 import argparse
 import json
@@ -12,11 +12,10 @@ import triton
 
 from bench.spike.measure import Row, microseconds
 from bench.spike.run_decode import full_pair_rows, int8_rows, latent_rows, sliding_rows
-from bench.spike.run_prefill import prefill_rows
 from bench.spike.run_writer import writer_rows
 
 ARENA_BYTES = 54 * 2**30  # 64 windows of Gemma 4 31B are 51 GiB
-PARTS = ("ceiling", "latent", "pair", "sliding", "int8", "prefill", "writer")
+PARTS = ("ceiling", "latent", "pair", "sliding", "int8", "writer")
 
 
 def ceiling_rows(arena: torch.Tensor) -> Iterator[Row]:
@@ -56,7 +55,6 @@ def main() -> int:
         "pair": lambda: full_pair_rows(arena),
         "sliding": lambda: sliding_rows(arena),
         "int8": lambda: int8_rows(arena),
-        "prefill": lambda: prefill_rows(arena),
         "writer": lambda: writer_rows(arena),
     }
     results: list[Row] = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu_checks.engine import Setting, run
-from tests.running.small_models import CONFIGS, FULL, SLIDING
+from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
 _TINY: dict[str, Any] = {
@@ -36,6 +36,19 @@ TINY = {
         "vocab_size_per_layer_input": 24,
     },
 }
+TINY |= {
+    # Wide enough for a group of 32.
+    "llama int4": {**QUANTIZED["llama int4"], **_TINY, "intermediate_size": 32},
+    "gemma4 int4": {
+        **QUANTIZED["gemma4 int4"],
+        **_TINY,
+        "intermediate_size": 32,
+        "layer_types": [SLIDING, FULL],
+        "sliding_window": 8,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": 24,
+    },
+}
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 
@@ -43,7 +56,7 @@ LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 def main() -> None:
     torch.set_num_threads(1)
     name, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
-    CONFIGS[name] = TINY[name]
+    (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
     settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype) for fused in (False, True)]
     found = [run(name, setting, "cpu", LENGTHS, NEW_TOKENS) for setting in settings]
     if found[0] != found[1]:

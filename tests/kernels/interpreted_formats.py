@@ -41,7 +41,7 @@ def prefill() -> None:
             lengths = [0, window - 1, 2 * window + 3]
             paged = make_pages(replace(layer, kv_format=name), lengths, "cpu", FLOAT, room_tokens=80)
             for scratch_bytes in (2**28, 1):
-                got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)], scratch_bytes=scratch_bytes)
+                got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)], decoded_past_bytes=scratch_bytes)
                 require(error(got, exact), f"prefill, {name}, {title}")
 
 

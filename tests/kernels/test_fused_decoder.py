@@ -12,7 +12,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4"])
 def test_greedy_tokens_equal_the_plain_decoders(name):
     """In a process of its own: the interpreter is chosen when triton is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
-    from windowpane.modeling.decoder import _rms_norm
+    from windowpane.modeling.ops import Ops
+
+    _rms_norm = Ops().norm
     from windowpane.modeling.rope import Rope, rotate
     from windowpane.modeling.triton.gated import gated, gated_per_layer
     from windowpane.modeling.triton.heads import PageWrite, prepare_heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from windowpane.kv.changes import Changes
+from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Cross, State
@@ -22,22 +22,27 @@ class Device:
         self.rows: dict[tuple[int, int], dict[int, object]] = {}  # (group, page offset) → row → content
         self.reading = [table.entries.copy() for table in manager.tables]
         self.writing = [table.entries.copy() for table in manager.tables]
+        self.tails: tuple[Tail, ...] = ()
+        self.given_up: set[tuple[int, int]] = set()
 
-    def apply(self, changes: Changes, manager: KVManager) -> None:
+    def apply(self, changes: Changes, given_up: set[tuple[int, int]]) -> None:
         """Copy pages in order, then update exactly the table entries that are said to have changed."""
         for move in changes.copies:
             self.rows[move.group, move.target] = dict(self.rows.get((move.group, move.source), {}))
-        for move in changes.copies:
-            if not _is_held(manager, move.group, move.source):
-                self.rows.pop((move.group, move.source), None)  # given up: whoever reads it now reads poison
         for update in changes.entries + changes.moved_reads:
             self.reading[update.group][update.slots, update.columns] = update.offsets
         for update in changes.entries + changes.late:
             self.writing[update.group][update.slots, update.columns] = update.offsets
+        self.tails = changes.tails
+        self.given_up = given_up
 
     def after_step(self, changes: Changes) -> None:
         for update in changes.late:
             self.reading[update.group][update.slots, update.columns] = update.offsets
+
+        for page in self.given_up:
+            self.rows.pop(page, None)  # whoever reads it from now on reads poison
+        self.given_up = set()
 
     def write_encoder(self, slot: int) -> None:
         for g, group in enumerate(self.layout.groups):
@@ -70,6 +75,18 @@ class Device:
         for position in range(max(old, group.retention.held(new).start), new):
             block, row = divmod(position, group.block_tokens)
             self._store(g, writing[block % columns], row, hash(history[: position + 1]), fresh=row == 0)
+        for tail in self.tails:
+            if (tail.group, tail.slot) == (g, slot):
+                assert old <= tail.start < tail.stop <= new, "a tail outside its chunk"
+                self._write_tail(tail, history)
+
+    def _write_tail(self, tail: Tail, history: tuple[int, ...]) -> None:
+        block_tokens = self.layout.groups[tail.group].block_tokens
+        first = tail.start // block_tokens
+        assert len(tail.offsets) == (tail.stop - 1) // block_tokens - first + 1
+        for position in range(tail.start, tail.stop):
+            block, row = divmod(position, block_tokens)
+            self._store(tail.group, tail.offsets[block - first], row, hash(history[: position + 1]), fresh=False)
 
     def _expect(self, g: int, offsets: np.ndarray, row: int, content: object) -> None:
         for stripe, offset in enumerate(offsets.tolist()):
@@ -83,7 +100,12 @@ class Device:
             self.rows.setdefault((g, offset), {})[row] = (stripe, content)
 
 
+def given_up(changes: Changes, manager: KVManager) -> set[tuple[int, int]]:
+    """Pages that a step copies and nobody holds any more; to be asked when the step has just been put together."""
+    return {(m.group, m.source) for m in changes.copies if not _is_held(manager, m.group, m.source)}
+
+
 def _is_held(manager: KVManager, group: int, offset: int) -> bool:
     table = manager.tables[group]
     in_tables = any(offset in table.page_offsets(slot) for slot in range(manager.num_slots))
-    return in_tables or any(offset in kept.pages[group] for kept in manager.retained)
+    return in_tables or any(offset in manager.kept_offsets(kept, group) for kept in manager.retained)

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.kv.device import Device
+from tests.kv.device import Device, given_up
 from tests.kv.strategies import layouts
 from tests.kv.test_layout import gemma_4_31b, layout_of
-from windowpane.kv import manager as manager_module
+from windowpane.kv import books as books_module
 from windowpane.kv.arena import Cursor, Move
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.manager import KVManager, ReservationError, Retained
@@ -36,7 +36,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.fresh_token = 0
 
     def _flush(self):
-        self.device.apply(self.manager.take_changes(), self.manager)
+        changes = self.manager.take_changes()
+        self.device.apply(changes, given_up(changes, self.manager))
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
     def start(self, slot, tokens):
@@ -52,24 +53,34 @@ class ManagerMachine(RuleBasedStateMachine):
         self._flush()
         self.device.write_encoder(slot)
 
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST), pick=st.integers(0, 20))
-    def resume(self, slot, tokens, pick):
+    @rule(
+        slot=st.integers(0, SLOTS - 1),
+        tokens=st.integers(1, LONGEST),
+        pick=st.integers(0, 20),
+        limit=st.one_of(st.none(), st.integers(1, LONGEST)),
+    )
+    def resume(self, slot, tokens, pick, limit):
         alive = [(k, h) for k, h in self.kept if k in self.manager.retained]
         if slot in self.history or not alive:
             return
         kept, history = alive[pick % len(alive)]
-        assume(tokens >= kept.length)
-        if not self.manager.can_reserve(self.manager.start_demand(tokens, kept)):
+        length = kept.length if limit is None else self.manager.longest_resume(kept, limit)
+        assume(tokens >= length > 0)
+        if not self.manager.can_reserve(self.manager.start_demand(tokens, kept, length)):
             with pytest.raises(ReservationError):
-                self.manager.start(slot, tokens, kept)
+                self.manager.start(slot, tokens, kept, length)
             return
-        self.manager.start(slot, tokens, kept)
         self.manager.touch(kept)
-        self.history[slot] = history
+        self.manager.start(slot, tokens, kept, length)
+        self.history[slot] = history[:length]
         self._flush()
 
-    @rule(slot=st.integers(0, SLOTS - 1), count=st.integers(1, 60))
-    def extend(self, slot, count):
+    @rule(
+        slot=st.integers(0, SLOTS - 1),
+        count=st.integers(1, 60),
+        tails=st.lists(st.integers(1, 59), max_size=3, unique=True),
+    )
+    def extend(self, slot, count, tails):
         if slot not in self.history:
             return
         old = len(self.history[slot])
@@ -79,16 +90,20 @@ class ManagerMachine(RuleBasedStateMachine):
         horizon = self.manager.horizon(slot)
         self.fresh_token += 1
         self.history[slot] += tuple(self.fresh_token * 1000 + i for i in range(new - old))
-        self.manager.extend(slot, new)
+        inside = sorted(old + t for t in tails if old + t < new) if not self.manager.has_state else []
+        points = self.manager.extend_with_tails(slot, new, inside)
         changes = self.manager.take_changes()
-        if new <= horizon:
+        if new <= horizon and not inside:
             assert not [u for u in changes.entries + changes.late if slot in u.slots], (
                 "a table changed below the horizon"
             )
-        self.device.apply(changes, self.manager)
+        self.device.apply(changes, given_up(changes, self.manager))
         self.device.step(slot, self.history[slot], old, new, int(self.manager.state_slot[slot]))
         self.device.after_step(changes)
         self.manager.flip_states([slot])
+        for kept in points:
+            self.manager.publish(kept)
+            self.kept.append((kept, self.history[slot][: kept.length]))
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
     def renew(self, slot, tokens):
@@ -108,6 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self._flush()
         if kept is not None:
             self.kept.append((kept, self.history[slot]))
+            self.manager.publish(kept)
 
     @precondition(lambda self: self.kept)
     @rule(pick=st.integers(0, 20))
@@ -121,6 +137,20 @@ class ManagerMachine(RuleBasedStateMachine):
         if slot in self.history:
             self.manager.release(slot)
             del self.history[slot]
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def release_and_keep(self, slot):
+        if self.history.get(slot):
+            self.kept.append((self.manager.release_and_keep(slot), self.history.pop(slot)))
+
+    @rule(tokens=st.integers(1, LONGEST))
+    def give_way(self, tokens):
+        demand = self.manager.demand(tokens)
+        before = self.manager.retained
+        if self.manager.give_way(demand):
+            assert self.manager.can_reserve(demand)
+        else:
+            assert self.manager.retained == before
 
     @invariant()
     def everything_adds_up(self):
@@ -226,7 +256,7 @@ def test_no_free_byte_is_out_of_reach_of_a_group():
 
 
 def test_stranded_pages_are_moved_when_only_they_are_in_the_way(monkeypatch):
-    monkeypatch.setattr(manager_module, "GAP_LIMIT", 1.0)  # no tidying beforehand
+    monkeypatch.setattr(books_module, "GAP_LIMIT", 1.0)  # no tidying beforehand
     caches = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(1024), 20, 64, 64)]
     layout = layout_of(caches, block_tokens=16)
     full, window = (layout.groups.index(layout.group(n)) for n in ("full", "window-1024"))
@@ -238,14 +268,15 @@ def test_stranded_pages_are_moved_when_only_they_are_in_the_way(monkeypatch):
     for slot in range(4):
         manager.start(slot, 32)
         manager.extend(slot, 32)
-        device.apply(manager.take_changes(), manager)
+        changes = manager.take_changes()
+        device.apply(changes, given_up(changes, manager))
         device.step(slot, tuple(range(slot, slot + 32)), 0, 32, 0)
     assert manager.arena.free_slabs == 0
     manager.start(4, 32)
     manager.extend(4, 32)
     assert manager.moved_pages > 0
     changes = manager.take_changes()
-    device.apply(changes, manager)
+    device.apply(changes, given_up(changes, manager))
     for slot in range(4):  # what was moved still reads right
         device.step(slot, (*range(slot, slot + 32), 99), 32, 32, 0)
     manager.check_integrity()
@@ -258,24 +289,26 @@ def test_gaps_are_closed_before_anyone_waits_for_them():
     for slot in range(64):
         manager.start(slot, 16)
         manager.extend(slot, 16)
-        device.apply(manager.take_changes(), manager)
+        changes = manager.take_changes()
+        device.apply(changes, given_up(changes, manager))
         device.step(slot, tuple(range(slot, slot + 16)), 0, 16, 0)
     gaps = sum(manager.arena.gap_bytes(g) for g in range(len(layout.groups)))
-    slabs_to_spare = manager.arena.free_slabs >= manager_module.SCARCE * manager.arena.num_slabs
-    assert slabs_to_spare or gaps <= manager_module.GAP_LIMIT * manager.arena.total_bytes
+    slabs_to_spare = manager.arena.free_slabs >= books_module.SCARCE * manager.arena.num_slabs
+    assert slabs_to_spare or gaps <= books_module.GAP_LIMIT * manager.arena.total_bytes
     assert manager.moved_pages > 0
     for slot in range(64):
         device.step(slot, (*range(slot, slot + 16), 99), 16, 16, 0)
 
 
-def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read():
+@pytest.mark.parametrize("moving", ["everything", "only the page that takes its place"])
+def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(moving):
     layout = layout_of([TokenCache(0, Window(32), 1, 64, 64)], block_tokens=16, slab_bytes=16 * 2**14)
     manager = KVManager(layout, 8, 3, 1000)
     device = Device(manager)
 
     def step(slot: int, history: tuple[int, ...], old: int) -> None:
         changes = manager.take_changes()
-        device.apply(changes, manager)
+        device.apply(changes, given_up(changes, manager))
         device.step(slot, history, old, len(history), 0)
         device.after_step(changes)
 
@@ -284,22 +317,24 @@ def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(
     manager.extend(0, 32)
     step(0, history, 0)
     kept = manager.retain(0)
+    manager.publish(kept)
     manager.release(0)
     manager.start(1, 64, kept)
     step(1, history, 32)
     manager.extend(1, 49)  # slides past a shared page, which this step still reads
     # As if room had to be made within this very step: empty the slab that holds the shared pages.
-    manager._apply_moves(0, _move_everything(manager))
+    kept_pages = set() if moving == "everything" else set(manager.kept_offsets(kept, 0).tolist())
+    manager.books.apply_moves(0, _move_pages(manager, but=kept_pages))
     step(1, (*history, *range(500, 517)), 32)
     manager.check_integrity()
 
 
-def _move_everything(manager: KVManager) -> list[Move]:
-    """Move all pages of the first group into a slab of their own."""
+def _move_pages(manager: KVManager, but: set[int]) -> list[Move]:
+    """Move all pages of the first group, but these, into a slab of their own."""
     arena = manager.arena
-    held = {int(o) for kept in manager.retained for o in kept.pages[0]}
+    held = {int(o) for kept in manager.retained for o in manager.kept_offsets(kept, 0)}
     held |= {int(o) for slot in range(manager.num_slots) for o in manager.tables[0].page_offsets(slot)}
-    sources = sorted(held)
+    sources = sorted(held - but)
     targets = arena.take(0, len(sources), Cursor())
     arena.tag(0, targets, arena.tags(0, np.array(sources, dtype=np.int32)))
     arena.free(0, np.array(sources, dtype=np.int32))
@@ -313,9 +348,8 @@ def test_giving_up_restore_points_stops_once_it_fits():
     for _ in range(4):
         manager.start(0, 32)
         manager.extend(0, 32)
-        kept.append(manager.retain(0))
-        manager.release(0)
-    assert None not in kept
+        kept.append(manager.release_and_keep(0))
+
     manager.start(1, 48)
     manager.extend(1, 48)
     assert manager.retained == kept[1:]
@@ -327,6 +361,7 @@ def test_a_pinned_page_is_never_given_up():
     manager.start(0, 64)
     manager.extend(0, 64)
     kept = manager.retain(0)
+    manager.publish(kept)
     assert kept is not None
     assert manager.can_reserve(manager.demand(96))
     assert not manager.can_reserve(manager.demand(97))

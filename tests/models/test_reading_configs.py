@@ -257,3 +257,10 @@ def test_sparse_attention_keeps_every_token_and_an_index_key(tmp_path: Path) -> 
         spec = read(tmp_path, small(name))
         assert set(map(type, kept(spec))) == {Full}
         assert [c.layer for c in spec.token_caches if c.replicated and c.key_dim in (8, 16)] == index_layers
+
+
+def test_qwen_3_names_its_experts_either_way(tmp_path: Path) -> None:
+    config = small("qwen3 moe")
+    expected = read(tmp_path, config).tensors
+    config["num_local_experts"] = config.pop("num_experts")
+    assert read(tmp_path, config).tensors == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
+from windowpane.modeling.decoder import Weights
+from windowpane.models import ModelSpec
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.scheduler import Scheduler
@@ -31,6 +34,9 @@ class Knobs:
     swa_full: bool = False
     kv_cache_dtype: str = "auto"
     poison: bool = True
+    keep: bool = False  # restore points
+    one_by_one: bool = False
+    message_ends: tuple[int, ...] = ()
 
 
 @dataclass
@@ -40,6 +46,7 @@ class Run:
     scheduler: Scheduler
     runner: Runner
     peak_pages: list[int]
+    requests: list[Request] = field(default_factory=list)
 
 
 def layout_of(caches: list[Cache], knobs: Knobs) -> Layout:
@@ -51,18 +58,28 @@ def layout_of(caches: list[Cache], knobs: Knobs) -> Layout:
 
 def generate(name: str, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
     """Greedy continuations of all prompts, run together, and the logits of every sampled token."""
-    spec = spec_of(name)
+    return generate_with(spec_of(name), weights_of(name), prompts, max_tokens, knobs)
+
+
+def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
     layout = layout_of(list(spec.caches), knobs)
     longest = max(len(p) for p in prompts) + max_tokens
     slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
     manager = KVManager(layout, slabs, knobs.num_slots, longest)
-    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens)
+    restore = RestorePoints(manager) if knobs.keep else None
+    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, restore)
     device = torch.device("cpu")
-    runner = Runner(spec, weights_of(name), layout, slabs, knobs.num_slots, longest, device=device, dtype=torch.float32)
-    requests = [Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(prompts)]
+    runner = Runner(spec, weights, layout, slabs, knobs.num_slots, longest, device=device, dtype=torch.float32)
+    requests = [
+        Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
+        for i, p in enumerate(prompts)
+    ]
+    run = Run([r.output for r in requests], [[] for _ in requests], scheduler, runner, [0] * len(layout.groups))
+    run.requests = requests
     for request in requests:
         scheduler.add(request)
-    run = Run([r.output for r in requests], [[] for _ in requests], scheduler, runner, [0] * len(layout.groups))
+        while knobs.one_by_one and scheduler.has_work:
+            _step(run, requests, knobs)
     while scheduler.has_work:
         _step(run, requests, knobs)
     return run
@@ -91,7 +108,8 @@ def poison_unheld(run: Run) -> None:
     held = torch.zeros(len(arena), dtype=torch.bool)
     for g, table in enumerate(manager.tables):
         page_bytes = manager.layout.groups[g].page_bytes
-        for slot in range(manager.num_slots):
-            for offset in table.page_offsets(slot).tolist():
-                held[offset * 256 : offset * 256 + page_bytes] = True
+        pages = [table.page_offsets(slot) for slot in range(manager.num_slots)]
+        pages += [manager.kept_offsets(kept, g) for kept in manager.retained]
+        for offset in np.concatenate(pages).tolist():
+            held[offset * 256 : offset * 256 + page_bytes] = True
     arena[~held] = 0xFF

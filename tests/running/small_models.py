@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from windowpane.modeling.decoder import Weights
 from windowpane.models import ModelSpec, from_config
+from windowpane.weights import load_weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 24
+_CPU = torch.device("cpu")
 
 _BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -58,7 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BASE,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "rope_scaling": {
             "rope_type": "llama3",
             "factor": 4.0,
@@ -72,7 +75,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_BASE,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "attention_bias": True,
         "mlp_bias": True,
     },
@@ -101,27 +104,72 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Heads of real sizes, so that kernels made for those take them: for checks on a GPU.
+WIDE_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma4 K = V, wide heads": {
+        **_GEMMA4,
+        "max_position_embeddings": 8192,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "sliding_window": 500,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+    },
+}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+# Quantized ones are random as they are, packed: transformers does not make them.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "llama int4": {
+        **CONFIGS["llama with biases"],
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"all": {"targets": ["Linear"], "weights": _INT4}},
+            "ignore": ["lm_head", "re:.*k_proj"],
+        },
+    },
+    "gemma4 int4": {
+        **CONFIGS["gemma4 K = V"],
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"all": {"targets": ["Linear"], "weights": {**_INT4, "symmetric": True}}},
+            "ignore": ["lm_head"],
+        },
+    },
+    "qwen3 fp8": {**CONFIGS["qwen3"], "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}},
+}
+
 
 @cache
 def reference(name: str) -> torch.nn.Module:
     """transformers' own model, float32, with norms and scalars away from their trivial initial values."""
+    return build((CONFIGS | WIDE_CONFIGS)[name])
+
+
+def build(described: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(7)
-    fields = dict(CONFIGS[name])
+    fields = dict(described)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.architectures = CONFIGS[name]["architectures"]
+    config.architectures = described["architectures"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if "norm" in key or "layer_scalar" in key:
                 tensor.add_(0.1 * torch.randn_like(tensor))
-            if "q_norm" in key and name.startswith("gemma4"):
+            if "q_norm" in key and described["model_type"].startswith("gemma4"):
                 tensor.mul_(0.3)  # its attention has no scale: trained norms keep scores small
     return model
 
 
 def spec_of(name: str) -> ModelSpec:
-    return from_config(CONFIGS[name], name)
+    return from_config((CONFIGS | WIDE_CONFIGS | QUANTIZED)[name], name)
 
 
-def weights_of(name: str) -> dict[str, torch.Tensor]:
-    return {key: tensor.detach().clone() for key, tensor in reference(name).state_dict().items()}
+def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
+    if name in QUANTIZED:
+        return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
+    state = reference(name).state_dict()
+    return {key: tensor.detach().to(device, dtype, copy=True) for key, tensor in state.items()}

@@ -89,7 +89,7 @@ def run(llm: LLM, *requests: Request) -> Sequence[Request]:
         llm.engine.add(request)
     while llm.engine.has_work:
         llm.engine.step()
-    assert llm.engine.manager.free_bytes == llm.engine.manager.arena.total_bytes
+    assert sum(llm.engine.manager.live_pages) == 0
     return requests
 
 

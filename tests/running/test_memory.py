@@ -59,12 +59,15 @@ def test_a_long_prefill_owns_no_more_window_pages_than_a_short_one():
 
 
 def test_the_present_passes_through_the_kv_format():
-    """With bfloat16 pages under float32 compute, chunking still changes nothing."""
-    outputs = [
-        generate("gemma3", [prompt(1, 77)], 16, Knobs(chunk_tokens=chunk, kv_cache_dtype="bfloat16"))
-        for chunk in (4096, 7)
-    ]
-    difference = (torch.stack(outputs[0].logits[0]) - torch.stack(outputs[1].logits[0])).abs().max()
-    assert difference <= 1e-4
-    exact = generate("gemma3", [prompt(1, 77)], 16, Knobs())
-    assert (torch.stack(outputs[0].logits[0]) - torch.stack(exact.logits[0])).abs().max() > 1e-4
+    """With bfloat16 pages under float32 compute, chunking changes far less than the format does.
+
+    Not nothing: a value that lies between two bfloat16 numbers may be rounded up in one product and down in another.
+    """
+    whole, chunked = (
+        torch.stack(generate("gemma3", [prompt(1, 77)], 16, knobs).logits[0])
+        for knobs in (Knobs(kv_cache_dtype="bfloat16"), Knobs(chunk_tokens=7, kv_cache_dtype="bfloat16"))
+    )
+    exact = torch.stack(generate("gemma3", [prompt(1, 77)], 16, Knobs()).logits[0])
+    from_format = (whole - exact).abs().max()
+    assert from_format > 1e-4
+    assert (whole - chunked).abs().max() <= from_format / 5

@@ -11,10 +11,11 @@ import pytest
 
 from tests.server.harness import Running, running
 from tests.tiny_model import make_model
-from windowpane.server.chat import message_ends
 from windowpane.server.parsing import Parsers
+from windowpane.text import message_ends
 
 USER = [{"role": "user", "content": "Hi"}]
+SYSTEM = {"role": "system", "content": "Answer in as few words as you can, and never in verse."}
 WEATHER = {
     "type": "function",
     "function": {
@@ -34,6 +35,29 @@ def ask(server: Running, messages: Any = USER, **fields: Any) -> Any:
     return server.openai.chat.completions.create(
         model="tiny", messages=messages, **{"temperature": 0, "max_completion_tokens": 12, **fields}
     )
+
+
+class TestPrefixes:
+    """What earlier chats computed is found again, by the same tenant only."""
+
+    def chat(self, server: Running, salt: str, *messages: dict[str, str]) -> Any:
+        return ask(server, [SYSTEM, *messages], extra_body={"cache_salt": salt})
+
+    def test_a_shared_system_prompt_is_computed_once(self, server: Running) -> None:
+        first = self.chat(server, "a", {"role": "user", "content": "Where is Rome?"})
+        second = self.chat(server, "a", {"role": "user", "content": "And what of Oslo?"})
+        system_tokens = len("system: " + SYSTEM["content"] + "\n") + 1
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert second.usage.prompt_tokens_details.cached_tokens >= system_tokens
+        alone = self.chat(server, "b", {"role": "user", "content": "And what of Oslo?"})
+        assert alone.usage.prompt_tokens_details.cached_tokens == 0, "another tenant's pages"
+        assert alone.choices[0].message.content == second.choices[0].message.content
+
+    def test_the_same_chat_again_needs_the_output_layer_alone(self, server: Running) -> None:
+        turn = {"role": "user", "content": "Once more, please."}
+        first, again = (self.chat(server, "c", turn) for _ in range(2))
+        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
+        assert again.choices[0].message.content == first.choices[0].message.content
 
 
 class TestAnswers:
@@ -95,8 +119,8 @@ class TestPrompts:
         messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
         text = template.render(messages)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        # The template writes "assistant:" after any messages, so that none but the whole ends there.
-        assert message_ends(template, tokenizer, messages, ids) == ()
+        ends = [1 + len("system: S\n"), 1 + len("system: S\nuser: Hi\n")]  # after BOS; a token to a character
+        assert message_ends(template, tokenizer, messages, ids) == tuple(ends)
 
     def test_and_the_engine_is_told(self, tmp_path: Path) -> None:
         template = (

@@ -72,7 +72,8 @@ class TestLog:
         (line,) = caplog.messages
         number = r"[\d.]+"
         assert re.fullmatch(
-            rf"cmpl-\w+ length: queue {number} s, prefill {number} s, 0 cached \+ 6 new tokens, 10 generated, "
+            rf"cmpl-\w+ length: queue {number} s, prefill {number} s, 0 cached \+ 6 new tokens "
+            rf"\(no earlier request began with these tokens\), 10 generated, "
             rf"{number} tok/s, user 'Ada'",
             line,
         )

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.text.models import GEMMA, SMOLLM2, embedded_tokenizer
-from windowpane.text import ChatTemplate, TextError, Tokenizer
+from windowpane.text import ChatTemplate, TextError, Tokenizer, message_ends
 
 HELLO = [{"role": "user", "content": "Hello <b>"}]
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
@@ -123,3 +123,36 @@ def test_the_date_can_be_asked_for() -> None:
 def test_other_failures_name_the_model_and_the_reason(text: str, messages: list[Any], message: str) -> None:
     with pytest.raises(TextError, match=message):
         template(text).render(messages)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "How are you?"},
+]
+
+
+def test_messages_end_where_the_prompt_goes_on_as_rendered() -> None:
+    tokenizer = embedded_tokenizer(SMOLLM2)
+    chat = ChatTemplate(tokenizer)
+    prompt = tokenizer.encode(chat.render(CHAT), add_special_tokens=False)
+    ends = message_ends(chat, tokenizer, CHAT, prompt)
+    assert len(ends) == 4
+    for count, end in enumerate(ends, start=1):
+        rendered = chat.render(CHAT[:count], add_generation_prompt=False)
+        assert prompt[:end] == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def test_a_message_that_is_rendered_differently_later_has_no_end() -> None:
+    """This template shows only the last message in full; one that refuses a first message alone has no end there."""
+    tokenizer = embedded_tokenizer(SMOLLM2)
+    changing = template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompt = tokenizer.encode(changing.render(CHAT), add_special_tokens=False)
+    assert message_ends(changing, tokenizer, CHAT[:2], prompt) == ()
+    refusing = template(
+        "{% if messages | length < 2 %}{{ raise_exception('too few') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    prompt = tokenizer.encode(refusing.render(CHAT) + "<|im_start|>", add_special_tokens=False)
+    assert len(message_ends(refusing, tokenizer, CHAT, prompt)) == 3

@@ -169,12 +169,6 @@ def test_a_head_is_missed_only_where_embeddings_are_not_tied(tmp_path: Path) -> 
         read(tmp_path, untied)
 
 
-def test_quantized_checkpoints_are_refused_by_scheme(tmp_path: Path) -> None:
-    config = small("llama", quantization_config={"quant_method": "fp8"})
-    with pytest.raises(WeightsError, match=r"quantized \(fp8\)"):
-        read(tmp_path, spec_of(tmp_path, config))
-
-
 @pytest.mark.parametrize(
     ("source", "load_format", "message"),
     [

@@ -6,7 +6,8 @@ that it can be replayed as a graph; a padding row has position -1, reads nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from numpy.typing import NDArray
 
 from windowpane.attention.device_tables import DeviceTables
 from windowpane.attention.pages import KVPages
+from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
+from windowpane.attention.triton.widen import PastPlan
 from windowpane.kv.caches import TokenCache
+from windowpane.runner import wanted_rows
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import Ints, Transfer
 
@@ -26,13 +30,14 @@ PADDING = -1
 class ChunkQueries:
     """The chunks of a step, for one set of rows that ask.
 
-    `segments` is [chunks, 6]: slot, start, stop, row, first query row, queries; the last tokens of a chunk ask.
-    `tiles` lists query tiles by their number of tokens. `host_segments` are the same segments where no device is asked.
+    `segments` is [chunks, 6], the fields of `host_segments`. `tiles` lists the query tiles that layers ask for.
+    `past_plans` are made where a past must be decoded first, once for layers that are alike.
     """
 
     segments: torch.Tensor
-    tiles: dict[int, torch.Tensor]
-    host_segments: NDArray[np.int32]
+    host_segments: tuple[ChunkSegment, ...]
+    tiles: dict[Tiling, torch.Tensor]
+    past_plans: dict[tuple[Hashable, ...], list[PastPlan]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +69,29 @@ class DeviceStep:
 
 
 class StepBuilder:
-    """Turns batches into device steps. `tile_tokens` are the query tiles that the model's layers use."""
+    """Turns batches into device steps. `tilings` are those that the model's layers use."""
 
-    def __init__(self, pages: KVPages, tables: DeviceTables, tile_tokens: frozenset[int]) -> None:
+    def __init__(self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling]) -> None:
         self._pages = pages
         self._tables = tables
-        self._tile_tokens = sorted(tile_tokens)
+        self._tilings = tilings
         self._token_groups = [isinstance(g.slices[0].cache, TokenCache) for g in pages.layout.groups]
 
     def mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> DeviceStep:
-        """A step with chunks. Updates the device's tables on the way."""
+        """A step with chunks; those without tokens are not its business. Updates the device's tables on the way."""
+        chunks = [c for c in batch.chunks if len(c.tokens)]
         transfer = Transfer(self._pages.device)
         late, now = (transfer.add(updates) for updates in self._tables.updates(batch.changes))
         slots = transfer.add(batch.decode_slots)
-        positions = transfer.add(_positions(batch))
-        tokens = transfer.add(np.concatenate([c.tokens for c in batch.chunks]))
-        wanted_rows, counts = wanted(batch, all_logits_slots)
-        rows = transfer.add(wanted_rows)
-        everything = self._queries(batch, [len(c.tokens) for c in batch.chunks], transfer)
-        narrowed = self._queries(batch, counts, transfer)
+        positions = transfer.add(_positions(batch, chunks))
+        tokens = transfer.add(np.concatenate([np.zeros(0, dtype=np.int32), *(c.tokens for c in chunks)]))
+        wanted, counts = _wanted(batch, chunks, all_logits_slots)
+        rows = transfer.add(wanted)
+        decoding = len(batch.decode_slots)
+        everything = _queries(chunks, decoding, [len(c.tokens) for c in chunks], self._tilings, transfer)
+        narrowed = _queries(chunks, decoding, counts, self._tilings, transfer)
         writes = [
-            [transfer.add(a) for a in self._writes(batch, g)] if is_tokens else None
+            [transfer.add(a) for a in self._writes(batch, chunks, g)] if is_tokens else None
             for g, is_tokens in enumerate(self._token_groups)
         ]
         sent = transfer.send()
@@ -104,19 +111,7 @@ class StepBuilder:
             ],
         )
 
-    def _queries(self, batch: Batch, counts: list[int], transfer: Transfer) -> _QueryHandles:
-        segments = []
-        row = query_row = len(batch.decode_slots)
-        for chunk, count in zip(batch.chunks, counts, strict=True):
-            stop = chunk.start + len(chunk.tokens)
-            segments.append((chunk.slot, chunk.start, stop, row, query_row, count))
-            row += len(chunk.tokens)
-            query_row += count
-        table = np.array(segments, dtype=np.int32).reshape(-1, 6)
-        tiles = {tokens: transfer.add(prefill_tiles(table, tokens)) for tokens in self._tile_tokens}
-        return _QueryHandles(transfer.add(table), tiles, table)
-
-    def _writes(self, batch: Batch, group: int) -> tuple[Ints, Ints, Ints]:
+    def _writes(self, batch: Batch, chunks: list[Chunk], group: int) -> tuple[Ints, Ints, Ints]:
         """What the future can see of every token of the step, and where this group stores it."""
         layer = self._pages.layers[self._pages.layout.groups[group].slices[0].cache.layer]
         row = len(batch.decode_slots)
@@ -124,16 +119,24 @@ class StepBuilder:
         rows = [decoding]
         slots = [batch.decode_slots[decoding]]
         positions = [batch.decode_positions[decoding]]
-        for chunk in batch.chunks:
+        tail_rows, tail_positions, tail_offsets = [], [], []
+        for chunk in chunks:
             stop = chunk.start + len(chunk.tokens)
             kept = np.arange(layer.first_written(chunk.start, stop), stop)
             rows.append(kept - chunk.start + row)
             slots.append(np.full(len(kept), chunk.slot))
             positions.append(kept)
+            for tail in self._pages.tails.get((group, chunk.slot), ()):
+                tail_positions.append(np.arange(tail.start, tail.stop))
+                tail_rows.append(tail_positions[-1] - chunk.start + row)
+                blocks = tail_positions[-1] // layer.block_tokens - tail.start // layer.block_tokens
+                tail_offsets.append(tail.offsets[blocks])
             row += len(chunk.tokens)
-        at = np.concatenate(positions)
-        columns = at // layer.block_tokens % self._pages.columns(group)
-        offsets = self._pages.writing[group][np.concatenate(slots), columns]
+        own = np.concatenate(positions)
+        columns = own // layer.block_tokens % self._pages.columns(group)
+        offsets = np.concatenate([self._pages.writing[group][np.concatenate(slots), columns], *tail_offsets])
+        rows += tail_rows
+        at = np.concatenate([own, *tail_positions])
         return (
             np.concatenate(rows).astype(np.int32),
             np.ascontiguousarray(offsets.T),
@@ -141,32 +144,41 @@ class StepBuilder:
         )
 
 
+def _queries(
+    chunks: list[Chunk], first_row: int, counts: list[int], tilings: frozenset[Tiling], transfer: Transfer
+) -> _QueryHandles:
+    segments = []
+    row = query_row = first_row
+    for chunk, count in zip(chunks, counts, strict=True):
+        segments.append(ChunkSegment(chunk.slot, chunk.start, chunk.start + len(chunk.tokens), row, query_row, count))
+        row += len(chunk.tokens)
+        query_row += count
+    table = np.array(segments, dtype=np.int32).reshape(-1, 6)
+    tiles = {tiling: transfer.add(prefill_tiles(tiling.queries(table), tiling.tokens)) for tiling in tilings}
+    return _QueryHandles(transfer.add(table), tuple(segments), tiles)
+
+
 @dataclass(frozen=True, slots=True)
 class _QueryHandles:
     segments: int
-    tiles: dict[int, int]
-    host_segments: NDArray[np.int32]
+    host_segments: tuple[ChunkSegment, ...]
+    tiles: dict[Tiling, int]
 
     def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
-        tiles = {tokens: sent[h] for tokens, h in self.tiles.items()}
-        return ChunkQueries(sent[self.segments], tiles, self.host_segments)
+        tiles = {tiling: sent[handle] for tiling, handle in self.tiles.items()}
+        return ChunkQueries(sent[self.segments], self.host_segments, tiles)
 
 
-def wanted(batch: Batch, all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:
+def _wanted(batch: Batch, chunks: list[Chunk], all_logits_slots: frozenset[int]) -> tuple[NDArray[np.int64], list[int]]:
     """Rows whose logits are asked for, and how many of them each chunk has: its last ones."""
-    counts = [_asked(chunk, all_logits_slots) for chunk in batch.chunks]
+    counts = [wanted_rows(chunk, all_logits_slots) for chunk in chunks]
     rows = [np.arange(len(batch.decode_slots))]
     row = len(batch.decode_slots)
-    for chunk, count in zip(batch.chunks, counts, strict=True):
+    for chunk, count in zip(chunks, counts, strict=True):
         row += len(chunk.tokens)
         rows.append(np.arange(row - count, row))
     return np.concatenate(rows), counts
 
 
-def _asked(chunk: Chunk, all_logits_slots: frozenset[int]) -> int:
-    return len(chunk.tokens) if chunk.slot in all_logits_slots else int(chunk.samples)
-
-
-def _positions(batch: Batch) -> NDArray[np.int64]:
-    chunks = [np.arange(c.start, c.start + len(c.tokens)) for c in batch.chunks]
-    return np.concatenate([batch.decode_positions, *chunks])
+def _positions(batch: Batch, chunks: list[Chunk]) -> NDArray[np.int64]:
+    return np.concatenate([batch.decode_positions, *(np.arange(c.start, c.start + len(c.tokens)) for c in chunks)])

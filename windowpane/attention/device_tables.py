@@ -69,7 +69,15 @@ class DeviceTables:
             first = starts[update.group] + (update.slots * width + update.columns) * stripes
             places.append((first[:, None] + np.arange(stripes)).reshape(-1).astype(np.int32))
             offsets.append(np.broadcast_to(update.offsets, (len(update.slots), stripes)).reshape(-1))
-        return np.concatenate(places + offsets) if places else NO_UPDATES
+        if not places:
+            return NO_UPDATES
+        return _last_of_each(np.concatenate(places), np.concatenate(offsets))
+
+
+def _last_of_each(places: Ints, offsets: Ints) -> Ints:
+    """Places and then their offsets. Of one that is named twice only the last counts: a launch has no order."""
+    kept, last = np.unique(places[::-1], return_index=True)
+    return np.concatenate([kept, offsets[::-1][last]])
 
 
 @triton.jit

@@ -7,6 +7,7 @@ page it shares (see `windowpane.kv.changes`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from windowpane.attention import codecs
 from windowpane.attention.step import Step
 from windowpane.kv.caches import TokenCache
-from windowpane.kv.changes import Changes
+from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Full, Window
 from windowpane.kv.tables import PageTable
@@ -42,6 +43,7 @@ class KVPages:
         # Where this step's decoding rows read and write: the same for all layers of a group.
         self._reads: dict[tuple[int, int, int | None], _Reads] = {}
         self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
             for index, g in enumerate(layout.groups)
@@ -52,6 +54,9 @@ class KVPages:
     def before_step(self, changes: Changes) -> None:
         self._reads.clear()
         self._writes.clear()
+        self.tails = {}
+        for tail in changes.tails:
+            self.tails.setdefault((tail.group, tail.slot), []).append(tail)
         for move in changes.copies:
             page_bytes = self.layout.groups[move.group].page_bytes
             source, target = move.source * OFFSET_UNIT_BYTES, move.target * OFFSET_UNIT_BYTES
@@ -97,32 +102,48 @@ class KVPages:
         blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
         columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
         offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
-        positions = (blocks[:, :, None] * block + np.arange(block)).reshape(len(slots), -1)
-        counts = (positions >= starts[:, None]) & (positions < stops[:, None])
-        unused_slots, unused_columns = np.nonzero(~counts)
         return _Reads(
-            self._tensor(offsets.reshape(-1)),
-            blocks.shape,
-            self._tensor(positions),
-            self._tensor(counts),
-            self._tensor(unused_slots),
-            self._tensor(unused_columns),
+            offsets=self._tensor(offsets.reshape(-1)),
+            shape=blocks.shape,
+            starts=self._tensor(starts),
+            stops=self._tensor(stops),
+            most_tokens=int((stops - starts).max()),
+            first_positions=self._tensor(first_blocks * block),
+            block_tokens=block,
         )
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Reads:
-    """Pages of several slots, padded to the longest: which, at which positions, and which of those count."""
+    """Pages of several slots, padded to the most that one of them has, and the past positions that count."""
 
     offsets: torch.Tensor
     shape: tuple[int, ...]  # slots, blocks
-    positions: torch.Tensor  # [slots, tokens]
-    counts: torch.Tensor
-    unused_slots: torch.Tensor
-    unused_columns: torch.Tensor
+    starts: torch.Tensor  # [slots]
+    stops: torch.Tensor
+    most_tokens: int
+    first_positions: torch.Tensor  # [slots]: those of the first column
+    block_tokens: int
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[slots, tokens]: that of each column."""
+        columns = torch.arange(self.shape[1] * self.block_tokens, device=self.offsets.device)
+        return self.first_positions[:, None] + columns
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """[slots, tokens]: which columns count."""
+        return (self.positions >= self.starts[:, None]) & (self.positions < self.stops[:, None])
+
+    @cached_property
+    def unused(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot and column of each that does not."""
+        slots, columns = (~self.counts).nonzero(as_tuple=True)
+        return slots, columns
 
 
 class LayerPages:
@@ -172,6 +193,35 @@ class LayerPages:
             found.append(rows[:, skip : skip + stop - start])
         return found
 
+    # -- where rows lie, for kernels ---------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> int:
+        """2 where K and V are stored, 1 where one latent is."""
+        return len(self._views)
+
+    def address(self, part: int) -> int:
+        """Of this layer's K, V or latent in a page at offset 0; heads, tokens and dimensions follow in this order."""
+        return self._views[part].data_ptr()
+
+    def row_elements(self, part: int) -> int:
+        """From one token's row to the next's."""
+        return self._views[part].stride(2)
+
+    def decoding_reads(self, step: Step, window_tokens: int | None) -> _Reads:
+        return self._pages.decoding_reads(self._group, self._stripe, window_tokens, step)
+
+    def decoding_writes(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page offset and row of each decoding token."""
+        return self._pages.decoding_writes(self._group, self._stripe, step)
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Some later token can see each one."""
+        return isinstance(self.retention, Full) or (isinstance(self.retention, Window) and self.retention.tokens > 1)
+
+    # -- in plain torch ----------------------------------------------------------------------------------------------
+
     def decoding_past(
         self, step: Step, window_tokens: int | None
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -180,19 +230,20 @@ class LayerPages:
         Returns K and V (or one latent), each [slots, heads, tokens, dim], the positions [slots, tokens] of the columns,
         and which of them count. Values that do not count are 0, whatever their memory holds.
         """
-        reads = self._pages.decoding_reads(self._group, self._stripe, window_tokens, step)
+        reads = self.decoding_reads(step, window_tokens)
+        unused_slots, unused_columns = reads.unused
         found = []
         for part in range(len(self._views)):
             loaded = self._load(part, reads.offsets)
             pages = loaded.view(*reads.shape, *loaded.shape[1:])
             rows = pages.transpose(1, 2).reshape(reads.shape[0], loaded.shape[1], -1, loaded.shape[3])
-            rows[reads.unused_slots, :, reads.unused_columns] = 0
+            rows[unused_slots, :, unused_columns] = 0
             found.append(rows)
         return found, reads.positions, reads.counts
 
     def write_decoding(self, step: Step, rows: list[torch.Tensor]) -> None:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
-        offsets, within = self._pages.decoding_writes(self._group, self._stripe, step)
+        offsets, within = self.decoding_writes(step)
         kept = self._kept_rows(step.decode_positions)
         for part, values in enumerate(rows):
             self._store(part, offsets[kept], within[kept], values[kept])
@@ -204,6 +255,16 @@ class LayerPages:
         within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
         for part, values in enumerate(rows):
             self._store(part, offsets, within, values)
+
+    def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
+        """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
+        for tail in self._pages.tails.get((self._group, slot), ()):
+            positions = np.arange(tail.start, tail.stop)
+            blocks = positions // self.block_tokens - tail.start // self.block_tokens
+            offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
+            within = self._pages._tensor(positions % self.block_tokens)
+            for part, values in enumerate(rows):
+                self._store(part, offsets, within, values[tail.start - start : tail.stop - start])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values into the basis that they are stored in, and what was attended back out of it."""
@@ -261,7 +322,7 @@ class LayerPages:
 
     def _kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:
         """Which of these last tokens of their sequences a later one can see."""
-        if isinstance(self.retention, Full) or (isinstance(self.retention, Window) and self.retention.tokens > 1):
+        if self.keeps_every_token:
             return slice(0, len(positions))
         return np.flatnonzero([self.first_written(p, p + 1) <= p for p in positions.tolist()])
 

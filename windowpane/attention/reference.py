@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
 
 
 def attend(

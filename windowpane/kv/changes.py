@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.kv.arena import Move
+from windowpane.kv.arena import Move, Offsets
+from windowpane.kv.sharing import Ids, SharedPages
 from windowpane.kv.tables import Columns, PageTable
 
 Place = tuple[int, int, int]  # group, slot, column
@@ -27,18 +28,33 @@ class TableUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """Tokens [start, stop) of a slot's chunk go to these pages too: row i has those of the i-th block, by stripe.
+
+    A restore point inside the chunk keeps them; the sequence itself has slid past them by the end of the chunk.
+    """
+
+    group: int
+    slot: int
+    start: int
+    stop: int
+    offsets: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """In order: copy pages, then update table entries.
 
     `late` updates replace a shared page that this step still reads: the step writes to the new page, but reads the old
     one, so tables for reading take them over only after it. `moved_reads` are such old pages that had to move within
-    this very step: they concern tables for reading only, and at once.
+    this very step: they concern tables for reading only, and at once. `tails` are written with the step's own tokens.
     """
 
     copies: tuple[Move, ...] = ()
     entries: tuple[TableUpdate, ...] = ()
     late: tuple[TableUpdate, ...] = ()
     moved_reads: tuple[TableUpdate, ...] = ()
+    tails: tuple[Tail, ...] = ()
 
 
 NO_CHANGES = Changes()
@@ -52,6 +68,7 @@ class ChangeLog:
         self._entries = [_Places() for _ in range(num_groups)]
         self._late = [_Places() for _ in range(num_groups)]
         self._moved_reads: set[Place] = set()
+        self._tails: list[tuple[int, int, int, int, Ids]] = []
         self._empty = True
 
     def copy(self, group: int, sources: Iterable[int], targets: Iterable[int]) -> None:
@@ -70,7 +87,14 @@ class ChangeLog:
     def moved_read(self, place: Place) -> None:
         self._moved_reads.add(place)
 
-    def close(self, tables: Sequence[PageTable], outgoing: Mapping[Place, Sequence[int]]) -> Changes:
+    def tail(self, group: int, slot: int, start: int, stop: int, ids: Ids) -> None:
+        """Tokens [start, stop) also go to these shared pages, wherever they will lie when the step is closed."""
+        self._empty = False
+        self._tails.append((group, slot, start, stop, ids))
+
+    def close(
+        self, tables: Sequence[PageTable], shared: Sequence[SharedPages], outgoing: Mapping[Place, Ids]
+    ) -> Changes:
         """Everything since the last close; `outgoing` has the pages that moved reads now lie in."""
         if self._empty and not self.copies:
             return NO_CHANGES
@@ -78,9 +102,11 @@ class ChangeLog:
             tuple(self.copies),
             _drain(self._entries, tables),
             _drain(self._late, tables),
-            tuple(_moved(place, outgoing[place]) for place in self._moved_reads),
+            tuple(_moved(place, shared[place[0]].offsets[outgoing[place]]) for place in self._moved_reads),
+            tuple(_tail(tables[tail[0]], shared[tail[0]], *tail) for tail in self._tails),
         )
         self.copies = []
+        self._tails = []
         self._moved_reads.clear()
         self._empty = True
         return changes
@@ -110,6 +136,10 @@ def _drain(places: Sequence[_Places], tables: Sequence[PageTable]) -> tuple[Tabl
     return tuple(update for update in updates if update is not None)
 
 
-def _moved(place: Place, offsets: Sequence[int]) -> TableUpdate:
+def _moved(place: Place, offsets: Offsets) -> TableUpdate:
     group, slot, column = place
-    return TableUpdate(group, np.array([slot]), np.array([column]), np.array([offsets], dtype=np.int32))
+    return TableUpdate(group, np.array([slot]), np.array([column]), offsets[None])
+
+
+def _tail(table: PageTable, shared: SharedPages, group: int, slot: int, start: int, stop: int, ids: Ids) -> Tail:
+    return Tail(group, slot, start, stop, shared.offsets[ids].reshape(-1, table.group.stripes))

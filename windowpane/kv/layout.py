@@ -122,6 +122,16 @@ class Layout:
         """Bytes at the end of a slab that no page of this group can use."""
         return self.slab_bytes % group.page_bytes
 
+    def restore_point_bytes(self, length: int) -> int:
+        """What a restore point at `length` tokens keeps beside full pages, which it shares: tails and one state."""
+        kept = 0
+        for g in self.groups:
+            if isinstance(g.retention, State):
+                kept += g.stripes * g.page_bytes
+            elif not g.grows:
+                kept += g.max_pages(length) * g.page_bytes
+        return kept
+
     def group(self, name: str) -> Group:
         for g in self.groups:
             if g.name == name:

@@ -1,54 +1,32 @@
-"""The KV manager: reservations, tables, sharing and release, on exact accounting.
+"""The KV manager: reservations, tables, restore points and release, on exact accounting.
 
 The promise, kept after every operation:
 
     Σ over groups  ⌈(live pages + promised pages) / pages per slab⌉  ≤  slabs
 
-*Live* pages are held by a running sequence; *promised* ones are what running sequences may still take. Pages held only
-by restore points are cached: they are given up, or moved together, when a promise is called in. So `can_reserve` is
-true exactly when the reservation succeeds, and a sequence inside its reservation never waits for memory.
+So `can_reserve` is true exactly when the reservation succeeds, and a sequence inside its reservation never waits for
+memory. What is live, promised, shared and cached stands in `books`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.kv.arena import Arena, Cursor, Move, Offsets
-from windowpane.kv.changes import ChangeLog, Changes, Place
+from windowpane.kv.arena import Arena, Cursor
+from windowpane.kv.books import Books, ReservationError
+from windowpane.kv.changes import Changes
 from windowpane.kv.layout import Layout
-from windowpane.kv.retention import State
+from windowpane.kv.retention import Cross, State
+from windowpane.kv.sharing import NO_IDS, Ids, Retained
 from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 
+__all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "Retained"]
+
 Demand = Sequence[int]  # pages per group
-
-# When fewer slabs than this share are free, gaps beyond GAP_LIMIT of the arena are closed, some pages a step.
-SCARCE = 0.1
-GAP_LIMIT = 0.02
-TIDY_PAGES_PER_STEP = 32
-
-
-class ReservationError(Exception):
-    """The pages asked for are not there. Ask `can_reserve` first."""
-
-
-@dataclass(slots=True, eq=False)
-class Retained:
-    """Read-only pages kept so that a sequence can resume at `length` tokens: offsets per group, oldest block first."""
-
-    length: int
-    pages: list[NDArray[np.int32]]
-
-
-@dataclass(slots=True)
-class _Holders:
-    """Who holds a read-only page: how many sequences and how many restore points."""
-
-    slots: int
-    retained: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +46,16 @@ class KVManager:
         self.num_slots = num_slots
         self.max_model_len = max_model_len
         self.rollback_tokens = rollback_tokens
-        self.arena = Arena(layout, num_slabs)
-        self.tables = [PageTable(g, num_slots, max_model_len, rollback_tokens) for g in layout.groups]
-        self.live_pages = [0] * len(layout.groups)
-        self.promised_pages = [0] * len(layout.groups)
+        self.books = Books(layout, num_slabs, num_slots, max_model_len, rollback_tokens)
+        self.arena: Arena = self.books.arena
+        self.tables: list[PageTable] = self.books.tables
+        self.has_state = any(isinstance(g.retention, State) for g in layout.groups)
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self.state_slot = np.zeros(num_slots, dtype=np.int8)  # which of the two states is the present one
         self.reserved_tokens = [0] * num_slots
-        self.moved_pages = 0
-        self._credits = [[0] * num_slots for _ in layout.groups]
-        self._cursors = [[Cursor() for _ in range(num_slots)] for _ in layout.groups]
-        self._cache_cursors = [Cursor() for _ in layout.groups]
-        # Pages that a restore point keeps or that several sequences hold; all others have one owner that may write
-        # them.
-        self._shared: list[dict[int, _Holders]] = [{} for _ in layout.groups]
-        self._retained: dict[int, Retained] = {}  # by id, least recently used first
-        self._resuming: Retained | None = None
-        # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
-        self._outgoing: dict[Place, list[int]] = {}
-        self._log = ChangeLog(len(layout.groups))
         # Per slot, the groups whose table can still change: a full ring drops out until one of its pages is shared.
         self._open: list[list[int]] = [[] for _ in range(num_slots)]
+        self._just_resumed: set[int] = set()  # slots that took over a restore point in the step being put together
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -98,12 +65,7 @@ class KVManager:
 
     def can_reserve(self, demand: Demand) -> bool:
         """Whether these pages could be promised now, giving up cached pages and moving stranded ones if need be."""
-        slabs = 0
-        for live, promised, more, per_slab in zip(
-            self.live_pages, self.promised_pages, demand, self.arena.pages_per_slab, strict=True
-        ):
-            slabs += -(-(live + promised + more) // per_slab)
-        return slabs <= self.arena.num_slabs
+        return self.books.can_reserve(demand)
 
     def could_ever_hold(self, tokens: int) -> bool:
         """Whether one sequence of this length fits an otherwise empty arena."""
@@ -117,35 +79,47 @@ class KVManager:
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
-    def start(self, slot: int, tokens: int, resume: Retained | None = None) -> None:
-        """Reserve room for `tokens` tokens in an empty slot, resuming from a restore point if one is given."""
+    def start(self, slot: int, tokens: int, resume: Retained | None = None, length: int | None = None) -> None:
+        """Reserve room for `tokens` tokens in an empty slot.
+
+        With a restore point the sequence begins with its tokens, or with the first `length` of them: one of those that
+        `longest_resume` names.
+        """
         if self.reserved_tokens[slot]:
             raise ValueError(f"slot {slot} is in use")
-        demand = self.start_demand(tokens, resume)
+        demand = self.start_demand(tokens, resume, length)
         if not self.can_reserve(demand):
             raise ReservationError(f"{tokens} tokens need {demand} pages per group; promised and live leave too few")
         self.reserved_tokens[slot] = tokens
-        self._resuming = resume  # its pages are being copied: not the time to give them up
+        resumed: list[Ids] = []
         if resume is None:
-            self._promise(slot, demand)
+            self.books.promise(slot, demand)
         else:
-            self._adopt(slot, tokens, resume)
+            length = resume.length if length is None else length
+            resumed = [self._resumed_part(g, resume, length) for g in range(len(self.tables))]
+            for g, ids in enumerate(resumed):
+                self.books.hold(g, ids)  # taking pages may give up the restore point itself, but not these
+            self._adopt(slot, tokens, resumed, length)
+            self._just_resumed.add(slot)
         for g, table in enumerate(self.tables):
             if not table.grows and not table.is_ring:
-                self._fill(g, slot, np.flatnonzero(table.entries[slot, :, 0] < 0))
-        if resume is not None:
-            self._copy_states(slot, resume)
-        self._resuming = None
-        self._open[slot] = [g for g, table in enumerate(self.tables) if table.can_change(slot)]
+                self.books.fill(g, slot, np.flatnonzero(table.entries[slot, :, 0] < 0))
+        for g, ids in enumerate(resumed):
+            if isinstance(self.tables[g].group.retention, State):
+                self._copy(g, self.books.shared[g].offsets[ids], self.tables[g].entries[slot, 0])
+            self.books.let_go(g, ids)
+        self._reopen(slot)
 
-    def start_demand(self, tokens: int, resume: Retained | None = None) -> list[int]:
+    def start_demand(self, tokens: int, resume: Retained | None = None, length: int | None = None) -> list[int]:
         """Pages per group that `start` needs: new ones, and those of the restore point that are only cached."""
         demand = self.demand(tokens)
         if resume is not None:
+            length = resume.length if length is None else length
             for g, table in enumerate(self.tables):
+                ids = self._resumed_part(g, resume, length)
                 if not table.is_ring:
-                    demand[g] -= self._shared_columns(g, resume) * table.group.stripes
-                demand[g] += sum(self._shared[g][o].slots == 0 for o in resume.pages[g].tolist())
+                    demand[g] -= len(self._shared_part(g, ids, length))
+                demand[g] += int(np.count_nonzero(self.books.shared[g].slots[ids] == 0))
         return demand
 
     def renew_demand(self, slot: int, tokens: int) -> list[int]:
@@ -157,7 +131,7 @@ class KVManager:
         demand = self.renew_demand(slot, tokens)
         if not self.can_reserve(demand):
             raise ReservationError(f"{demand} more pages per group are not there for slot {slot}")
-        self._promise(slot, demand)
+        self.books.promise(slot, demand)
         self.reserved_tokens[slot] = tokens
 
     def extend(self, slot: int, length: int) -> None:
@@ -174,6 +148,27 @@ class KVManager:
                 self._extend_group(g, slot, old_length, length)
         self.lengths[slot] = length
 
+    def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[Retained]:
+        """`extend`, leaving restore points inside the chunk: at these ascending lengths, where memory allows.
+
+        As if the chunk had been cut there; only that one step writes all of it, the pages that it has slid past at its
+        end included. Not for states, which exist only where a chunk ends.
+        """
+        written_from = int(self.lengths[slot])
+        points = []
+        for tail in tails:
+            self.extend(slot, tail)
+            kept = self.retain(slot)
+            if kept is None:
+                continue
+            points.append(kept)
+            for g, table in enumerate(self.tables):
+                if table.is_ring:
+                    self._log_tail(g, slot, written_from, kept)
+            written_from = tail
+        self.extend(slot, length)
+        return points
+
     def advance(self, slots: NDArray[np.int64]) -> None:
         """One more token for each of these sequences, all of them short of their horizon."""
         self.lengths[slots] += 1
@@ -186,127 +181,196 @@ class KVManager:
         """Return every byte of a sequence; pages that restore points keep become cached."""
         for g, table in enumerate(self.tables):
             offsets = table.page_offsets(slot).copy()
-            self.promised_pages[g] -= self._credits[g][slot]
-            self._credits[g][slot] = 0
-            self._cursors[g][slot] = Cursor()
+            self.books.promised_pages[g] -= self.books.credits[g][slot]
+            self.books.credits[g][slot] = 0
+            self.books.cursors[g][slot] = Cursor()
             table.clear(slot)
-            self._drop_slot_pages(g, offsets)
+            self.books.let_go_offsets(g, offsets)
         self.lengths[slot] = 0
         self.state_slot[slot] = 0
         self.reserved_tokens[slot] = 0
 
+    def release_and_keep(self, slot: int) -> Retained:
+        """`release`, leaving a restore point at the sequence's length. It takes no memory that the sequence had not.
+
+        Only for a sequence that no step in flight computes.
+        """
+        pages = []
+        for g, table in enumerate(self.tables):
+            offsets = self._held_pages(g, slot)
+            if isinstance(table.group.retention, State):
+                offsets = table.entries[slot, self.state_slot[slot]].copy()
+            pages.append(self.books.shared[g].share(offsets, slots=1))
+        kept = Retained(int(self.lengths[slot]), pages)
+        self.books.keep(kept)
+        self.release(slot)
+        return kept
+
     def take_changes(self) -> Changes:
         """Close the step being put together. What it alone still reads is free for the steps after it."""
-        self._tidy()
-        changes = self._log.close(self.tables, self._outgoing)
-        for (g, _, _), offsets in self._outgoing.items():
-            self._drop_slot_pages(g, np.array(offsets, dtype=np.int32))
-        self._outgoing.clear()
+        books = self.books
+        books.tidy()
+        changes = books.log.close(self.tables, books.shared, books.outgoing)
+        passed: dict[int, list[Ids]] = {}
+        for (g, _, _), ids in books.outgoing.items():
+            passed.setdefault(g, []).append(ids)
+        for g, ids in ((g, np.concatenate(all_ids)) for g, all_ids in passed.items()):
+            for once in _without_repeats(ids):
+                books.let_go(g, once)
+        books.outgoing.clear()
+        self._just_resumed.clear()
         return changes
 
-    # -- sharing ---------------------------------------------------------------------------------------------------
+    # -- restore points --------------------------------------------------------------------------------------------
 
     def retain(self, slot: int) -> Retained | None:
         """Keep a restore point at the sequence's present length; None where memory does not allow one.
 
         The sequence goes on: its full pages are shared in place, and its window pages become read-only, so it is
-        promised new ones in their stead. The present state is copied.
+        promised new ones in their stead. The present state is copied. The point is pending, and its pages in use, until
+        `publish` says that the step that computes them has landed.
         """
-        length = int(self.lengths[slot])
         snapshots = [t.group.stripes if isinstance(t.group.retention, State) else 0 for t in self.tables]
-        replacements = [
-            sum(o not in self._shared[g] for o in self._held_pages(g, slot).tolist()) if table.is_ring else 0
-            for g, table in enumerate(self.tables)
-        ]
-        if not self.can_reserve([r + s for r, s in zip(replacements, snapshots, strict=True)]):
+        needed = [r + s for r, s in zip(self._replacements(slot), snapshots, strict=True)]
+        if not self.can_reserve(needed):
             return None
-        self._promise(slot, replacements)
-        # Taking pages may move others, so states go first and everything else is read from the tables after that.
+        # Taking pages may move others and give up restore points, so states go first.
         states = {g: self._snapshot(g, slot) for g, count in enumerate(snapshots) if count}
-        pages = [states[g] if g in states else self._held_pages(g, slot) for g in range(len(self.tables))]
+        replacements = self._replacements(slot)
+        self.books.promise(slot, replacements)
+        pages = []
         for g, table in enumerate(self.tables):
+            if g in states:
+                pages.append(states[g])
+                continue
             if table.is_ring:
                 table.pinned[slot] += replacements[g] // table.group.stripes
-            for offset in pages[g].tolist():
-                self._shared[g].setdefault(offset, _Holders(0 if g in states else 1, 0)).retained += 1
-        self._open[slot] = [g for g, table in enumerate(self.tables) if table.can_change(slot)]
-        kept = Retained(length, pages)
-        self._retained[id(kept)] = kept
+            pages.append(self.books.shared[g].share(self._held_pages(g, slot), slots=1))
+        self._reopen(slot)
+        kept = Retained(int(self.lengths[slot]), pages, pending=True)
+        self.books.keep(kept)
+        for g, ids in enumerate(pages):
+            self.books.hold(g, ids)
         return kept
+
+    def publish(self, kept: Retained) -> None:
+        """The step that computes this restore point has landed: it may be resumed from, and given up."""
+        if kept.pending and kept in self.books.retained:
+            kept.pending = False
+            for g, ids in enumerate(kept.pages):
+                self.books.let_go(g, ids)
 
     def drop(self, kept: Retained) -> None:
         """Forget a restore point; pages that nobody else holds are free again."""
-        del self._retained[id(kept)]
-        for g, offsets in enumerate(kept.pages):
-            freed = []
-            for offset in offsets.tolist():
-                holders = self._shared[g][offset]
-                holders.retained -= 1
-                if holders.retained == holders.slots == 0:
-                    del self._shared[g][offset]
-                    freed.append(offset)
-            self.arena.free(g, np.array(freed, dtype=np.int32))
+        self.books.drop(kept)
 
     def touch(self, kept: Retained) -> None:
-        """Mark a restore point as used just now: the least recently used is given up first."""
-        self._retained[id(kept)] = self._retained.pop(id(kept))
+        """Mark a restore point as used just now."""
+        self.books.touch(kept)
+
+    def longest_resume(self, kept: Retained, limit: int) -> int:
+        """The longest length up to `limit` at which every group can go on from this restore point; 0 for none."""
+        length, before = min(kept.length, limit), -1
+        while length != before:
+            before = length
+            for group in self.layout.groups:
+                length = group.retention.longest_resume(kept.length, length)
+        return length
+
+    def give_way(self, demand: Demand) -> bool:
+        """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
+
+        A pinned window page costs its sequence another one; given back to it, it does not. Where even all of them would
+        not do, none is given up and the answer is False.
+        """
+        books = self.books
+        pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
+        if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
+            return False
+        for kept in list(books.retained):
+            if self.can_reserve(demand):
+                break
+            if not kept.pending and self._pins(kept):
+                books.evictions += 1
+                books.drop(kept)
+        return self.can_reserve(demand)
+
+    def use_for_restoring(self, worth: Callable[[Retained], float], on_drop: Callable[[Retained], None]) -> None:
+        """Let whoever decides what to keep say what each restore point is worth, and hear when one is given up."""
+        self.books.worth, self.books.on_drop = worth, on_drop
 
     # -- counting --------------------------------------------------------------------------------------------------
 
     @property
     def retained(self) -> list[Retained]:
-        return list(self._retained.values())
+        return list(self.books.retained)
+
+    @property
+    def live_pages(self) -> list[int]:
+        return self.books.live_pages
+
+    @property
+    def promised_pages(self) -> list[int]:
+        return self.books.promised_pages
+
+    @property
+    def moved_pages(self) -> int:
+        return self.books.moved_pages
 
     def group_bytes(self, group: int) -> GroupBytes:
         page_bytes = self.layout.groups[group].page_bytes
         live = self.live_pages[group] * page_bytes
         return GroupBytes(live, self.arena.used_bytes(group) - live, self.arena.stranded_bytes(group))
 
+    def keeps_all(self, length: int) -> bool:
+        """Whether a sequence of `length` tokens can still be asked for every one of them: then it resumes anywhere."""
+        retentions = [table.group.retention for table in self.tables]
+        return all(not isinstance(r, State) and (isinstance(r, Cross) or not r.held(length).start) for r in retentions)
+
     @property
     def free_bytes(self) -> int:
         """Bytes usable by any group, promised ones included."""
         return self.arena.free_bytes
 
+    @property
+    def cached_bytes(self) -> int:
+        return sum(self.group_bytes(g).cached for g in range(len(self.tables)))
+
+    def tail_bytes(self, before: int, length: int) -> int:
+        """What a restore point at `length` keeps beyond full pages, where there is one at `before` already."""
+        total = 0
+        for table in self.tables:
+            columns = 1 if isinstance(table.group.retention, State) else 0
+            if table.is_ring:
+                new_blocks = length // table.block_tokens - before // table.block_tokens + 1
+                columns = min(len(table.held_columns(length)), new_blocks)
+            total += columns * table.group.stripes * table.group.page_bytes
+        return total
+
+    def kept_offsets(self, kept: Retained, group: int) -> NDArray[np.int32]:
+        """Where the pages of a restore point lie now."""
+        return self.books.shared[group].offsets[kept.pages[group]]
+
     def owned_pages(self, slot: int, group: int) -> int:
         """Pages of a sequence that no restore point holds."""
-        shared = self._shared[group]
-        return sum(int(o) not in shared for o in self.tables[group].page_offsets(slot))
+        offsets = self.tables[group].page_offsets(slot)
+        return int(np.count_nonzero(~self.books.shared[group].is_shared(offsets)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables, books and arena agree. Idle means nothing live and nothing promised."""
-        self.arena.check_integrity()
-        assert self.can_reserve([0] * len(self.tables)), "more is promised than the arena holds"
-        for g, table in enumerate(self.tables):
-            held: dict[int, int] = {}
-            for slot in range(self.num_slots):
-                offsets = table.page_offsets(slot).tolist()
-                offsets += [o for at, out in self._outgoing.items() if at[:2] == (g, slot) for o in out]
-                assert self.reserved_tokens[slot] or not offsets, f"empty slot {slot} holds pages"
-                assert len(set(offsets)) == len(offsets), f"slot {slot} holds a page twice"
-                for offset in offsets:
-                    held[offset] = held.get(offset, 0) + 1
-            kept: dict[int, int] = {}
-            for r in self._retained.values():
-                for offset in r.pages[g].tolist():
-                    kept[offset] = kept.get(offset, 0) + 1
-            shared = self._shared[g]
-            assert all(h.slots == held.get(o, 0) and h.retained == kept.get(o, 0) for o, h in shared.items())
-            assert kept.keys() <= shared.keys(), "a kept page could be written"
-            assert all(count == 1 or o in shared for o, count in held.items()), "two sequences may write one page"
-            assert len(held) == self.live_pages[g], "live pages are miscounted"
-            assert len(held.keys() | kept.keys()) == self.arena.used_pages[g], "the arena holds pages of nobody"
-            assert sum(self._credits[g]) == self.promised_pages[g] >= 0
-            assert min(self._credits[g], default=0) >= 0, "a sequence took more than it reserved"
-            for slot in range(self.num_slots):
-                pinned = sum(int(o) in shared for o in table.entries[slot, :, 0]) if table.is_ring else 0
-                assert pinned == table.pinned[slot], f"slot {slot} miscounts the pages it pins"
+        self.books.check_integrity(slot for slot, tokens in enumerate(self.reserved_tokens) if tokens)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless nothing is live or promised, as befits memory without sequences."""
+        assert not any(self.reserved_tokens), "a slot is in use"
+        assert not any(self.live_pages) and not any(self.promised_pages), "idle, but pages are held"
+        if not self.books.retained:
+            self.check_integrity()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _promise(self, slot: int, demand: Demand) -> None:
-        for g, pages in enumerate(demand):
-            self.promised_pages[g] += pages
-            self._credits[g][slot] += pages
+    def _reopen(self, slot: int) -> None:
+        self._open[slot] = [g for g, table in enumerate(self.tables) if table.can_change(slot)]
 
     def _extend_by_one(self, slot: int, position: int) -> None:
         """What a decoding sequence does at a page boundary, without arrays."""
@@ -316,7 +380,7 @@ class KVManager:
             if table.pinned[slot]:
                 self._extend_group(g, slot, position, position + 1)
             elif (column := table.column_without_page(slot, position)) is not None:
-                self._fill_one(g, slot, column)
+                self.books.fill_one(g, slot, column)
                 saturated = saturated or not table.can_change(slot)
         if saturated:
             self._open[slot] = [g for g in self._open[slot] if self.tables[g].can_change(slot)]
@@ -325,157 +389,46 @@ class KVManager:
         table = self.tables[g]
         replaced: list[int] = []
         if table.pinned[slot]:
-            replaced = self._let_go(g, slot, table.fresh_columns(old_length, length))
+            replaced = self._slide_past(g, slot, table.fresh_columns(old_length, length))
         missing = table.missing(slot, old_length, length)
         if len(missing):
-            self._fill(g, slot, missing, replaced)
+            self.books.fill(g, slot, missing, replaced)
 
-    def _fill(self, g: int, slot: int, columns: Columns, replaced: Sequence[int] = ()) -> None:
-        """Take the promised pages of these columns. This step still reads the `replaced` ones under their old page."""
-        table = self.tables[g]
-        pages = len(columns) * table.group.stripes
-        self._spend(g, slot, pages)
-        offsets = self._take(g, pages, self._cursors[g][slot])
-        table.put(slot, columns, offsets)
-        self.arena.tag(g, offsets, table.places(slot, columns))
-        if replaced:
-            late = np.isin(columns, replaced)
-            self._log.entries(g, slot, columns[late], late=True)
-            columns = columns[~late]
-        self._log.entries(g, slot, columns)
-
-    def _fill_one(self, g: int, slot: int, column: int) -> None:
-        table = self.tables[g]
-        if table.group.stripes > 1:
-            self._fill(g, slot, np.array([column]))
-            return
-        self._spend(g, slot, 1)
-        cursor = self._cursors[g][slot]
-        while not self.arena.available_pages(g):
-            self._make_room()
-        offset = self.arena.take_one(g, cursor)
-        table.entries[slot, column, 0] = offset
-        self.arena.tag_one(g, offset, slot * table.columns + column)
-        table.filled[slot] += 1
-        self._log.entry(g, slot, column)
-
-    def _spend(self, g: int, slot: int, pages: int) -> None:
-        """Turn promised pages into live ones."""
-        if self._credits[g][slot] < pages:
-            name = self.layout.groups[g].name
-            raise ReservationError(f"slot {slot} takes {pages} pages of {name} beyond its reservation")
-        self._credits[g][slot] -= pages
-        self.promised_pages[g] -= pages
-        self.live_pages[g] += pages
-
-    def _take(self, g: int, pages: int, cursor: Cursor) -> Offsets:
-        while self.arena.available_pages(g) < pages:
-            self._make_room()
-        # Rather than scatter over the gaps of many others, which would pin all their slabs, win slabs for these pages.
-        while self.arena.free_slabs * self.arena.pages_per_slab[g] < pages and self._compact_any():
-            pass
-        return self.arena.take(g, pages, cursor)
-
-    def _make_room(self) -> None:
-        """Win one slab, or at least one page: move stranded pages together, else give up the oldest restore point."""
-        if self._compact_any():
-            return
-        for kept in self._retained.values():
-            if kept is not self._resuming and self._frees_something(kept):
-                self.drop(kept)
-                return
-        raise AssertionError("a promised page is not there: the accounting is broken")
-
-    def _compact_any(self) -> int:
-        """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
-        groups = range(len(self.tables))
-        for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
-            moves = self.arena.compact(g)
-            if moves:
-                self._apply_moves(g, moves)
-                return len(moves)
-        return 0
-
-    def _frees_something(self, kept: Retained) -> bool:
-        return any(
-            (holders := self._shared[g][o]).slots == 0 and holders.retained == 1
-            for g, offsets in enumerate(kept.pages)
-            for o in offsets.tolist()
-        )
-
-    def _tidy(self) -> None:
-        """Close gaps while slabs are scarce, a few pages a step: that costs next to nothing and keeps waste small."""
-        arena = self.arena
-        moved = 0
-        while arena.free_slabs < SCARCE * arena.num_slabs and moved < TIDY_PAGES_PER_STEP:
-            gap_bytes = sum(arena.gap_bytes(g) for g in range(len(self.tables)))
-            if gap_bytes <= GAP_LIMIT * arena.total_bytes:
-                return
-            won = self._compact_any()
-            if not won:
-                return
-            moved += won
-
-    def _apply_moves(self, g: int, moves: list[Move]) -> None:
-        self.moved_pages += len(moves)
-        self._log.copies += moves
-        table, shared = self.tables[g], self._shared[g]
-        own = [m for m in moves if m.source not in shared]
-        places = self.arena.tags(g, np.array([m.target for m in own], dtype=np.int32))
-        for move, place in zip(own, places.tolist(), strict=True):
-            self._log.entry(g, *table.place_page(place, move.target))
-        if len(own) < len(moves):
-            self._rename_shared(g, {m.source: m.target for m in moves if m.source in shared})
-
-    def _rename_shared(self, g: int, renamed: dict[int, int]) -> None:
-        """Rewrite moved pages that several hold, wherever they stand."""
-        sources, targets = (np.fromiter(o, dtype=np.int32) for o in (renamed.keys(), renamed.values()))
-        for slot, columns in self.tables[g].rewrite(sources, targets):
-            self._log.entries(g, slot, columns)
-        shared = self._shared[g]
-        for source, target in renamed.items():
-            shared[target] = shared.pop(source)
-        for kept in self._retained.values():
-            kept.pages[g] = np.array([renamed.get(o, o) for o in kept.pages[g].tolist()], dtype=np.int32)
-        for (group, slot, column), outgoing in self._outgoing.items():
-            if group == g and not renamed.keys().isdisjoint(outgoing):
-                outgoing[:] = [renamed.get(o, o) for o in outgoing]
-                self._log.moved_read((g, slot, column))
-
-    def _let_go(self, g: int, slot: int, columns: Columns) -> list[int]:
+    def _slide_past(self, g: int, slot: int, columns: Columns) -> list[int]:
         """Empty the columns whose shared pages this step slides past; the pages stay until the step is behind us."""
-        table = self.tables[g]
-        emptied = []
-        for column in columns.tolist():
-            offsets = table.entries[slot, column].tolist()
-            if offsets[0] in self._shared[g]:
-                self._outgoing[g, slot, column] = offsets
-                table.entries[slot, column] = NO_PAGE
-                table.filled[slot] -= 1
-                table.pinned[slot] -= 1
-                emptied.append(column)
+        table, books = self.tables[g], self.books
+        filled = columns[table.entries[slot, columns, 0] != NO_PAGE]
+        passed = filled[books.shared[g].is_shared(table.entries[slot, filled, 0])]
+        if not len(passed):
+            return []
+        ids = books.shared[g].ids(table.entries[slot, passed].reshape(-1)).reshape(len(passed), -1)
+        emptied: list[int] = passed.tolist()
+        again = [(g, slot, column) in books.outgoing for column in emptied]
+        # Only this step's tails are there a second time: what it reads in those columns is another page.
+        books.let_go(g, ids[again].reshape(-1))
+        for column, pages, is_there in zip(emptied, ids, again, strict=True):
+            if not is_there:
+                books.outgoing[g, slot, column] = pages
+                if slot in self._just_resumed:
+                    books.log.moved_read((g, slot, column))  # no table has it yet
+        table.entries[slot, passed] = NO_PAGE
+        table.filled[slot] -= len(passed)
+        table.pinned[slot] -= len(passed)
         return emptied
 
-    def _drop_slot_pages(self, g: int, offsets: Offsets) -> None:
-        """One sequence lets go of these pages: free them, or leave them to the restore points that keep them."""
-        shared = self._shared[g]
-        if shared:
-            mine = []
-            for offset in offsets.tolist():
-                holders = shared.get(offset)
-                if holders is None:
-                    mine.append(offset)
-                    continue
-                holders.slots -= 1
-                if holders.slots == 0:
-                    if holders.retained == 0:
-                        del shared[offset]
-                        mine.append(offset)
-                    else:
-                        self.live_pages[g] -= 1
-            offsets = np.array(mine, dtype=np.int32)
-        self.live_pages[g] -= len(offsets)
-        self.arena.free(g, offsets)
+    def _log_tail(self, g: int, slot: int, written_from: int, kept: Retained) -> None:
+        """Have this step's tokens of the tail written to its pages; what came before them lies there already."""
+        table = self.tables[g]
+        held = self._held(g, kept.length)
+        start = max(written_from, held.start)
+        if start < kept.length:
+            first = start // table.block_tokens - held.start // table.block_tokens
+            self.books.log.tail(g, slot, start, kept.length, kept.pages[g][first * table.group.stripes :])
+
+    def _held(self, g: int, length: int) -> range:
+        retention = self.tables[g].group.retention
+        assert not isinstance(retention, State) and self.tables[g].block_tokens
+        return retention.held(length, self.rollback_tokens)  # type: ignore[union-attr]  # windows and chunks only
 
     def _held_pages(self, g: int, slot: int) -> NDArray[np.int32]:
         """What the sequence can still be asked for, oldest block first (nothing for State)."""
@@ -483,52 +436,96 @@ class KVManager:
         held: NDArray[np.int32] = table.entries[slot, table.held_columns(int(self.lengths[slot]))]
         return held.reshape(-1).copy()
 
-    def _shared_columns(self, g: int, kept: Retained) -> int:
-        """Columns that a resuming sequence shares: all but a partly filled last one, and no state."""
+    def _replacements(self, slot: int) -> list[int]:
+        """Window pages that the sequence may overwrite now and could not once they are kept."""
+        return [
+            int(np.count_nonzero(~self.books.shared[g].is_shared(self._held_pages(g, slot)))) if table.is_ring else 0
+            for g, table in enumerate(self.tables)
+        ]
+
+    def _pinned_by_one(self, g: int) -> int:
+        """Window pages that one running sequence would have to itself if restore points were given up."""
+        if not self.tables[g].is_ring:
+            return 0
+        shared = self.books.shared[g]
+        pinned = (shared.slots == 1) & (shared.kept > 0)
+        for kept in self.books.retained:
+            if kept.pending:
+                pinned[kept.pages[g]] = False
+        for place, ids in self.books.outgoing.items():
+            if place[0] == g:
+                pinned[ids] = False
+        return int(np.count_nonzero(pinned))
+
+    def _pins(self, kept: Retained) -> bool:
+        """Whether a running sequence alone holds a window page that this restore point alone keeps."""
+        for g, table in enumerate(self.tables):
+            shared, ids = self.books.shared[g], kept.pages[g]
+            if table.is_ring and ((shared.slots[ids] == 1) & (shared.kept[ids] >= 1)).any():
+                return True
+        return False
+
+    def _resumed_part(self, g: int, kept: Retained, length: int) -> Ids:
+        """Pages of a restore point that a sequence of `length` tokens can be asked for."""
+        table, ids = self.tables[g], kept.pages[g]
+        if length == kept.length or not (table.grows or table.is_ring):
+            return ids
+        columns = len(table.held_columns(length))
+        if columns == 0:
+            return NO_IDS
+        stripes, block = table.group.stripes, table.block_tokens
+        first = 0
+        if table.is_ring:
+            first = self._held(g, length).start // block - self._held(g, kept.length).start // block
+        return ids[first * stripes : (first + columns) * stripes]
+
+    def _shared_part(self, g: int, resumed: Ids, length: int) -> Ids:
+        """Those of them that it shares: all but a partly filled last one, and no state."""
         table = self.tables[g]
         if isinstance(table.group.retention, State):
-            return 0
-        columns = len(kept.pages[g]) // table.group.stripes
-        partly = (table.grows or table.is_ring) and kept.length % table.block_tokens != 0
-        return columns - 1 if partly and columns else columns
+            return NO_IDS
+        partly = (table.grows or table.is_ring) and length % table.block_tokens != 0
+        return resumed[: -table.group.stripes] if partly else resumed
 
-    def _adopt(self, slot: int, tokens: int, kept: Retained) -> None:
-        """Fill an empty slot from a restore point, copying what it would write into."""
-        self.lengths[slot] = kept.length
+    def _adopt(self, slot: int, tokens: int, resumed: list[Ids], length: int) -> None:
+        """Fill an empty slot with the pages of a restore point, copying what it would write into."""
+        books = self.books
+        self.lengths[slot] = length
         demand = self.demand(tokens)
         for g, table in enumerate(self.tables):
-            count, stripes = self._shared_columns(g, kept), table.group.stripes
-            columns = table.held_columns(kept.length)
-            shared = kept.pages[g][: count * stripes]
-            for offset in shared.tolist():
-                holders = self._shared[g][offset]
-                self.live_pages[g] += holders.slots == 0
-                holders.slots += 1
-            if count:
-                table.put(slot, columns[:count], shared)
-                self._log.entries(g, slot, columns[:count])
+            ids = self._shared_part(g, resumed[g], length)
+            books.hold(g, ids)
+            columns = table.held_columns(length)[: len(ids) // table.group.stripes]
+            if len(columns):
+                table.put(slot, columns, books.shared[g].offsets[ids])
+                books.log.entries(g, slot, columns)
             if table.is_ring:
-                table.pinned[slot] = count
+                table.pinned[slot] = len(columns)
             else:
-                demand[g] -= len(shared)
-        self._promise(slot, demand)
+                demand[g] -= len(ids)
+        books.promise(slot, demand)
         for g, table in enumerate(self.tables):
-            partly = table.held_columns(kept.length)[self._shared_columns(g, kept) :]
+            stripes = table.group.stripes
+            partly = table.held_columns(length)[len(self._shared_part(g, resumed[g], length)) // stripes :]
             if len(partly):
-                self._fill(g, slot, partly)
-                self._copy(g, kept.pages[g][-table.group.stripes :], table.entries[slot, partly[0]])
+                books.fill(g, slot, partly)
+                self._copy(g, books.shared[g].offsets[resumed[g][-stripes:]], table.entries[slot, partly[0]])
 
-    def _snapshot(self, g: int, slot: int) -> NDArray[np.int32]:
+    def _snapshot(self, g: int, slot: int) -> Ids:
         """Copy the present state into pages of its own."""
         table = self.tables[g]
-        offsets = self._take(g, table.group.stripes, self._cache_cursors[g])
+        offsets = self.books.take(g, table.group.stripes, self.books.cache_cursors[g])
+        self.arena.tag(g, offsets, np.zeros(len(offsets), dtype=np.int64))  # whatever they were before
         self._copy(g, table.entries[slot, self.state_slot[slot]], offsets)
-        return offsets
-
-    def _copy_states(self, slot: int, kept: Retained) -> None:
-        for g, table in enumerate(self.tables):
-            if isinstance(table.group.retention, State):
-                self._copy(g, kept.pages[g], table.entries[slot, 0])
+        return self.books.shared[g].share(offsets, slots=0)
 
     def _copy(self, g: int, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        self._log.copy(g, sources.tolist(), targets.tolist())
+        self.books.log.copy(g, sources.tolist(), targets.tolist())
+
+
+def _without_repeats(ids: Ids) -> Iterator[Ids]:
+    """The same ids in runs without repeats: two sequences may slide past one page in the same step."""
+    while len(ids):
+        once, first = np.unique(ids, return_index=True)
+        yield once
+        ids = np.delete(ids, first)

@@ -1,11 +1,13 @@
 """Which past tokens a layer can still be asked for.
 
-Each retention answers three questions, and every other module asks them here:
+Each retention answers four questions, and every other module asks them here:
 
 - `first_visible(position)`: the oldest token that the token at `position` attends to;
 - `held(length, rollback_tokens)`: the half-open range of past tokens that must be in pages once `length` tokens are
   computed;
-- `max_pages(length, block_tokens, rollback_tokens)`: the most pages that range can touch on the way to `length` tokens.
+- `max_pages(length, block_tokens, rollback_tokens)`: the most pages that range can touch on the way to `length` tokens;
+- `longest_resume(length, limit)`: the longest length up to `limit` at which what is held at `length` tokens suffices to
+  go on.
 
 `rollback_tokens` is the number of computed tokens that may still be taken back (speculation); it is 0 without it.
 """
@@ -14,6 +16,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+# The shortest beginning that one sequence takes over from another. Anything shorter is computed about as fast as it is
+# found, and every prompt shares its first token with every other.
+MIN_PREFIX_TOKENS = 16
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -38,6 +44,9 @@ class Full:
 
     def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
         return ceil_div(length, block_tokens)
+
+    def longest_resume(self, length: int, limit: int) -> int:
+        return min(length, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,12 @@ class Window:
         straddling = ceil_div(held_tokens - 1, block_tokens) + 1
         return min(ceil_div(length, block_tokens), straddling)
 
+    def longest_resume(self, length: int, limit: int) -> int:
+        """What slid out of sight by `length` would be asked for again before it, unless nothing did."""
+        if limit >= length or self.tokens == 1 or self.held(length).start == 0:
+            return min(length, limit)
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -103,6 +118,12 @@ class Chunk:
         worst_start = block_tokens - math.gcd(self.tokens, block_tokens)
         return min(ceil_div(length, block_tokens), ceil_div(worst_start + held_tokens, block_tokens))
 
+    def longest_resume(self, length: int, limit: int) -> int:
+        """Anywhere in the last chunk, or where a chunk begins: nothing is held there."""
+        if limit >= self.held(length).start:
+            return min(length, limit)
+        return self.first_visible(limit)
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -116,6 +137,9 @@ class State:
     @property
     def name(self) -> str:
         return "state"
+
+    def longest_resume(self, length: int, limit: int) -> int:
+        return length if limit >= length else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +159,9 @@ class Cross:
 
     def max_pages(self, length: int, block_tokens: int, rollback_tokens: int = 0) -> int:
         return ceil_div(self.tokens, block_tokens)
+
+    def longest_resume(self, length: int, limit: int) -> int:
+        return min(length, limit)
 
 
 TokenRetention = Full | Window | Chunk | Cross

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from windowpane.attention.pages import KVPages, LayerPages
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.step import Queries, Segment, Step
+from windowpane.modeling.cpu import ops_for
+from windowpane.modeling.ops import ACTIVATIONS, Ops
+from windowpane.modeling.quantized import PackedWeight, Weight, stack
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
 
-Weights = dict[str, torch.Tensor]
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+Weights = dict[str, torch.Tensor | PackedWeight]
+Product = Callable[[torch.Tensor, Weight], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -45,18 +45,25 @@ class Decoder:
         self.recipe = recipe
         self._ropes = _RopeTables()
         take = _Taker(weights, recipe)
-        self.embedding = weights.pop(f"{recipe.prefix}embed_tokens.weight")
-        self.head = weights.pop(recipe.head) if recipe.head else self.embedding
+        self.embedding = take.tensor("embed_tokens.weight")
+        self.ops = ops_for(self.embedding)
+        self.head: Weight = weights.pop(recipe.head) if recipe.head else self.embedding
         self.final_norm = take.norm("norm")
-        self._per_layer = _PerLayerInputs(recipe, take) if recipe.per_layer_width else None
+        self._per_layer = _PerLayerInputs(recipe, take, self.ops) if recipe.per_layer_width else None
         shared = {layer.kv_layer for layer in recipe.layers if layer.kv_layer != layer.index}
         self.layers: list[_Layer] = []
         for layer in recipe.layers:
             owner = None if layer.kv_layer == layer.index else self.layers[layer.kv_layer]
-            self.layers.append(_Layer(recipe, layer, take, self._ropes, owner, is_shared=layer.index in shared))
+            self.layers.append(
+                _Layer(recipe, layer, take, self.ops, self._ropes, owner, is_shared=layer.index in shared)
+            )
 
     def forward(self, step: Step, pages: KVPages) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary]."""
+        return self.logits(self.final_hidden(step, pages))
+
+    def final_hidden(self, step: Step, pages: KVPages) -> torch.Tensor:
+        """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
         recipe = self.recipe
         embedded = F.embedding(step.tokens, self.embedding)
         if recipe.embedding_scale != 1.0:
@@ -69,11 +76,11 @@ class Decoder:
                 break  # a chunk in the middle of a prompt: nobody asks for more
             hidden = layer(hidden, state, None if per_layer is None else per_layer[:, layer.recipe.index])
         for owner, rows in state.present.items():
-            _write(pages.layers[owner], step, rows)
-        return self.logits(_rms_norm(hidden, self.final_norm, recipe.norm_eps))
+            _write(self.ops, pages.layers[owner], step, rows)
+        return self.ops.norm(hidden, self.final_norm, recipe.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.head).float()
+        logits = self.ops.linear(hidden, self.head).float()
         cap = self.recipe.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -89,6 +96,7 @@ class _Layer:
         model: Recipe,
         recipe: LayerRecipe,
         take: _Taker,
+        ops: Ops,
         ropes: _RopeTables,
         owner: _Layer | None,
         *,
@@ -97,7 +105,7 @@ class _Layer:
         self.model, self.recipe = model, recipe
         self.owns_kv = owner is None
         self.is_shared = is_shared
-        self._ropes = ropes
+        self.ops, self._ropes = ops, ropes
         at = f"layers.{recipe.index}."
         self.input_norm = take.norm(f"{at}input_layernorm")
         self.post_attention_norm = take.norm(f"{at}post_attention_layernorm")
@@ -109,12 +117,13 @@ class _Layer:
             names += ["k_proj"] if recipe.latent else ["k_proj", "v_proj"]
         self.qkv, self.qkv_bias = take.linear(*(f"{at}self_attn.{name}" for name in names))
         self.out, self.out_bias = take.linear(f"{at}self_attn.o_proj")
+        self.q_norm = take.norm(f"{at}self_attn.q_norm") if model.qk_norm else None
+        self.k_norm: torch.Tensor | None = None
         if model.qk_norm:
-            self.q_norm = take.norm(f"{at}self_attn.q_norm")
-            self.k_norm: torch.Tensor = take.norm(f"{at}self_attn.k_norm") if owner is None else owner.k_norm
+            self.k_norm = take.norm(f"{at}self_attn.k_norm") if owner is None else owner.k_norm
         self.gate_up, self.gate_up_bias = take.linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
         self.down, self.down_bias = take.linear(f"{at}mlp.down_proj")
-        self.activation = _ACTIVATIONS[model.activation]
+        self.activation = ACTIVATIONS[model.activation]
         self.scalar = take.tensor(f"{at}layer_scalar") if model.layer_scalars else None
         if model.per_layer_width:
             self.per_layer_gate, _ = take.linear(f"{at}per_layer_input_gate")
@@ -122,22 +131,22 @@ class _Layer:
             self.per_layer_norm = take.norm(f"{at}post_per_layer_input_norm")
 
     def __call__(self, hidden: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None) -> torch.Tensor:
-        normed = _rms_norm(hidden, self.input_norm, self.model.norm_eps)
+        normed = self.ops.norm(hidden, self.input_norm, self.model.norm_eps)
         if self.recipe.index == self.model.last_kv_owner and len(state.step.wanted) < len(hidden):
-            present = self._store_form(F.linear(normed, *self._kv_weights()), state)
+            present = self._store_form(self.ops.linear(normed, *self._kv_weights()), state)
             hidden, normed = self._narrow(hidden, normed, state)
-            queries = self._queries(F.linear(normed, *self._q_weights()), state)
+            queries = self._queries(self.ops.linear(normed, *self._q_weights()), state)
         elif self.owns_kv:
-            projected = F.linear(normed, self.qkv, self.qkv_bias)
+            projected = self.ops.linear(normed, self.qkv, self.qkv_bias)
             width = self.recipe.query_heads * self.recipe.head_dim
             queries = self._queries(projected[:, :width], state)
             present = self._store_form(projected[:, width:], state)
         else:
-            queries = self._queries(F.linear(normed, self.qkv, self.qkv_bias), state)
+            queries = self._queries(self.ops.linear(normed, self.qkv, self.qkv_bias), state)
             present = state.present[self.recipe.kv_layer]
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[state.step.wanted]
-        attended = F.linear(self._attend(queries, present, state), self.out, self.out_bias)
+        attended = self.ops.linear(self._attend(queries, present, state), self.out, self.out_bias)
         if self.owns_kv:
             self._keep(present, state)
         return self._feed_forward(hidden, attended, per_layer)
@@ -145,21 +154,22 @@ class _Layer:
     def _feed_forward(
         self, hidden: torch.Tensor, attended: torch.Tensor, per_layer: torch.Tensor | None
     ) -> torch.Tensor:
-        eps = self.model.norm_eps
+        ops, eps = self.ops, self.model.norm_eps
         if self.model.sandwich:
-            hidden = hidden + _rms_norm(attended, self.post_attention_norm, eps)
-            hidden = hidden + _rms_norm(self._mlp(_rms_norm(hidden, self.pre_mlp_norm, eps)), self.post_mlp_norm, eps)
+            hidden = ops.add_normed(hidden, attended, self.post_attention_norm, eps)
+            mixed = self._mlp(ops.norm(hidden, self.pre_mlp_norm, eps))
+            hidden = ops.add_normed(hidden, mixed, self.post_mlp_norm, eps)
         else:
             hidden = hidden + attended
-            hidden = hidden + self._mlp(_rms_norm(hidden, self.post_attention_norm, eps))
+            hidden = hidden + self._mlp(ops.norm(hidden, self.post_attention_norm, eps))
         if per_layer is not None:
-            gated = self.activation(F.linear(hidden, self.per_layer_gate)) * per_layer
-            hidden = hidden + _rms_norm(F.linear(gated, self.per_layer_out), self.per_layer_norm, eps)
+            gated = self.activation(ops.linear(hidden, self.per_layer_gate)) * per_layer
+            hidden = ops.add_normed(hidden, ops.linear(gated, self.per_layer_out), self.per_layer_norm, eps)
         return hidden if self.scalar is None else hidden * self.scalar
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(self.activation(gate) * up, self.down, self.down_bias)
+        gated = self.ops.gated(self.ops.linear(x, self.gate_up, self.gate_up_bias), self.model.activation)
+        return self.ops.linear(gated, self.down, self.down_bias)
 
     def _narrow(self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """From here on only wanted rows go on."""
@@ -171,34 +181,30 @@ class _Layer:
 
     # -- attention -------------------------------------------------------------------------------------------------
 
-    def _q_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _q_weights(self) -> tuple[Weight, torch.Tensor | None]:
         width = self.recipe.query_heads * self.recipe.head_dim
         return self.qkv[:width], None if self.qkv_bias is None else self.qkv_bias[:width]
 
-    def _kv_weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _kv_weights(self) -> tuple[Weight, torch.Tensor | None]:
         width = self.recipe.query_heads * self.recipe.head_dim
         return self.qkv[width:], None if self.qkv_bias is None else self.qkv_bias[width:]
 
     def _queries(self, projected: torch.Tensor, state: _Pass) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         q = projected.reshape(-1, self.recipe.query_heads, self.recipe.head_dim)
-        if self.model.qk_norm:
-            q = _rms_norm(q, self.q_norm, self.model.norm_eps)
-        return state.pages.layers[self.recipe.kv_layer].turned(self._rotate_now(q, state))
+        return state.pages.layers[self.recipe.kv_layer].turned(self._turned_heads(q, self.q_norm, state))
 
     def _store_form(self, projected: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
         recipe, eps = self.recipe, self.model.norm_eps
-        heads = projected.reshape(len(projected), -1, recipe.head_dim)
+        heads = projected.reshape(projected.shape[0], -1, recipe.head_dim)
         stored = state.pages.layers[recipe.index]
         if recipe.latent:
-            return [stored.through_format(_rms_norm(heads, None, eps), 0)]
+            return [stored.through_format(self.ops.heads(heads, None, eps, None), 0)]
         k, v = heads[:, : recipe.kv_heads], heads[:, recipe.kv_heads :]
-        if self.model.qk_norm:
-            k = _rms_norm(k, self.k_norm, eps)
         if self.model.v_norm:
-            v = _rms_norm(v, None, eps)
-        keys, values = stored.turned(self._rotate_now(k, state)), stored.turned(v)
+            v = self.ops.heads(v, None, eps, None)
+        keys, values = stored.turned(self._turned_heads(k, self.k_norm, state)), stored.turned(v)
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
@@ -208,7 +214,9 @@ class _Layer:
         for segment, asked in zip(state.step.segments, state.queries, strict=True):
             if asked.first < asked.last:
                 outputs.append(self._attend_chunk(queries[asked.first : asked.last], asked, segment, present, state))
-        attended = torch.cat(outputs) if outputs else queries
+        if not outputs:
+            return queries.flatten(1)
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return state.pages.layers[self.recipe.kv_layer].turned(attended).flatten(1)
 
     def _attend_chunk(
@@ -226,11 +234,14 @@ class _Layer:
 
     def _attend_decoding(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         recipe, step = self.recipe, state.step
-        past, positions, counts = state.pages.layers[recipe.kv_layer].decoding_past(step, recipe.window_tokens)
-        past = [x.to(queries.dtype) for x in past]
-        past_keys, past_values = self._keys_and_values(past, positions)
-        now = [x[: step.num_decoding, :, None] for x in present]
-        keys, values = self._keys_and_values(now, step.positions[: step.num_decoding, None])
+        now = [x[: step.num_decoding] for x in present]
+        stored = state.pages.layers[recipe.kv_layer]
+        if not recipe.latent:
+            keys, values = now
+            return self.ops.attend_decoding(stored, step, queries, keys, values, recipe.window_tokens, recipe.scale)
+        past, positions, counts = stored.decoding_past(step, recipe.window_tokens)
+        past_keys, past_values = self._keys_and_values([x.to(queries.dtype) for x in past], positions)
+        keys, values = self._keys_and_values([x[:, :, None] for x in now], step.positions[: step.num_decoding, None])
         return attend_decoding(queries, past_keys, past_values, counts, keys[:, :, 0], values[:, :, 0], recipe.scale)
 
     def _keys_and_values(self, parts: list[torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,6 +250,7 @@ class _Layer:
             return parts[0], parts[1]
         latent = parts[0]
         cos, sin = self._ropes.at(self.recipe.rope, positions)
+        assert self.k_norm is not None  # a latent is what remains of K before its norm's weight
         keys = rotate(latent.float() * self.k_norm, cos[..., None, :, :], sin[..., None, :, :])
         return keys.to(latent.dtype), latent
 
@@ -247,46 +259,45 @@ class _Layer:
         if self.is_shared:
             state.present[self.recipe.index] = present
         else:
-            _write(state.pages.layers[self.recipe.index], state.step, present)
+            _write(self.ops, state.pages.layers[self.recipe.index], state.step, present)
 
-    def _rotate_now(self, x: torch.Tensor, state: _Pass) -> torch.Tensor:
-        """Turn heads of this step's rows, once narrowed of those that still ask, by their positions."""
+    def _turned_heads(self, x: torch.Tensor, weight: torch.Tensor | None, state: _Pass) -> torch.Tensor:
+        """Norm heads of this step's rows, once narrowed of those that still ask, and turn them by their positions."""
         rope = self.recipe.rope
-        if rope.kind is None:
-            return x
-        if rope not in state.angles:
+        if rope.kind is not None and rope not in state.angles:
             state.angles[rope] = self._ropes.at(rope, state.query_positions)
-        cos, sin = state.angles[rope]
-        return rotate(x.float(), cos[:, None], sin[:, None]).to(x.dtype)
+        eps = self.model.norm_eps if self.model.qk_norm else None
+        return self.ops.heads(x, weight, eps, state.angles.get(rope))
 
 
-def _write(layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
+def _write(ops: Ops, layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
     """Store what the future can see of each token."""
     if step.num_decoding:
-        layer.write_decoding(step, [x[: step.num_decoding] for x in rows])
+        ops.write_decoding(layer, step, [x[: step.num_decoding] for x in rows])
     for s in step.segments:
         first = layer.first_written(s.start, s.stop)
         if first < s.stop:
             kept = slice(s.row + first - s.start, s.end_row)
             layer.write(s.slot, first, [x[kept] for x in rows])
+        layer.write_tails(s.slot, s.start, [x[s.row : s.end_row] for x in rows])
 
 
 class _PerLayerInputs:
     """Gemma's per-layer embeddings: a second embedding of each token, one part per layer."""
 
-    def __init__(self, recipe: Recipe, take: _Taker) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, take: _Taker, ops: Ops) -> None:
+        self.recipe, self.ops = recipe, ops
         self.table = take.tensor("embed_tokens_per_layer.weight")
         self.projection, _ = take.linear("per_layer_model_projection")
         self.norm = take.norm("per_layer_projection_norm")
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, product: Product | None = None) -> torch.Tensor:
         """[tokens, layers, width]."""
         width = self.recipe.per_layer_width
         shape = (len(tokens), len(self.recipe.layers), width)
         looked_up = F.embedding(tokens, self.table) * torch.tensor(width**0.5, dtype=embedded.dtype)
-        projected = F.linear(embedded, self.projection) * self.recipe.hidden_size**-0.5
-        normed = _rms_norm(projected.view(shape), self.norm, self.recipe.norm_eps)
+        projected = (product or self.ops.linear)(embedded, self.projection) * self.recipe.hidden_size**-0.5
+        normed = self.ops.norm(projected.view(shape), self.norm, self.recipe.norm_eps)
         return (normed + looked_up.view(shape)) * 2**-0.5
 
 
@@ -315,20 +326,18 @@ class _Taker:
         self._norms_add_one = recipe.norms_add_one
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._weights.pop(self._prefix + name)
+        tensor = self._weights.pop(self._prefix + name)
+        assert isinstance(tensor, torch.Tensor), f"{name} is quantized, and only projections may be"
+        return tensor
 
     def norm(self, name: str) -> torch.Tensor:
         """In float32, as norms are computed."""
         weight = self.tensor(f"{name}.weight").float()
         return weight + 1.0 if self._norms_add_one else weight
 
-    def linear(self, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linear(self, *names: str) -> tuple[Weight, torch.Tensor | None]:
         """Weight and bias of these projections of one input, stacked."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
+        weights = [self._weights.pop(f"{self._prefix}{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names if f"{self._prefix}{name}.bias" in self._weights]
         bias = torch.cat(biases) if biases else None
-        return (weights[0] if len(weights) == 1 else torch.cat(weights)), bias
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+        return stack(weights), bias

@@ -13,22 +13,22 @@ Three things differ from the plain decoder, none of them visible in results:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from windowpane.attention.chunk_attention import ChunkAttention, heads_of, hopper_scratch, plain_rows
 from windowpane.attention.device_step import ChunkQueries, DeviceStep
 from windowpane.attention.device_tables import DeviceTables
+from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.pages import KVPages
+from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
 from windowpane.attention.triton.view import LayerView
-from windowpane.attention.triton.widen import PastPlan, plain_view, plan_past, widen
 from windowpane.attention.triton.write import CodedRows, write, write_coded
 from windowpane.modeling.decoder import Decoder, _Layer
+from windowpane.modeling.quantized import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope
 from windowpane.modeling.triton.gated import gated, gated_per_layer
@@ -36,6 +36,7 @@ from windowpane.modeling.triton.heads import PageWrite, prepare_heads
 from windowpane.modeling.triton.logits import softcap
 from windowpane.modeling.triton.matvec import gated_matvec, matvec, pays
 from windowpane.modeling.triton.norms import residual_norm, rms_norm
+from windowpane.modeling.triton.packed import SPLIT_ROWS, packed_gated, packed_product
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -62,14 +63,19 @@ class _Pass:
     cum_tiles: dict[int | None, torch.Tensor]
     narrowed: bool = False
     present: dict[int, _Present] = field(default_factory=dict)
-    past_plans: dict[tuple[int, int | None, int], list[PastPlan]] = field(default_factory=dict)
 
 
 class FusedDecoder:
-    """`max_rows` is the most sequences that decode in one step."""
+    """`max_rows` is the most sequences that decode in one step; `use_hopper` False keeps to the plain kernels."""
 
     def __init__(
-        self, decoder: Decoder, pages: KVPages, tables: DeviceTables, max_model_len: int, max_rows: int
+        self,
+        decoder: Decoder,
+        pages: KVPages,
+        tables: DeviceTables,
+        max_model_len: int,
+        max_rows: int,
+        use_hopper: bool = True,
     ) -> None:
         self.recipe: Recipe = decoder.recipe
         self.embedding, self.head, self.final_norm = decoder.embedding, decoder.head, decoder.final_norm
@@ -78,33 +84,47 @@ class FusedDecoder:
         self._per_layer = decoder._per_layer
         self._angles: dict[Rope, Angles] = {}
         self._windows = sorted({layer.window_tokens or 0 for layer in self.recipe.layers})
-        device = self.embedding.device
+        device, dtype = self.embedding.device, self.embedding.dtype
         self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
         scratches: dict[tuple[int, ...], DecodeScratch] = {}
         self.layers: list[FusedLayer] = []
-        for layer in decoder.layers:
+        recipes = [layer.recipe for layer in decoder.layers]
+        views = [_view(pages, r.kv_layer) for r in recipes]
+        heads = [heads_of(view, r.query_heads, r.window_tokens) for view, r in zip(views, recipes, strict=True)]
+        prefill_scratch = None
+        if use_hopper:
+            rows = [plain_rows(view, dtype) for view in views]
+            prefill_scratch = hopper_scratch(zip(rows, heads, strict=True), max_model_len, device)
+        self.prefill_scratch_bytes = prefill_scratch.bytes if prefill_scratch else 0
+        for layer, view in zip(decoder.layers, views, strict=True):
             r = layer.recipe
-            view = _view(pages, r.kv_layer)
             shape = (r.kv_heads, r.query_heads // r.kv_heads, r.head_dim, decode_programs(view, device))
             if shape not in scratches:
                 scratches[shape] = DecodeScratch(max_rows, *shape, device=device)
             angles = self._angles_of(r.rope, max_model_len, device)
-            self.layers.append(FusedLayer(self.recipe, layer, pages, tables, view, angles, scratches[shape], self._pdl))
+            scratch = scratches[shape]
+            self.layers.append(
+                FusedLayer(self.recipe, layer, pages, tables, view, angles, scratch, prefill_scratch, dtype, self._pdl)
+            )
         for fused, following in zip(self.layers, self.layers[1:], strict=False):
             fused.next_norm = following.input_norm
         self.layers[-1].next_norm = self.final_norm
 
     @property
-    def tile_tokens(self) -> frozenset[int]:
-        """Sizes of the query tiles that chunks are cut into."""
-        return frozenset(layer.tile_tokens for layer in self.layers)
+    def tilings(self) -> frozenset[Tiling]:
+        """How chunks are cut into query tiles."""
+        return frozenset(layer.chunk_attention.tiling for layer in self.layers)
 
     def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
+        return self.logits(self.final_hidden(step, tokens), out)
+
+    def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
+        """The normed output of the last layer for the wanted rows; what `logits` takes."""
         hidden = F.embedding(tokens, self.embedding)
         if self.recipe.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        per_layer = self._per_layer(tokens, hidden) if self._per_layer else None
+        per_layer = self._per_layer(tokens, hidden, self._linear) if self._per_layer else None
         normed = torch.empty_like(hidden)
         rms_norm(hidden, self.layers[0].input_norm, self.recipe.norm_eps, normed, pdl=self._pdl)
         state = _Pass(step, step.positions, step.chunks, self._plan(step))
@@ -116,15 +136,18 @@ class FusedDecoder:
         for owner, rows in state.present.items():
             if step.writes is not None:
                 self.layers[owner].write(rows, step)
-        return self.logits(normed, out)
+        return normed
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """From final hidden states, normed."""
-        logits = _linear(normed, self.head, None, self._pdl)
+        """float32 logits of final hidden states, in `out` where it is given."""
+        logits = self._linear(normed, self.head)
         if out is None:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         softcap(logits, out, self.recipe.final_softcap, pdl=self._pdl)
         return out
+
+    def _linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return _linear(x, weight, None, self._pdl)
 
     def _plan(self, step: DeviceStep) -> dict[int | None, torch.Tensor]:
         """For each window, how the past of the decoding rows is shared out."""
@@ -160,6 +183,8 @@ class FusedLayer:
         view: LayerView,
         angles: Angles | None,
         scratch: DecodeScratch,
+        prefill_scratch: PrefillScratch | None,
+        dtype: torch.dtype,
         pdl: bool,
     ) -> None:
         self.model, self.recipe = model, layer.recipe
@@ -169,9 +194,11 @@ class FusedLayer:
         self._pairs = 0 if angles is None else angles[0].shape[1]
         if r.latent:
             _make_rotary_dims_adjacent(layer, self._pairs)
+        self._turn_values, self._turn_back = False, None
         basis = pages.layers[r.kv_layer].basis
         if basis is not None:
-            _turn_values(layer, basis)
+            self._turn_values, turn_back = _turn_values(layer, basis)
+            self._turn_back = None if turn_back is None else turn_back.to(dtype)
         self._distance = self._pairs if r.latent else r.head_dim // 2
         self.input_norm = layer.input_norm
         self.post_attention_norm = layer.post_attention_norm
@@ -191,17 +218,26 @@ class FusedLayer:
         self._scratch = scratch
         self._arena = pages.arena
         stored = pages.layers[r.kv_layer]
-        self._kv_dtype = layer.qkv.dtype if view.code else stored.dtype
+        self._kv_dtype = dtype if view.code else stored.dtype
         self.group = stored.group
         self.view = view
         self._table = tables.reading[self.group]
         self._page_write = PageWrite(pages.arena, tables.writing[self.group], self.view) if self.owns_kv else None
-        chunk_view = plain_view(view, self._kv_dtype) if view.code else view
-        self.tile_tokens = prefill_tile_tokens(chunk_view, r.query_heads)
         self._rope = None
         if r.latent:
             assert angles is not None and self.k_norm is not None
             self._rope = (*angles, self.k_norm)
+        self.chunk_attention = ChunkAttention(
+            pages.arena,
+            view,
+            self._table,
+            r.query_heads,
+            scale=r.scale,
+            window_tokens=r.window_tokens,
+            rope=self._rope,
+            scratch=prefill_scratch,
+            dtype=dtype,
+        )
 
     def __call__(
         self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None
@@ -236,7 +272,9 @@ class FusedLayer:
             return hidden, normed
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[step.wanted]
-        return hidden, self._feed_forward(hidden, self._linear(attended, self.out, self.out_bias), per_layer)
+        mixed = self._linear(attended, self.out, self.out_bias)
+        del queries, present, attended  # the widest point of a layer is yet to come
+        return hidden, self._feed_forward(hidden, mixed, per_layer)
 
     def write(self, present: _Present, step: DeviceStep) -> None:
         """Store what the future can see of this step's rows."""
@@ -258,10 +296,13 @@ class FusedLayer:
         normed = torch.empty_like(hidden)
         residual_norm(hidden, attended, post, self.pre_mlp_norm, None, eps, normed, pdl=self._pdl)
         inner = hidden.new_empty(len(hidden), self.down.shape[1])
-        if self.gate_up_bias is None and pays(len(hidden), len(self.gate_up)):
-            gated_matvec(normed, self.gate_up, inner, activation, pdl=self._pdl)
+        gate_up, has_bias = self.gate_up, self.gate_up_bias is not None
+        if isinstance(gate_up, PackedWeight) and not has_bias and len(hidden) <= SPLIT_ROWS:
+            packed_gated(normed, gate_up, inner, activation, pdl=self._pdl)
+        elif isinstance(gate_up, torch.Tensor) and not has_bias and pays(len(hidden), len(gate_up)):
+            gated_matvec(normed, gate_up, inner, activation, pdl=self._pdl)
         else:
-            gated(self._linear(normed, self.gate_up, self.gate_up_bias), inner, activation, pdl=self._pdl)
+            gated(self._linear(normed, gate_up, self.gate_up_bias), inner, activation, pdl=self._pdl)
         out = self._linear(inner, self.down, self.down_bias)
         if per_layer is None:
             residual_norm(hidden, out, self.post_mlp_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
@@ -274,7 +315,7 @@ class FusedLayer:
         residual_norm(hidden, out, self.per_layer_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
         return normed
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return _linear(x, weight, bias, self._pdl)
 
     def _heads(
@@ -307,6 +348,7 @@ class FusedLayer:
             slots=step.slots if writes_now else None,
             view=self.view if self.view.code else None,
             coded=coded,
+            turn_values=self._turn_values,
             pdl=self._pdl,
         )
         return q, _Present(k, v, coded)
@@ -333,46 +375,10 @@ class FusedLayer:
                 pdl=self._pdl,
             )
         if state.chunks is not None:
-            self._attend_chunks(queries, present, state, state.chunks, out)
+            self.chunk_attention(queries, present.k, present.v, state.chunks, out)
+        if self._turn_back is not None:
+            out = out @ self._turn_back
         return out.flatten(1)
-
-    def _attend_chunks(
-        self, queries: torch.Tensor, present: _Present, state: _Pass, chunks: ChunkQueries, out: torch.Tensor
-    ) -> None:
-        r = self.recipe
-        if not self.view.code:
-            goes = [(self._arena, self.view, self._table, chunks.segments, chunks.tiles[self.tile_tokens])]
-        else:
-            goes = list(self._widened(state, chunks))
-        for arena, view, table, segments, tiles in goes:
-            prefill(
-                queries,
-                present.k,
-                present.v,
-                arena,
-                view,
-                table,
-                segments,
-                tiles,
-                out,
-                scale=r.scale,
-                window_tokens=r.window_tokens,
-                rope=self._rope,
-            )
-
-    def _widened(self, state: _Pass, chunks: ChunkQueries) -> Iterator[tuple[Any, ...]]:
-        """A step's chunks over what of their past was decoded for them, some at a time if it is a lot."""
-        window, dtype = self.recipe.window_tokens, self._kv_dtype
-        key = (self.group, window, id(chunks))
-        if key not in state.past_plans:
-            state.past_plans[key] = plan_past(chunks.host_segments, self.view, dtype, window, self._arena.device)
-        for plan in state.past_plans[key]:
-            scratch, view = widen(self._arena, self.view, self._table, chunks.segments, plan, dtype, window)
-            tiles = chunks.tiles[self.tile_tokens]
-            if plan.last - plan.first < len(chunks.host_segments):
-                own = chunks.host_segments[plan.first : plan.last]
-                tiles = torch.from_numpy(prefill_tiles(own, self.tile_tokens)).to(tiles.device)
-            yield scratch, view, plan.table, plan.segments, tiles
 
 
 def rotary_pairs(rope: Rope) -> int:
@@ -395,34 +401,44 @@ def _make_rotary_dims_adjacent(layer: _Layer, pairs: int) -> None:
     device = layer.qkv.device
     every = torch.arange(dim, device=device)
     order = torch.cat([every[:pairs], every[half : half + pairs], every[pairs:half], every[half + pairs :]])
-    rows = layer.qkv.view(-1, dim, layer.qkv.shape[1])
-    layer.qkv = rows[:, order].reshape(layer.qkv.shape)
+    layer.qkv = permute_outputs(layer.qkv, order)
     if layer.qkv_bias is not None:
         layer.qkv_bias = layer.qkv_bias.view(-1, dim)[:, order].reshape(-1)
-    layer.out = layer.out.view(layer.out.shape[0], -1, dim)[:, :, order].reshape(layer.out.shape)
+    layer.out = permute_inputs(layer.out, order)
+    assert layer.q_norm is not None and layer.k_norm is not None  # latents have normed queries and keys
     layer.q_norm, layer.k_norm = layer.q_norm[order], layer.k_norm[order]
 
 
-def _turn_values(layer: _Layer, basis: torch.Tensor) -> None:
-    """Make values in another basis, and read what was attended in it: both by the weights before and behind."""
-    r = layer.recipe
-    dim = r.head_dim
-    exact = basis.double()
-    heads = layer.out.view(layer.out.shape[0], -1, dim)
-    layer.out = (heads.double() @ exact).to(layer.out.dtype).view(layer.out.shape)
-    if not layer.owns_kv:
-        return
-    first = (r.query_heads + r.kv_heads) * dim
-    values = layer.qkv[first:].view(r.kv_heads, dim, -1)
-    turned = (exact @ values.double()).to(values.dtype).view(r.kv_heads * dim, -1)
-    layer.qkv = torch.cat([layer.qkv[:first], turned])
-    if layer.qkv_bias is not None:
-        bias = layer.qkv_bias[first:].view(r.kv_heads, dim).double() @ exact
-        layer.qkv_bias = torch.cat([layer.qkv_bias[:first], bias.to(layer.qkv_bias.dtype).view(-1)])
+def _turn_values(layer: _Layer, basis: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+    """Make values in another basis, and read what was attended in it, by the weights before and behind.
+
+    Packed weights cannot be turned. Says whether values are still to be turned where they are made, and what to
+    multiply with what was attended, None for nothing.
+    """
+    r, dim = layer.recipe, layer.recipe.head_dim
+    first, values_stay = (r.query_heads + r.kv_heads) * dim, False
+    if layer.owns_kv and isinstance(layer.qkv, torch.Tensor):
+        values = layer.qkv[first:].view(r.kv_heads, dim, -1)
+        values.copy_(basis @ values.float())
+        if layer.qkv_bias is not None:
+            bias = layer.qkv_bias[first:].view(r.kv_heads, dim)
+            bias.copy_(bias.float() @ basis)
+    elif layer.owns_kv:
+        values_stay = True
+    if not isinstance(layer.out, torch.Tensor):
+        return values_stay, basis
+    columns = layer.out.view(layer.out.shape[0], -1, dim)
+    columns.copy_(columns.float() @ basis)
+    return values_stay, None
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pdl: bool) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, pdl: bool) -> torch.Tensor:
     """A few rows stream the weights once; many are a matrix product."""
+    if isinstance(weight, PackedWeight):
+        return packed_product(x, weight, bias, pdl=pdl)
+    if isinstance(weight, JoinedWeight):
+        out = torch.cat([_linear(x, part, None, pdl) for part in weight.parts], dim=-1)
+        return out if bias is None else out + bias
     if len(x) and pays(len(x), len(weight)):
         out = x.new_empty(len(x), len(weight))
         matvec(x, weight, out, bias, pdl=pdl)

@@ -2,6 +2,7 @@
 
 Known: compressed-tensors (pack-quantized integers, float-quantized fp8), awq, gptq, fp8 and mxfp4. Shapes follow those
 formats' checkpoints; a stored tensor carries the suffix that it has in the file. Leading axes (experts) are kept.
+What of it lies in memory once it is loaded is said by `windowpane.models.packing`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 from windowpane.kv.formats import DTYPE_BYTES
 from windowpane.kv.retention import ceil_div
 from windowpane.models.config import Config
+from windowpane.models.packing import PackedForm
 from windowpane.models.spec import ModelError, TensorSpec
 
 STORED_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "uint8": 1, "int32": 4, "int64": 8}
@@ -31,6 +33,10 @@ class WeightFormat(Protocol):
         ...
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]: ...
+
+    def held(self, rows: int, columns: int) -> PackedForm | None:
+        """How it lies in memory, or None where such weights are not run: they are then counted as stored."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class Quantization:
         if form is None:
             return [weight]
         return form.stored(weight, *_rows_and_columns(weight))
+
+    def held(self, weight: TensorSpec) -> PackedForm | None:
+        """How one matrix of `weight` lies in memory, or None where it lies as it is stored."""
+        form = self.format_of(weight)
+        return None if form is None else form.held(*_rows_and_columns(weight))
 
     def cut_problem(self, weight: TensorSpec, ranks: int) -> str | None:
         """Say so where splitting `weight` over ranks would cut through a group of quantized values."""
@@ -155,6 +166,11 @@ class PackedIntegers:
             parts.append(_part(weight, ".weight_g_idx", (columns,), "int32"))
         return parts
 
+    def held(self, rows: int, columns: int) -> PackedForm | None:
+        if self.bits != 4:
+            return None
+        return PackedForm("int4", rows, columns, self.group, has_zeros=not self.symmetric, has_order=self.reordered)
+
 
 @dataclass(frozen=True, slots=True)
 class Awq:
@@ -176,13 +192,22 @@ class Awq:
             _part(weight, ".scales", (groups, rows), None),
         ]
 
+    def held(self, rows: int, columns: int) -> PackedForm:
+        return PackedForm("int4", rows, columns, self.group, has_zeros=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """GPTQ: words packed along the inputs, and g_idx, each input's group. Zero points are stored even if symmetric."""
+    """GPTQ: words packed along the inputs, and g_idx, each input's group. Zero points are stored even if symmetric.
+
+    They are stored less `zero_offset`: 1, or 0 in the format's second version. `reordered` (desc_act): inputs of one
+    group need not be neighbours.
+    """
 
     bits: int
     group: int | None
+    reordered: bool = False
+    zero_offset: int = 1
 
     @property
     def scheme(self) -> str:
@@ -200,6 +225,11 @@ class Gptq:
             _part(weight, ".scales", (groups, rows), None),
             _part(weight, ".g_idx", (columns,), "int32"),
         ]
+
+    def held(self, rows: int, columns: int) -> PackedForm | None:
+        if self.bits != 4:
+            return None
+        return PackedForm("int4", rows, columns, self.group, has_zeros=True, has_order=self.reordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +262,11 @@ class Fp8:
             parts.append(_part(weight, ".input_scale", (1,), self.scale_dtype))
         return parts
 
+    def held(self, rows: int, columns: int) -> PackedForm:
+        """A scale of the whole tensor is held once per output, so that projections can be stacked."""
+        outputs, inputs = self.block or (1, None)
+        return PackedForm("fp8", rows, columns, inputs, scale_outputs=outputs, scale_dtype="float32")
+
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
@@ -249,6 +284,9 @@ class Mxfp4:
             _part(weight, "_blocks", (rows, blocks, 16), "uint8"),
             _part(weight, "_scales", (rows, blocks), "uint8"),
         ]
+
+    def held(self, rows: int, columns: int) -> None:
+        return None
 
 
 def read_quantization(config: Config) -> Quantization | None:
@@ -333,7 +371,9 @@ def _read_gptq(section: Config) -> Quantization:
         if not pattern.startswith("-:"):
             raise section.unknown_value("dynamic", pattern, ("-:PATTERN",))
         ignored += (f"re:{pattern[2:]}",)
-    rule = Rule(("Linear",), Gptq(bits, _group_size(section)))
+    is_second = section.choice("checkpoint_format", ("gptq", "gptq_v2")) == "gptq_v2"
+    reordered = section.flag("desc_act", False)
+    rule = Rule(("Linear",), Gptq(bits, _group_size(section), reordered, zero_offset=0 if is_second else 1))
     return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
 
 

@@ -68,7 +68,9 @@ def _kinds(config: Config, layers: int, has_experts: bool) -> tuple[str, ...]:
 
 
 def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
-    experts = config.integer("num_experts")
+    # transformers knows both names, and saved configs have either.
+    renamed = config.has("num_local_experts") and not config.has("num_experts")
+    experts = config.integer("num_local_experts" if renamed else "num_experts")
     return [
         whole(f"{prefix}gate.weight", experts, hidden),
         *separate_experts(f"{prefix}experts.", experts, hidden, config.integer("moe_intermediate_size")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 
 from windowpane.kv.caches import ShardingError
 from windowpane.models.quantization import STORED_BYTES
@@ -40,7 +41,7 @@ def weight_breakdown(spec: ModelSpec, ranks: int = 1) -> WeightBreakdown:
         raise ShardingError(f"{problem}; tensor-parallel sizes that work: {', '.join(map(str, working))}")
     totals: dict[str, int] = {}
     for tensor in text_tensors(spec):
-        totals[tensor.part] = totals.get(tensor.part, 0) + _stored_bytes(spec, tensor.on_rank(ranks))
+        totals[tensor.part] = totals.get(tensor.part, 0) + held_bytes(spec, tensor.on_rank(ranks))
     return WeightBreakdown(**totals)
 
 
@@ -72,6 +73,10 @@ def parameter_count(spec: ModelSpec, towers: bool = False) -> int:
     return sum(tensor.elements for tensor in spec.tensors if towers or tensor.tower is None)
 
 
-def _stored_bytes(spec: ModelSpec, tensor: TensorSpec) -> int:
+def held_bytes(spec: ModelSpec, tensor: TensorSpec) -> int:
+    """Bytes of one tensor in memory."""
+    form = spec.quantization.held(tensor) if spec.quantization else None
+    if form is not None:
+        return prod(tensor.shape[:-2]) * form.held_bytes(spec.dtype)
     stored = spec.quantization.stored(tensor) if spec.quantization else [tensor]
     return sum(part.elements * STORED_BYTES[part.dtype or spec.dtype] for part in stored)

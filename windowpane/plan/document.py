@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from windowpane.kv.layout import Group
+from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.plan.memory import ArenaUse
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.planner import Plan
@@ -41,6 +42,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "fixed_bytes_per_sequence": cost.fixed_bytes_per_sequence,
         "bytes_per_token": cost.bytes_per_token,
         "bytes_per_sequence": cost.bytes_at(length),
+        "shortest_reusable_prefix_tokens": MIN_PREFIX_TOKENS if sizing.config.enable_prefix_caching else None,
+        "restore_point_bytes": sizing.layout.restore_point_bytes(length),
         "max_model_len": length,
         "concurrency": capacity.byte_ratio(length) if capacity else None,
         "sequences": capacity.sequences(length) if capacity else None,

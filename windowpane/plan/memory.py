@@ -8,7 +8,11 @@ The activation estimate counts the tensors that are alive together at the widest
                   2 × query width + 2 × KV width    q, attention output, k, v
                   3 × MLP width                     gate, up, their product
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy
+    quantized   64 MiB                          the slice of a weight that is dequantised at a time
     coded KV    one layer's longest past        decoded for chunks that attend it
+
+On a Hopper GPU the scratch of its prefill kernels comes on top (`attention.hopper.sizes`): most of it the rotated dims
+of a latent's keys, 1 KiB per token of the longest sequence for Gemma 4 31B, for all layers together.
 
 Widths are per rank. The engine prints what it measures beside this estimate.
 """
@@ -17,12 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windowpane.attention.hopper.sizes import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.config import EngineConfig
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
-from windowpane.kv.formats import dtype_bytes
+from windowpane.kv.formats import KVFormat, dtype_bytes
 from windowpane.kv.layout import DECODED_PAST_BYTES, Layout
-from windowpane.kv.retention import ceil_div
+from windowpane.kv.retention import Window, ceil_div
+from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.spec import ModelSpec
 
 # CUDA context, libraries' workspaces and captured graphs. A round figure; measured at start-up by the engine.
@@ -94,7 +100,28 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks)
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size // ranks * 4 * 2
-    return tokens + logits
+    dequantized = DEQUANTIZED_BYTES if spec.quantization else 0
+    return tokens + logits + dequantized
+
+
+def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout, ranks: int, device: Device) -> int:
+    """What the engine allocates at start for prefill on this device, at most: a length it chooses itself is shorter."""
+    if device.capability is None or device.capability[0] != CAPABILITY:
+        return 0
+    layers = {
+        Heads(s.cache.kv_heads, spec.query_heads // ranks, s.cache.key_dim, s.cache.latent, windowed)
+        for group in layout.groups
+        if group.kv_format is not None and _chunk_rows(group.kv_format, spec.dtype) == ELEMENT_TYPE
+        for windowed in (isinstance(group.retention, Window),)
+        for s in group.slices
+        if isinstance(s.cache, TokenCache) and s.cache.key_dim == s.cache.value_dim
+    }
+    return scratch_bytes(layers, config.max_model_len or spec.max_position)
+
+
+def _chunk_rows(kv_format: KVFormat, compute_dtype: str) -> str:
+    """What chunks read: pages as they are, or a coded past decoded for them."""
+    return kv_format.name if kv_format.family == "float" else compute_dtype
 
 
 def decoded_past_bytes(layout: Layout, compute_dtype: str, longest: int) -> int:
@@ -103,7 +130,7 @@ def decoded_past_bytes(layout: Layout, compute_dtype: str, longest: int) -> int:
     for group in layout.groups:
         if group.kv_format is None or group.kv_format.family == "float":
             continue
-        held = len(group.retention.held(longest))  # type: ignore[union-attr]  # token groups only
+        held = group.max_pages(longest) // group.stripes * (group.block_tokens or 0)
         for piece in group.slices:
             assert isinstance(piece.cache, TokenCache)
             row_bytes = piece.cache.kv_heads * sum(piece.cache.row_dims) * dtype_bytes(compute_dtype)

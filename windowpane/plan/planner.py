@@ -19,7 +19,7 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.gates import Gate, gate
 from windowpane.plan.hardware import Gpu, parse_gpus
-from windowpane.plan.memory import Budget, Device, activation_bytes, decoded_past_bytes
+from windowpane.plan.memory import Budget, Device, activation_bytes, decoded_past_bytes, prefill_scratch_bytes
 from windowpane.plan.peers import all as all_peers
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.peers.setting import Setting
@@ -159,7 +159,9 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
     config, kv_bytes = sizing.config, sizing.config.kv_cache_memory_bytes
     if device is None:
         return None, None if kv_bytes is None else Capacity(sizing.layout, kv_bytes)
-    budget = Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, sizing.activation_bytes)
+    scratch_bytes = prefill_scratch_bytes(sizing.spec, config, sizing.layout, sizing.ranks, device)
+    activations = sizing.activation_bytes + scratch_bytes
+    budget = Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, activations)
     if kv_bytes is None:
         if budget.kv_bytes <= 0:
             share = f" (--gpu-memory-utilization {config.gpu_memory_utilization:g})"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import Group as KVGroup
-from windowpane.kv.retention import Chunk, Window
+from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Window
 from windowpane.plan.cards import CardFit
 from windowpane.plan.memory import ArenaUse, Device
 from windowpane.plan.peers.report import PeerReport
@@ -232,7 +232,15 @@ def _sequence_cost(plan: Plan) -> RenderableType:
     spec = plan.sizing.spec
     if without := spec.num_layers - len({cache.layer for cache in spec.caches}):
         lines.append(Text(f"{without} of {spec.num_layers} layers keep nothing of their own", style="dim"))
+    if plan.sizing.config.enable_prefix_caching:
+        lines.append(Text(_reuse(plan), style="dim"))
     return Group(*map(indented, lines))
+
+
+def _reuse(plan: Plan) -> str:
+    tail_bytes = plan.sizing.layout.restore_point_bytes(plan.max_model_len)
+    kept = f"; a restore point keeps {format_bytes(tail_bytes)}" if tail_bytes else ""
+    return f"shortest prefix that can be reused: {MIN_PREFIX_TOKENS} tokens{kept}"
 
 
 def _why(plan: Plan) -> list[str]:

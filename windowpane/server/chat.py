@@ -20,7 +20,7 @@ from windowpane.server.protocol import ChatBody, ChatFields, Message
 from windowpane.server.sampling import check_stream, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream
-from windowpane.text import ChatTemplate, TextError, Tokenizer
+from windowpane.text import TextError, message_ends
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import CompiledGrammar
 from windowpane.text.parsers import OutputParser, kept_special_ids
@@ -87,29 +87,6 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
     except (TextError, UnicodeError) as error:
         raise bad_request(str(error), "messages", "invalid_value") from None
     return ChatPrompt(text, token_ids, message_ends(template, tokenizer, messages, token_ids, **settings))
-
-
-def message_ends(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    prompt: Sequence[int],
-    **variables: Any,
-) -> tuple[int, ...]:
-    """Where in a prompt its messages end: a later chat that shares them can branch off there.
-
-    Only true prefixes count: a template may write an earlier message differently once others follow it.
-    """
-    ends = []
-    for count in range(1, len(messages) + 1):
-        try:
-            text = template.render(messages[:count], add_generation_prompt=False, **variables)
-        except TextError:
-            continue  # such as a system message by itself
-        part = tokenizer.encode(text, add_special_tokens=False)
-        if 0 < len(part) < len(prompt) and list(prompt[: len(part)]) == part:
-            ends.append(len(part))
-    return tuple(sorted(set(ends)))
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:

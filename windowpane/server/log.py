@@ -40,9 +40,11 @@ def describe(job: Job) -> str:
     speed = f"{after_first / (last - first):.1f} tok/s" if last > first and after_first else "- tok/s"
     reasons = ["client gone"] if job.client_gone else sorted({_reason(a.finish_reason) for a in job.answers})
     who = f", user {job.user!r}" if job.user else ""
+    misses = sorted({request.cache_miss for request in prompts if request.cache_miss})
+    why = f" ({'; '.join(misses)})" if misses and not cached else ""
     return (
         f"{job.id} {','.join(reasons)}: queue {queue:.3f} s, prefill {prefill:.3f} s, "
-        f"{cached} cached + {new} new tokens, {generated} generated, {speed}{who}"
+        f"{cached} cached + {new} new tokens{why}, {generated} generated, {speed}{who}"
     )
 
 

@@ -7,13 +7,11 @@ from array import array
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.plan.hardware import Gpu
 from windowpane.plan.planner import Sizing
 from windowpane.request import Request, SamplingParams
@@ -113,7 +111,8 @@ class Simulation:
         slots = min(config.max_num_seqs, tokens)
         in_flight = policy.chunks_in_flight * tokens
         manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, max_model_len, in_flight)
-        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, **_restoring(manager, prefix_caching))
+        restore = RestorePoints(manager) if prefix_caching else None
+        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore=restore)
         # Sliding layers that are reserved in full still read only what they see.
         self.cost: CostModel = cost_model(sizing, sizing.layout if policy.swa_full else layout, card)
         self.result = Result(policy.name, arena_bytes=manager.arena.total_bytes)
@@ -218,10 +217,3 @@ class Simulation:
         if following is not None:
             at_s = self._now_s + following.wait_s if following.at_s is None else max(self._now_s, following.at_s)
             self._come(session, at_s)
-
-
-def _restoring(manager: KVManager, wanted: bool) -> dict[str, Any]:
-    """The scheduler's argument for restore points; nothing where they are not wanted or this build has none."""
-    if not wanted or find_spec("windowpane.kv.restore") is None:
-        return {}
-    return {"restore": import_module("windowpane.kv.restore").RestorePoints(manager)}

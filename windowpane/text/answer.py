@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from windowpane.request import FinishReason, Request, TokenLogprobs
 from windowpane.text.detokenizer import Detokenizer
@@ -19,7 +19,8 @@ class RequestFailed(RuntimeError):
 class Completion:
     """An answer. `stop` is the stop string or token that ended it, if one did.
 
-    `text` ends before it, while `token_ids` has every token that was sampled, the stop token too.
+    `text` ends before it, while `token_ids` has every token that was sampled, the stop token too. `cached_tokens` of
+    the prompt were found computed.
     """
 
     prompt_token_ids: list[int]
@@ -29,6 +30,7 @@ class Completion:
     stop: str | int | None
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs | None] | None
+    cached_tokens: int = field(default=0, compare=False)  # how an answer came about, not what it is
 
 
 class Answer:
@@ -104,6 +106,7 @@ class Answer:
             stop=self.stop,
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
             prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
+            cached_tokens=request.cached_tokens,
         )
 
 

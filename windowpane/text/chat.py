@@ -76,6 +76,32 @@ class ChatTemplate:
             raise TextError(f"the chat template of {self._files.source} cannot be read: {error}") from None
 
 
+def message_ends(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: Sequence[int],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> tuple[int, ...]:
+    """Lengths of `prompt`, the tokens of all `messages`, at which its messages end.
+
+    Found by rendering the first k messages alone, and kept only where those tokens really begin the prompt: templates
+    may write earlier messages differently once others follow, or refuse to end there.
+    """
+    ends = set()
+    for count in range(1, len(messages) + 1):
+        try:
+            text = template.render(messages[:count], add_generation_prompt=False, tools=tools, **variables)
+        except TextError:
+            continue
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if 0 < len(tokens) < len(prompt) and list(prompt[: len(tokens)]) == tokens:
+            ends.add(len(tokens))
+    return tuple(sorted(ends))
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]

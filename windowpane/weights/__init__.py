@@ -6,20 +6,25 @@ device: the host never holds more than the weights themselves and one piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from windowpane.modeling.quantized import PackedWeight
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec, TensorSpec
 from windowpane.models.weights import text_tensors
+from windowpane.native.build import start_building
 from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names
+from windowpane.weights.quantized import check_runs, held_form, read_packed
 
-__all__ = ["LOAD_FORMATS", "WeightsError", "load_kv_scales", "load_weights"]
+__all__ = ["LOAD_FORMATS", "LoadedWeights", "WeightsError", "load_kv_scales", "load_weights"]
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
+LoadedWeights = dict[str, torch.Tensor | PackedWeight]
 Progress = Callable[[str, int, int], None]
 
 
@@ -32,31 +37,50 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """The text tensors of `spec` by their checkpoint names, in `dtype` on `device`.
+) -> LoadedWeights:
+    """The text tensors of `spec` by their checkpoint names, in `dtype` on `device`; quantized ones stay packed.
 
     `source` is a Hugging Face directory or a GGUF file; `dummy` needs none. Stacked tensors (experts that the file
     stores one by one) come as one tensor under the spec's name, with its `{}`. `progress` is called after each tensor
     with its name, the bytes loaded so far and the bytes in all. Whatever does not fit the spec is listed by name in one
     WeightsError.
     """
-    _refuse_quantized(spec)
-    wanted = text_tensors(spec)
+    check_runs(spec)
+    if device.type == "cpu" and dtype == torch.float32:
+        start_building()  # the kernels that these weights will be run by
     if load_format == "dummy":
-        from windowpane.weights.dummy import random_tensor
+        from windowpane.weights.dummy import random_packed, random_tensor
 
-        return _make(wanted, lambda tensor: random_tensor(tensor, spec, dtype, device, seed), dtype, progress)
+        def make(tensor: TensorSpec) -> torch.Tensor | PackedWeight:
+            if _is_packed(tensor, spec):
+                return random_packed(tensor, spec, dtype, device, seed)
+            return random_tensor(tensor, spec, dtype, device, seed)
+
+        return _make(spec, make, dtype, progress)
     checkpoint = _open(source, spec, load_format)
     stored = match_names(spec, checkpoint.shapes)
 
-    def read(tensor: TensorSpec) -> torch.Tensor:
+    def read(tensor: TensorSpec) -> torch.Tensor | PackedWeight:
+        if _is_packed(tensor, spec):
+            assert spec.quantization is not None
+            return read_packed(
+                tensor,
+                spec.quantization,
+                lambda suffix: _as_stored(checkpoint, stored[tensor.module + suffix], device),
+                dtype,
+                device,
+            )
         out = torch.empty(tensor.shape, dtype=dtype, device=device)
         slots = out if tensor.stacked else (out,)
         for (name, _), slot in zip(tensor.checkpoint_entries(), slots, strict=True):
             _fill(slot, checkpoint, stored[name])
         return out
 
-    return _make(wanted, read, dtype, progress)
+    return _make(spec, read, dtype, progress)
+
+
+def _is_packed(tensor: TensorSpec, spec: ModelSpec) -> bool:
+    return spec.quantization is not None and spec.quantization.format_of(tensor) is not None
 
 
 def load_kv_scales(
@@ -74,33 +98,51 @@ def load_kv_scales(
 
 
 def _make(
-    wanted: list[TensorSpec], make: Callable[[TensorSpec], torch.Tensor], dtype: torch.dtype, progress: Progress | None
-) -> dict[str, torch.Tensor]:
-    total_bytes = sum(tensor.elements for tensor in wanted) * dtype.itemsize
-    done_bytes, out = 0, {}
-    for tensor in wanted:
+    spec: ModelSpec,
+    make: Callable[[TensorSpec], torch.Tensor | PackedWeight],
+    dtype: torch.dtype,
+    progress: Progress | None,
+) -> LoadedWeights:
+    wanted = text_tensors(spec)
+    sizes = [_held_bytes(tensor, spec, dtype) for tensor in wanted]
+    total_bytes, done_bytes = sum(sizes), 0
+    out: LoadedWeights = {}
+    for tensor, size_bytes in zip(wanted, sizes, strict=True):
         out[tensor.name] = make(tensor)
-        done_bytes += tensor.elements * dtype.itemsize
+        done_bytes += size_bytes
         if progress is not None:
             progress(tensor.name, done_bytes, total_bytes)
     return out
 
 
+def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
+    if _is_packed(tensor, spec):
+        assert spec.quantization is not None
+        return held_form(spec.quantization, tensor).held_bytes(str(dtype).removeprefix("torch."))
+    return tensor.elements * dtype.itemsize
+
+
+def _as_stored(checkpoint: Checkpoint, name: str, device: torch.device) -> torch.Tensor:
+    """A tensor on the device in the dtype that the file has it in."""
+    pieces = iter(checkpoint.pieces(name))
+    first = next(pieces)
+    shape = checkpoint.shapes[name] or (1,)
+    out = torch.empty(shape, dtype=first.dtype, device=device)
+    _fill_from(out, chain([first], pieces), name)
+    return out
+
+
 def _fill(out: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
+    _fill_from(out, checkpoint.pieces(name), name)
+
+
+def _fill_from(out: torch.Tensor, pieces: Iterator[torch.Tensor], name: str) -> None:
     start = 0
-    for piece in checkpoint.pieces(name):
+    for piece in pieces:
         out[start : start + len(piece)].copy_(piece)
         start += len(piece)
     if start != len(out):
         raise WeightsError(f"{name}: the file ended after {start} of {len(out)} rows")
-
-
-def _refuse_quantized(spec: ModelSpec) -> None:
-    if spec.quantization is not None:
-        raise WeightsError(
-            f"{spec.name} is quantized ({spec.quantization.scheme}), and quantized weights are not loaded yet; "
-            "use the unquantized checkpoint or a GGUF file"
-        )
 
 
 def _open(source: str | Path | None, spec: ModelSpec, load_format: str) -> Checkpoint:

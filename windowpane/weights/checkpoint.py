@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from windowpane.models.spec import ModelSpec
+from windowpane.models.spec import ModelSpec, TensorSpec
 from windowpane.models.weights import text_tensors
 
 MAX_NAMES = 20
@@ -33,7 +33,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 _NOT_TEXT = re.compile(
-    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|audio_tower"
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|patch_merge_mlp|audio_tower"
     r"|embed_vision|embed_audio|mtp[^.]*)\."
 )
 _UNUSED_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -54,7 +54,10 @@ class Checkpoint(Protocol):
         """Every tensor of the file."""
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor on the host, cut along its first axis into consecutive pieces of about `PIECE_BYTES`."""
+        """A tensor on the host, cut along its first axis into consecutive pieces of about `PIECE_BYTES`.
+
+        A scalar comes as one value.
+        """
 
 
 def match_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -66,18 +69,26 @@ def match_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[
         if plain in stored:
             problems.append(f"twice: {stored[plain]} and {name}")
         stored[plain] = name
-    entries = {name: shape for tensor in text_tensors(spec) for name, shape in tensor.checkpoint_entries()}
+    entries = {name: shape for tensor in stored_tensors(spec) for name, shape in tensor.checkpoint_entries()}
     wanted = {plain_name(name) for name in entries}
     for name, shape in entries.items():
         found = stored.get(plain_name(name))
         if found is None:
             problems.append(f"missing: {name} {list(shape)}")
-        elif shapes[found] != shape:
+        elif shapes[found] != shape and not (shapes[found] == () and shape == (1,)):
             problems.append(f"misshapen: {found} is {list(shapes[found])}, not {list(shape)}")
     problems += [f"unexpected: {stored[plain]}" for plain in stored if _is_extra(plain, wanted)]
     if problems:
         raise WeightsError(_listed(f"the weights do not fit {spec.name}", problems))
     return {name: stored[plain_name(name)] for name in entries}
+
+
+def stored_tensors(spec: ModelSpec) -> list[TensorSpec]:
+    """The tensors that a checkpoint stores for the text model: several for a quantized weight."""
+    quantization = spec.quantization
+    if quantization is None:
+        return text_tensors(spec)
+    return [part for tensor in text_tensors(spec) for part in quantization.stored(tensor)]
 
 
 def kv_scale_names(names: Iterable[str]) -> dict[tuple[int, str], str]:

@@ -9,10 +9,18 @@ import hashlib
 
 import torch
 
+from windowpane.modeling.quantized import PackedWeight
+from windowpane.models.packing import MIDDLE_OF_INT4
 from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.weights.quantized import held_form
 
 # What transformers initialises Linear and Embedding with, in every family here.
 STANDARD_DEVIATION = 0.02
+
+# Standard deviations of -8 … 7, all alike, and of fp8 bytes below 2, all alike.
+_DEVIATIONS = {"int4": 4.61, "fp8": 0.6}
+# Clears the top bit of the exponent in each byte of a unit: no value is 2 or more, and none is NaN.
+_BELOW_TWO = 0xBFBFBFBF - 2**32
 
 # These multiply by 1 + w, so that a neutral norm is stored as 0.
 _NORMS_AROUND_ZERO = ("gemma2", "gemma3", "qwen3_next")
@@ -25,6 +33,26 @@ def random_tensor(
     generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
     out = torch.empty(tensor.shape, dtype=dtype, device=device)
     return out.normal_(_mean(tensor, spec.family), STANDARD_DEVIATION, generator=generator)
+
+
+def random_packed(
+    tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
+) -> PackedWeight:
+    """One quantized weight, made packed on the device: its values lie around 0 as those of `random_tensor` do."""
+    assert spec.quantization is not None
+    form = held_form(spec.quantization, tensor)
+    generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
+    out = PackedWeight.empty(form, dtype, device)
+    bits = torch.iinfo(out.units.dtype)
+    out.units.random_(bits.min, bits.max, generator=generator)
+    if form.kind == "fp8":
+        out.units.bitwise_and_(_BELOW_TWO)
+    out.scales.fill_(STANDARD_DEVIATION / _DEVIATIONS[form.kind])
+    if out.zeros is not None:
+        out.zeros.fill_(MIDDLE_OF_INT4 * 0x11111111 - 2**32)
+    if out.order is not None:
+        out.order.copy_(torch.arange(form.inputs))
+    return out
 
 
 def _mean(tensor: TensorSpec, family: str) -> float:

@@ -38,7 +38,7 @@ class SafetensorsCheckpoint:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         shape = self.shapes[name]
-        if not shape:  # a single number
+        if not shape:
             yield self._file(self._paths[name]).get_tensor(name)[None]
             return
         # Counted at four bytes a value: a piece may be converted on its way.

@@ -58,6 +58,7 @@ def prepare_heads(
     slots: torch.Tensor | None = None,
     view: LayerView | None = None,
     coded: CodedRows | None = None,
+    turn_values: bool = False,
     pdl: bool = False,
 ) -> None:
     """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
@@ -69,7 +70,8 @@ def prepare_heads(
     With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
 
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
-    coded goes to pages or else to `coded`. Queries and keys are turned into the view's basis here, values by weights.
+    coded goes to pages or else to `coded`. Queries and keys are turned into the view's basis here, values
+    only with `turn_values`: weights can do it for them.
     """
     rows, query_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -117,6 +119,7 @@ def prepare_heads(
         ROW=row_words,
         WORDS=dim // (4 if code == INT4 else 2),
         TURNED=view is not None and view.turned,
+        TURN_VALUES=turn_values,
         PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,
@@ -192,7 +195,7 @@ def _heads_kernel(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
-    TURNED: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, TURN_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: of queries, keys (or latents) or values.
 
@@ -262,6 +265,8 @@ def _heads_kernel(
     elif is_value:
         if V_NORM:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
+        if TURN_VALUES:
+            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
         if CODE > 0:
             low, high = _coded(
                 low, high, v_words, v_scales_at, words_at, place, line_inside, v_layer_scale, DIM, WORDS, CODE, PER_ROW

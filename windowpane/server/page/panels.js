@@ -31,9 +31,9 @@ export function showFigures({ rates, arena }) {
   write(byId("hits-note"), `${compact(rates.cached_tokens)} of ${compact(rates.prompt_tokens)} tokens so far`);
   bars("hits-history", history.hit_rate, "Prefix hits in each second of the last minute", percent, 1);
 
-  const held = arena.total_bytes - arena.free_bytes;
-  write(byId("use"), percent(held / Math.max(arena.total_bytes, 1)));
-  write(byId("use-note"), `${bytes(arena.free_bytes)} free`);
+  write(byId("use"), percent(arena.live_bytes / Math.max(arena.total_bytes, 1)));
+  const cached = arena.cached_bytes ? `${bytes(arena.cached_bytes)} cached, ` : "";
+  write(byId("use-note"), `${cached}${bytes(arena.free_bytes)} free`);
   showUse(arena);
 }
 

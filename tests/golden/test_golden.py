@@ -1,0 +1,30 @@
+"""The embedded models continue prompts as transformers recorded it (see `record.py`)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.golden.cases import NEW_TOKENS, PROMPTS, golden_path
+from windowpane import LLM, SamplingParams
+from windowpane.embedded import EmbeddedError, embedded_path
+
+CLEAR_MARGIN = 2e-3  # logits of both sides may each be off by a few roundings of values around 20
+
+
+@pytest.mark.parametrize("model", PROMPTS)
+def test_greedy_answers_are_the_recorded_ones(model: str) -> None:
+    try:
+        embedded_path(model)
+    except EmbeddedError as error:
+        pytest.skip(str(error))
+    answers = json.loads(golden_path(model).read_text())["answers"]
+    llm = LLM(model, device="cpu", dtype="float32", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512)
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS[model]]
+    assert prompts == [a["prompt_tokens"] for a in answers]
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for answer, completion in zip(answers, llm.generate(prompts, greedy), strict=True):
+        clear = next((i for i, m in enumerate(answer["margins"]) if m < CLEAR_MARGIN), NEW_TOKENS)
+        assert clear >= 16, "hardly anything is compared"
+        assert completion.token_ids[:clear] == answer["tokens"][:clear]

@@ -1,0 +1,113 @@
+"""The host's side of the Hopper kernels: who takes which segment, scratch, and what is made ready for them.
+
+The kernels themselves have no interpreter; `python3 -m bench.gpu_check hopper` checks them on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from windowpane.attention.chunk_attention import ChunkAttention, has_rows_for_hopper, hopper_scratch
+from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.hopper.sizes import Heads, scratch_bytes
+from windowpane.attention.segments import ChunkSegment, Tiling
+from windowpane.attention.triton.prefill import prefill_tiles
+from windowpane.attention.triton.view import LayerView
+
+CPU = torch.device("cpu")
+WINDOW_31B = Heads(16, 32, 256, latent=False, windowed=True)
+FULL_31B = Heads(4, 32, 512, latent=True, windowed=False)
+LATENT = LayerView(4, 512, 16, 8, False, (0,), 0, 1, torch.bfloat16)
+PAIR = LayerView(16, 256, 16, 8, True, (0, 131_072), 0, 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize("check", ["edges", "rotated"])
+def test_what_is_made_ready_for_the_kernels(check):
+    """In a process of its own: the interpreter is chosen when triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.kernels.interpreted_hopper", check]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class TestHeads:
+    def test_layers_of_real_models_have_kernels(self):
+        assert WINDOW_31B.has_kernel and FULL_31B.has_kernel
+        assert Heads(2, 8, 512, latent=False, windowed=False).has_kernel
+        assert Heads(8, 16, 128, latent=False, windowed=False).has_kernel
+
+    def test_others_are_left_to_the_plain_kernel(self):
+        assert not replace(WINDOW_31B, dim=64).has_kernel
+        assert not replace(WINDOW_31B, latent=True).has_kernel
+        assert not replace(FULL_31B, windowed=True).has_kernel
+        assert not replace(FULL_31B, query_heads=12).has_kernel, "3 query heads to a KV head make no TMA box"
+        assert not replace(FULL_31B, kv_heads=1, query_heads=128).has_kernel
+
+    def test_a_large_segment_fills_the_gpu(self):
+        assert WINDOW_31B.least_queries == 512 and FULL_31B.least_queries == 256
+        assert Heads(2, 8, 512, latent=False, windowed=False).least_queries == 1024
+
+
+class TestScratch:
+    def test_layers_share_it(self):
+        rotated = 131_072 * 4 * 128 * 2
+        sliding_edges = 2 * 2 * 16 * 64 * 256 * 2
+        assert scratch_bytes([FULL_31B], 131_072) == rotated + 1 * 2 * 4 * 64 * 512 * 2
+        assert scratch_bytes([FULL_31B, WINDOW_31B, FULL_31B], 131_072) == rotated + sliding_edges
+
+    def test_what_is_allocated_is_what_was_planned(self):
+        layers = [FULL_31B, WINDOW_31B, replace(WINDOW_31B, dim=64)]
+        scratch = PrefillScratch(layers, 1000, CPU)
+        assert scratch.bytes == scratch_bytes(layers, 1000)
+        assert scratch.rotated(FULL_31B).shape == (4, 1024, 128), "whole tiles of positions"
+        assert scratch.edges(WINDOW_31B).shape == (2, 2, 16, 64, 256)
+        assert scratch.edges(FULL_31B).shape == (1, 2, 4, 64, 512)
+
+    def test_heads_without_a_kernel_need_none(self):
+        assert scratch_bytes([replace(WINDOW_31B, dim=64)], 131_072) == 0
+        assert hopper_scratch([(LATENT, FULL_31B)], 1000, CPU) is None
+
+
+class TestWindows:
+    def test_the_tile_in_which_a_window_begins(self):
+        segment = ChunkSegment(0, 2000, 3000, 0, 0, 1000)
+        assert segment.first_held(None) == 0 and segment.window_edge(None, 64) == -1
+        assert segment.first_held(1024) == 977 and segment.window_edge(1024, 64) == 977 // 64
+        assert segment.window_edge(2001 - 64 * 5, 64) == -1, "a window that begins with a tile has no edge"
+        assert segment.first_held(5000) == 0 and segment.window_edge(5000, 64) == -1
+
+
+class TestSplitting:
+    SEGMENTS = np.array([(0, 0, 600, 0, 0, 600), (1, 9, 520, 600, 600, 511), (2, 0, 512, 1111, 1111, 512)], np.int32)
+
+    def test_large_segments_get_no_tile(self):
+        tiles = prefill_tiles(Tiling(64, 512).queries(self.SEGMENTS), 64)
+        assert sorted(tiles.tolist()) == [[1, i] for i in range(8)]
+        assert self.SEGMENTS[0, 5] == 600, "the segments themselves stay as they are"
+
+    def test_without_a_limit_all_do(self):
+        tiles = prefill_tiles(Tiling(64).queries(self.SEGMENTS), 64)
+        assert len(tiles) == 10 + 8 + 8
+
+    def test_without_scratch_a_layer_leaves_everything_to_the_plain_kernel(self):
+        arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(1, 8, 1, dtype=torch.int32)
+        attention = ChunkAttention(arena, PAIR, table, 32, scale=1.0, window_tokens=1024, rope=None, scratch=None)
+        assert attention.tiling == Tiling(64)
+
+    def test_with_scratch_large_segments_leave_the_plain_kernel(self):
+        arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(1, 8, 1, dtype=torch.int32)
+        scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
+        attention = ChunkAttention(arena, PAIR, table, 32, scale=1.0, window_tokens=1024, rope=None, scratch=scratch)
+        assert attention.tiling == Tiling(64, 512)
+
+    def test_rows_that_tma_cannot_bring(self):
+        assert has_rows_for_hopper(PAIR)
+        assert not has_rows_for_hopper(replace(PAIR, dtype=torch.float16))
+        assert not has_rows_for_hopper(replace(PAIR, block_tokens=8))

@@ -1,0 +1,105 @@
+"""The Hopper kernels, compiled for Hopper from the arguments that the engine would launch them with. Needs no GPU."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from windowpane.attention.chunk_attention import heads_of
+from windowpane.attention.hopper import prefill as hopper
+from windowpane.attention.hopper import prepare
+from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.segments import ChunkSegment
+from windowpane.attention.triton.view import LayerView
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+FEW_SPILLED_BYTES = 32
+POINTERS = {torch.int32: "*i32", torch.float32: "*fp32"}
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+LAYERS = {
+    "31B window": (LayerView(16, 256, 16, 65, True, (0, 131_072), 0, 1, BF16), 32, 1024),
+    "31B full, latent": (LayerView(4, 512, 16, 80, False, (0,), 0, 1, BF16), 32, None),
+    "E4B full, pair": (LayerView(2, 512, 16, 80, False, (0, 32_768), 1, 2, BF16), 8, None),
+    "Qwen3": (LayerView(8, 128, 16, 80, False, (0, 32_768), 0, 1, BF16), 16, None),
+}
+
+
+class Recorder:
+    """Stands in for a kernel: keeps the arguments of a launch by name."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launched: dict[str, object] = {}
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, maxnreg=None, **constants):
+            self.launched = inspect.signature(self.kernel.fn).bind(*args, **constants).arguments
+            self.options = {"num_warps": num_warps, "maxnreg": maxnreg}
+
+        return launch
+
+    def compile(self):
+        names = self.kernel.arg_names
+        constant = {p.name for p in self.kernel.params if p.is_constexpr}
+        signature = {name: "constexpr" if name in constant else _type(x) for name, x in self.launched.items()}
+        constants = {(names.index(name),): x for name, x in self.launched.items() if name in constant}
+        return triton.compile(GluonASTSource(self.kernel, signature, constants), target=HOPPER, options=self.options)
+
+
+def _type(x):
+    if isinstance(x, TensorDescriptor):
+        return f"tensordesc<bf16{list(x.block_shape)},{x.layout!r}>"
+    if isinstance(x, torch.Tensor):
+        return POINTERS[x.dtype]
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_launch_compiles_for_hopper_within_its_memory(name, monkeypatch, tmp_path):
+    view, query_heads, window_tokens = LAYERS[name]
+    for kernel in ("_edges_kernel", "_rotate_kernel"):
+        monkeypatch.setattr(prepare, kernel, Recorder(getattr(prepare, kernel)))
+    kernels = {kernel: Recorder(getattr(hopper, kernel)) for kernel in ("pair_kernel", "wide_kernel")}
+    for kernel, recorder in kernels.items():
+        monkeypatch.setattr(hopper, kernel, recorder)
+    heads = heads_of(view, query_heads, window_tokens)
+    rope = (torch.zeros(4096, 64), torch.zeros(4096, 64), torch.zeros(512)) if view.latent else None
+    attention = hopper.HopperPrefill(
+        torch.zeros(2**20, dtype=torch.uint8),
+        view,
+        torch.zeros(2, view.columns, view.stripes, dtype=torch.int32),
+        heads,
+        PrefillScratch([heads], 4096, CPU),
+        scale=0.1,
+        window_tokens=window_tokens,
+        rope=rope,
+    )
+    q = torch.zeros(1000, query_heads, view.dim, dtype=BF16)
+    k = torch.zeros(1100, view.kv_heads, view.dim, dtype=BF16)
+    attention(q, k, k, ChunkSegment(1, 100, 1100, 9, 7, 900), torch.zeros_like(q))
+    recorder = kernels["wide_kernel" if view.dim == 512 else "pair_kernel"]
+    assert recorder.launched["q"].shape[0] == 900, "descriptors end where the segment ends"
+    assert recorder.launched["v_present"].shape == torch.Size([1000, view.kv_heads * view.dim])
+    compiled = recorder.compile()
+    assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_BYTES
+    assert _stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
+
+
+def _stack_bytes(cubin, folder):
+    """What a thread spills. Nearly nothing: a kernel that spills in its loop loses its point."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", told).group(1))

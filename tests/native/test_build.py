@@ -1,0 +1,64 @@
+"""Kernels are built once, found again, and never required."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRINT = """
+from windowpane.native import build
+print("loaded" if build.library() is not None else build.why_not())
+"""
+
+
+def outcome(cache: Path, **environment: str) -> str:
+    """What a fresh process finds."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def compiler(path: Path, script: str) -> dict[str, str]:
+    path.mkdir()
+    (path / "gcc").write_text(f"#!/bin/sh\n{script}\n")
+    (path / "gcc").chmod(0o755)
+    return {"PATH": str(path)}
+
+
+def test_built_once_and_found_again(tmp_path: Path) -> None:
+    first = outcome(tmp_path)
+    if first != "loaded":
+        pytest.skip(f"no kernels here: {first}")
+    (library,) = (tmp_path / "windowpane" / "kernels").iterdir()
+    written = library.stat().st_mtime_ns
+    assert outcome(tmp_path) == "loaded"
+    assert [p.stat().st_mtime_ns for p in library.parent.iterdir()] == [written]
+
+
+def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
+    assert outcome(tmp_path, PATH=str(tmp_path)) == "no C compiler (gcc or cc) is installed"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+    broken = compiler(tmp_path / "bin", '[ "$1" = --version ] && echo 1.0 || { echo no such header >&2; exit 1; }')
+    assert outcome(tmp_path / "cache", **broken).endswith("gcc failed: no such header")
+    assert list((tmp_path / "cache" / "windowpane" / "kernels").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot build or load kernels" in outcome(tmp_path / "file")
+
+
+def test_a_switch_turns_them_off(tmp_path: Path) -> None:
+    assert outcome(tmp_path, WINDOWPANE_CPU_KERNELS="off") == "WINDOWPANE_CPU_KERNELS turns them off"

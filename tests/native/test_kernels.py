@@ -1,0 +1,146 @@
+"""Compiled kernels give what plain torch gives, and a row's result does not depend on the rows beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from windowpane.attention.pages import KVPages
+from windowpane.attention.step import Step
+from windowpane.kv.caches import TokenCache
+from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
+from windowpane.kv.retention import Full, Retention, Window
+from windowpane.modeling.cpu import FEW_ROWS, CpuOps
+from windowpane.modeling.ops import ACTIVATIONS, Ops
+from windowpane.native import build
+
+PLAIN = Ops()
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuOps:
+    library = build.library()
+    if library is None:
+        pytest.skip(f"no kernels here: {build.why_not()}")
+    return CpuOps(library)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(5)
+
+
+def assert_close(ours: torch.Tensor, exact: torch.Tensor, tolerance: float = 2e-6) -> None:
+    """Within a few roundings of what double precision gives."""
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs().max() <= tolerance * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 48, 49])
+@pytest.mark.parametrize(("outputs", "width"), [(1, 16), (50, 48), (97, 640), (640, 2048)])
+def test_products_of_few_rows(kernels: CpuOps, rows: int, outputs: int, width: int) -> None:
+    x, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
+    assert_close(kernels.linear(x, weight, bias), PLAIN.linear(x.double(), weight.double(), bias.double()))
+    assert_close(kernels.linear(x, weight), PLAIN.linear(x.double(), weight.double()))
+
+
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(kernels: CpuOps) -> None:
+    x, weight = torch.randn(max(FEW_ROWS), 640), torch.randn(131, 640)
+    together = kernels.linear(x, weight)
+    for rows in FEW_ROWS:
+        assert torch.equal(kernels.linear(x[-rows:], weight), together[-rows:])
+
+
+def test_products_of_strided_rows_and_of_odd_widths(kernels: CpuOps) -> None:
+    wide, weight = torch.randn(6, 200), torch.randn(30, 96)
+    assert_close(kernels.linear(wide[:, 7:103], weight), PLAIN.linear(wide[:, 7:103].double(), weight.double()))
+    odd = torch.randn(30, 37)
+    assert_close(kernels.linear(wide[:, :37], odd), PLAIN.linear(wide[:, :37].double(), odd.double()))
+
+
+@pytest.mark.parametrize("shape", [(1, 640), (300, 640), (3, 5, 32), (4, 37)])
+def test_norms(kernels: CpuOps, shape: tuple[int, ...]) -> None:
+    x, residual, weight = 3 * torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    exact = torch.nn.functional.rms_norm(x.double(), shape[-1:], weight.double(), 1e-6)
+    assert_close(kernels.norm(x, weight, 1e-6), exact)
+    assert_close(kernels.add_normed(residual, x, weight, 1e-6), residual + exact)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 256])
+@pytest.mark.parametrize("normed", ["with a weight", "without one", "not at all"])
+@pytest.mark.parametrize("turned", [True, False])
+def test_heads(kernels: CpuOps, dim: int, normed: str, turned: bool) -> None:
+    projected = torch.randn(7, 5 * dim)
+    x = projected[:, dim : 4 * dim].view(7, 3, dim)
+    weight = torch.randn(dim) if normed == "with a weight" else None
+    eps = None if normed == "not at all" else 1e-6
+    angle = torch.randn(7, dim // 2)
+    angles = (angle.cos(), angle.sin()) if turned else None
+    assert_close(kernels.heads(x, weight, eps, angles), PLAIN.heads(x, weight, eps, angles), 2e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 64), (40, 4096), (3, 74)])
+def test_gated_activations(kernels: CpuOps, activation: str, shape: tuple[int, int]) -> None:
+    x = 6 * torch.randn(shape)
+    x[0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, 1e-30, -88.5])
+    assert_close(kernels.gated(x, activation), PLAIN.gated(x.double(), activation))
+
+
+class Decoding:
+    """A layer's pages, filled with random rows, and a step in which some slots decode at given positions."""
+
+    def __init__(self, retention: Retention, heads: int, dim: int, positions: list[int], dtype: str = "auto") -> None:
+        caches = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, retention, heads, dim, dim)]
+        formats = resolve_formats(dtype, group_caches(caches), "float32")
+        layout = plan_layout(caches, formats, "float32", block_tokens=16)
+        group = next(i for i, g in enumerate(layout.groups) if any(s.cache.layer == 1 for s in g.slices))
+        pages_each = max(positions) // 16 + 2
+        page_units = layout.groups[group].page_bytes // 256
+        slabs = -(-len(positions) * pages_each * layout.groups[group].page_bytes // layout.slab_bytes) + 1
+        self.pages = KVPages(layout, slabs, len(positions), 4096, torch.device("cpu"))
+        self.pages.arena.view(torch.float32).normal_()
+        columns = self.pages.columns(group)
+        shuffled = np.random.default_rng(3).permutation(len(positions) * pages_each)
+        for slot in range(len(positions)):
+            mine = shuffled[slot * pages_each : (slot + 1) * pages_each][:columns] * page_units
+            for tables in (self.pages.reading, self.pages.writing):
+                tables[group][slot, : len(mine), 0] = mine
+        at = np.array(positions, dtype=np.int64)
+        where = torch.from_numpy(at)
+        slots = np.arange(len(positions))
+        self.step = Step(torch.zeros_like(where), where, (), torch.arange(len(at)), slots, at)
+        self.stored = self.pages.layers[1]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize(
+    ("window", "positions"), [(None, [1, 40, 0, 700]), (100, [5, 99, 100, 101, 333]), (600, [900])]
+)
+def test_decoding_attention(kernels: CpuOps, group: int, window: int | None, positions: list[int]) -> None:
+    case = Decoding(Full() if window is None else Window(window), 2, 64, positions)
+    rows = len(positions)
+    queries = torch.randn(rows, 2 * group, 64)
+    keys, values = torch.randn(rows, 2, 64), torch.randn(rows, 2, 64)
+    asked = (case.stored, case.step, queries, keys, values, window, 0.2)
+    assert_close(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked), 5e-6)
+
+
+def test_decoding_attention_over_other_formats_goes_the_plain_way(kernels: CpuOps) -> None:
+    case = Decoding(Full(), 2, 64, [40, 7], dtype="bfloat16")
+    case.pages.arena.view(torch.bfloat16).normal_()
+    asked = (case.stored, case.step, torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64), None, 0.2)
+    assert torch.equal(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked))
+
+
+@pytest.mark.parametrize("retention", [Full(), Window(100), Window(1)])
+def test_decoding_writes_change_the_same_bytes(kernels: CpuOps, retention: Retention) -> None:
+    ours, plain = Decoding(retention, 2, 64, [5, 99, 333]), Decoding(retention, 2, 64, [5, 99, 333])
+    plain.pages.arena.copy_(ours.pages.arena)
+    before = ours.pages.arena.clone()
+    rows = [torch.randn(3, 4, 64)[:, 1:3], torch.randn(3, 2, 64)]
+    kernels.write_decoding(ours.stored, ours.step, rows)
+    PLAIN.write_decoding(plain.stored, plain.step, rows)
+    assert torch.equal(ours.pages.arena, plain.pages.arena)
+    assert torch.equal(ours.pages.arena, before) == (retention == Window(1))

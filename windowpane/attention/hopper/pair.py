@@ -1,0 +1,219 @@
+"""Prefill attention for pairs of 128 and 256 dims on Hopper (Gluon): past from pages, present from activations.
+
+One program owns 128 rows: the query heads of one KV head times as many tokens as that leaves. Each of two warp groups
+owns 64 of the rows with all their output (128 registers a thread at 256 dims) and runs on its own: while one computes
+its softmax, the other keeps the tensor cores busy. K and V tiles have two buffers each, filled by a ninth warp through
+TMA. Within a warp group, scores of the next tile go to the tensor cores ahead of P.V of this one.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from windowpane.attention.hopper.tiles import copy_from_pages, load_entries
+
+
+@gluon.jit
+def _copy_tile(
+    arena, edges, present, entries, head, kv_heads, j, start, edge_tile, bar, tiles, buf, BLOCK_TOKENS: gl.constexpr
+):
+    TILE: gl.constexpr = tiles.type.shape[1]
+    DIM: gl.constexpr = tiles.type.shape[2]
+    mbarrier.expect(bar, TILE * DIM * 2)
+    at = j * TILE
+    if at >= start:
+        tma.async_copy_global_to_shared(present, [at - start, head * DIM], bar, tiles.index(buf))
+    elif (j == edge_tile) | (at + TILE > start):
+        which = gl.where(j == edge_tile, 0, kv_heads)
+        tma.async_copy_global_to_shared(edges, [(which + head) * TILE, 0], bar, tiles.index(buf))
+    else:
+        copy_from_pages(arena, entries, head * BLOCK_TOKENS, bar, tiles, buf, BLOCK_TOKENS)
+
+
+@gluon.jit
+def _produce(
+    q, k_arena, v_arena, k_edges, v_edges, k_present, v_present, table, q_boxes, k_tiles, v_tiles, bars, head, kv_heads,
+    first_token, first_tile, n_tiles, start, edge_tile, columns, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
+):  # fmt: skip
+    TILE: gl.constexpr = k_tiles.type.shape[1]
+    DIM: gl.constexpr = k_tiles.type.shape[2]
+    TOKENS: gl.constexpr = q_boxes.type.shape[1]
+    GROUP: gl.constexpr = q_boxes.type.shape[2]
+    PAGES: gl.constexpr = TILE // BLOCK_TOKENS
+    q_full, k_full, k_empty, v_full, v_empty = bars
+    mbarrier.expect(q_full, 128 * DIM * 2)
+    for i in gl.static_range(2):
+        tma.async_copy_global_to_shared(q, [first_token + i * TOKENS, head * GROUP, 0], q_full, q_boxes.index(i))
+    entries = load_entries(table, first_tile, (first_tile + 1) * TILE <= start, columns, PAGES, STRIPES)
+    for i in range(n_tiles):
+        j = first_tile + i
+        # entries of the next tile are on their way while this one waits for a free buffer
+        next_entries = load_entries(table, j + 1, (j + 2) * TILE <= start, columns, PAGES, STRIPES)
+        buf = i % 2
+        phase = (i // 2 & 1) ^ 1
+        mbarrier.wait(k_empty.index(buf), phase)
+        _copy_tile(
+            k_arena, k_edges, k_present, entries, head, kv_heads, j, start, edge_tile, k_full.index(buf), k_tiles, buf,
+            BLOCK_TOKENS,
+        )  # fmt: skip
+        mbarrier.wait(v_empty.index(buf), phase)
+        _copy_tile(
+            v_arena, v_edges, v_present, entries, head, kv_heads, j, start, edge_tile, v_full.index(buf), v_tiles, buf,
+            BLOCK_TOKENS,
+        )  # fmt: skip
+        entries = next_entries
+
+
+@gluon.jit
+def _softmax(s, m, norm, position, first_query, j, window, scale_log2, TOKENS: gl.constexpr):
+    """Mask, then one step of the running softmax."""
+    TILE: gl.constexpr = s.type.shape[1]
+    at = j * TILE
+    s = s * scale_log2
+    # most tiles are seen whole by all tokens of the rows
+    if (at + (TILE - 1) > first_query) | (at <= first_query + (TOKENS - 1) - window):
+        key = at + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
+        hidden = (key[None, :] > position[:, None]) | (key[None, :] <= position[:, None] - window)
+        s = gl.where(hidden, float("-inf"), s)
+    m_new = gl.maximum(m, gl.max(s, 1))
+    alpha = gl.exp2(m - m_new)
+    p = gl.exp2(s - m_new[:, None])
+    return p.to(gl.bfloat16), m_new, norm * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _attend(
+    out, q_box, k_tiles, v_tiles, bars, head, first_token, first_query, first_tile, n_tiles, window, scale_log2
+):
+    """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
+
+    The first is token `first_token` of those that ask, at position `first_query`.
+    """
+    TILE: gl.constexpr = k_tiles.type.shape[1]
+    DIM: gl.constexpr = k_tiles.type.shape[2]
+    TOKENS: gl.constexpr = q_box.type.shape[0]
+    GROUP: gl.constexpr = q_box.type.shape[1]
+    q_full, k_full, k_empty, v_full, v_empty = bars
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    prob: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    score_row: gl.constexpr = gl.SliceLayout(1, score)
+    output_row: gl.constexpr = gl.SliceLayout(1, output)
+
+    q = q_box._reinterpret(gl.bfloat16, [1, 64, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    position = first_query + gl.arange(0, 64, score_row) // GROUP
+    m = gl.full([64], -1e30, gl.float32, score_row)
+    norm = gl.full([64], 0.0, gl.float32, score_row)
+    zero = gl.full([64, TILE], 0.0, gl.float32, score)
+    o = gl.full([64, DIM], 0.0, gl.float32, output)
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    s = warpgroup_mma(q.index(0), k_tiles.index(0).permute((1, 0)), zero, use_acc=False)
+    mbarrier.arrive(k_empty.index(0), count=1)
+    p, m, norm, alpha = _softmax(s, m, norm, position, first_query, first_tile, window, scale_log2, TOKENS)
+    p = gl.convert_layout(p, prob)
+    for i in range(n_tiles - 1):
+        buf = i % 2
+        mbarrier.wait(k_full.index(buf ^ 1), (i + 1) // 2 & 1)
+        # i >> 30 is 0, but only we know: a fixed address would tie up registers for its matrix descriptors
+        s_next = warpgroup_mma(
+            q.index(i >> 30), k_tiles.index(buf ^ 1).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(buf), i // 2 & 1)
+        o_next = warpgroup_mma(p, v_tiles.index(buf), o, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_next])
+        mbarrier.arrive(k_empty.index(buf ^ 1), count=1)
+        p_next, m, norm, alpha = _softmax(
+            s, m, norm, position, first_query, first_tile + i + 1, window, scale_log2, TOKENS
+        )
+        p_next = gl.convert_layout(p_next, prob)
+        o, p = warpgroup_mma_wait(0, deps=[o_next, p])
+        p = p_next
+        mbarrier.arrive(v_empty.index(buf), count=1)
+        o = o * gl.convert_layout(alpha, output_row)[:, None]
+    last = n_tiles - 1
+    mbarrier.wait(v_full.index(last % 2), last // 2 & 1)
+    o = warpgroup_mma(p, v_tiles.index(last % 2), o)
+    o = o / gl.convert_layout(norm, output_row)[:, None]
+    q.index(0).store(o.to(gl.bfloat16))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [first_token, head * GROUP, 0], q_box)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "slot", "start", "stop", "q_count", "edge_tile", "table_stride", "stripe", "columns", "kv_heads", "window",
+    ],
+    do_not_specialize_on_alignment=["TABLE"],
+)  # fmt: skip
+def pair_kernel(
+    q, out, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count, edge_tile,
+    table_stride, stripe, columns, kv_heads, window, scale_log2, GROUP: gl.constexpr, DIM: gl.constexpr,
+    TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
+):  # fmt: skip
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    TOKENS: gl.constexpr = 64 // GROUP  # of each warp group
+    # those that see most first; the heads of a row block side by side
+    block = gl.num_programs(0) // kv_heads - 1 - gl.program_id(0) // kv_heads
+    head = gl.program_id(0) % kv_heads
+    first_token = block * (2 * TOKENS)
+    first_query = stop - q_count + first_token
+    last_query = gl.minimum(first_query + 2 * TOKENS, stop) - 1
+    first_tile = gl.maximum(first_query - window + 1, 0) // TILE
+    n_tiles = last_query // TILE + 1 - first_tile
+    table = TABLE + slot.to(gl.int64) * table_stride + stripe
+
+    q_boxes = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, GROUP, DIM], gl.NVMMASharedLayout(128, 16, rank=3))
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, DIM], shared)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, DIM], shared)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)  # both warp groups read every tile
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    bars = (q_full, k_full, k_empty, v_full, v_empty)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    out, q_boxes.index(0), k_tiles, v_tiles, bars, head, first_token, first_query, first_tile, n_tiles,
+                    window, scale_log2,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    out, q_boxes.index(1), k_tiles, v_tiles, bars, head, first_token + TOKENS, first_query + TOKENS,
+                    first_tile, n_tiles, window, scale_log2,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    q, k_arena, v_arena, k_edges, v_edges, k_present, v_present, table, q_boxes, k_tiles, v_tiles,
+                    bars, head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns, BLOCK_TOKENS,
+                    STRIPES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

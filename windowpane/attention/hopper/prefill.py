@@ -1,0 +1,90 @@
+"""Prefill on Hopper from the host's side: one segment and one layer to a call."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from windowpane.attention.hopper.pair import pair_kernel
+from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
+from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.hopper.sizes import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
+from windowpane.attention.hopper.wide import wide_kernel
+from windowpane.attention.segments import ChunkSegment
+from windowpane.attention.triton.view import LOG2E, NO_WINDOW, LayerView, Rope
+
+REGISTERS = 168  # of each thread at launch; warp groups then trade them
+ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
+HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
+
+
+class HopperPrefill:
+    """One layer, whose heads have a kernel. Descriptors of its pages hold the arena's address, which never moves."""
+
+    def __init__(
+        self, arena: torch.Tensor, view: LayerView, table: torch.Tensor, heads: Heads, scratch: PrefillScratch, *,
+        scale: float, window_tokens: int | None, rope: Rope | None,
+    ) -> None:  # fmt: skip
+        self._arena, self._view, self._table, self._rope = arena, view, table, rope
+        self._group = heads.group
+        self._scale_log2, self._window_tokens = scale * LOG2E, window_tokens
+        self._tile = TILE_TOKENS[view.dim]
+        self._edges = scratch.edges(heads)
+        # The widest kernel's four producers each bring a quarter of a tile.
+        self._box = [self._tile, view.dim // 4 if view.dim == WIDE_DIM else view.dim]
+        pages = [_described(_rows(arena, view, x), [view.block_tokens, 64]) for x in view.data_offsets]
+        tiles = [_described(x.view(-1, view.dim), self._box) for x in self._edges]
+        self._sources = (pages[0], pages[-1], tiles[0], tiles[-1])
+        # A pair's kernel does not look at it.
+        self._rotated = scratch.rotated(heads) if view.latent else self._edges.view(1, -1, ROTARY_DIMS)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: ChunkSegment, out: torch.Tensor
+    ) -> None:
+        """As `triton.prefill.prefill`, for one segment."""
+        view, group = self._view, self._group
+        view.require_dtype(q)
+        view.require_dtype(v)
+        copy_edges(k, v, self._arena, view, self._table, segment, self._tile, self._window_tokens, self._edges)
+        # Descriptors end where the segment ends: TMA reads 0 beyond, and writes nothing there.
+        asking = slice(segment.q_row, segment.q_row + segment.q_count)
+        present = slice(segment.row, segment.row + segment.stop - segment.start)
+        heads_box = [64 // group, group, view.dim]
+        asked = (TensorDescriptor.from_tensor(x[asking], heads_box, HEADS) for x in (q, out))
+        keys = v if view.latent else k
+        fresh = (_described(x[present].view(segment.stop - segment.start, -1), self._box) for x in (keys, v))
+        blocks = triton.cdiv(segment.q_count * group, PROGRAM_ROWS[view.dim])
+        place = (segment.slot, segment.start, segment.stop, segment.q_count)
+        table = (self._table.stride(0), view.stripe, view.columns, view.kv_heads)
+        if view.dim != WIDE_DIM:
+            pair_kernel[(blocks * view.kv_heads,)](
+                *asked, *self._sources, *fresh, self._table, *place,
+                segment.window_edge(self._window_tokens, self._tile), *table, self._window_tokens or NO_WINDOW,
+                self._scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile, BLOCK_TOKENS=view.block_tokens,
+                STRIPES=view.stripes, num_warps=4, maxnreg=REGISTERS,
+            )  # fmt: skip
+            return
+        rotated, w = self._rotated, self._table
+        if self._rope is not None:
+            w = self._rope[2]
+            rotate_keys(v, self._arena, view, self._table, segment, self._rope, rotated)
+        wide_kernel[(blocks * view.kv_heads,)](
+            *asked, *self._sources, *fresh, _described(rotated.view(-1, ROTARY_DIMS), [self._tile, ROTARY_DIMS]), w,
+            self._table, *place, *table, rotated.shape[1], self._scale_log2, GROUP=group,
+            BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, LATENT=view.latent, num_warps=8, maxnreg=REGISTERS,
+        )  # fmt: skip
+
+
+def _rows(arena: torch.Tensor, view: LayerView, offset_bytes: int) -> torch.Tensor:
+    """The arena as rows of this layer's width, counted from the slice of the page at its start."""
+    row_bytes = view.dim * view.dtype.itemsize
+    count = (arena.numel() - offset_bytes) // row_bytes
+    return arena[offset_bytes : offset_bytes + count * row_bytes].view(view.dtype).view(count, view.dim)
+
+
+def _described(rows: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, box, ROWS)

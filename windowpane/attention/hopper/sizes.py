@@ -1,0 +1,70 @@
+"""Which heads the Hopper kernels take, from how many queries on, and their scratch. Without torch: plans ask too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from windowpane.kv.retention import ceil_div
+
+CAPABILITY = 9  # wgmma and TMA as these kernels use them: Hopper only
+ROTARY_DIMS = 128  # of a latent's 512, turned once per segment
+ELEMENT_TYPE = "bfloat16"
+ELEMENT_BYTES = 2
+WIDE_DIM = 512
+TILE_TOKENS = {128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
+PROGRAM_ROWS = {128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads of a KV head
+# A launch takes one segment: with fewer programs than this it leaves multiprocessors idle (an H200 has 132), and such a
+# segment goes to the plain kernel, which takes all that are left in one launch.
+LEAST_PROGRAMS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A layer's heads on one rank."""
+
+    kv_heads: int
+    query_heads: int
+    dim: int
+    latent: bool
+    windowed: bool
+
+    @property
+    def group(self) -> int:
+        return self.query_heads // self.kv_heads
+
+    @property
+    def has_kernel(self) -> bool:
+        """Rows of a TMA box are powers of two. Latents, and 512 dims, come without a window in the models we know."""
+        if self.dim not in TILE_TOKENS or self.group > 64 or self.group & (self.group - 1):
+            return False
+        return not self.windowed if self.dim == WIDE_DIM else not self.latent
+
+    @property
+    def least_queries(self) -> int:
+        """From so many queries on, one segment fills the GPU."""
+        return ceil_div(LEAST_PROGRAMS * PROGRAM_ROWS[self.dim], self.query_heads)
+
+    @property
+    def edge_elements(self) -> int:
+        """Two tiles of each stored vector: see `prepare.copy_edges`."""
+        return (1 if self.latent else 2) * 2 * self.kv_heads * TILE_TOKENS[self.dim] * self.dim
+
+    def rotated_elements(self, max_model_len: int) -> int:
+        return self.kv_heads * rotated_rows(max_model_len) * ROTARY_DIMS if self.latent else 0
+
+
+def rotated_rows(max_model_len: int) -> int:
+    """Whole tiles of positions."""
+    return ceil_div(max_model_len, TILE_TOKENS[WIDE_DIM]) * TILE_TOKENS[WIDE_DIM]
+
+
+def scratch_elements(layers: Iterable[Heads], max_model_len: int) -> tuple[int, int]:
+    """(edges, rotated keys) of bf16. Layers run one after another and share both."""
+    heads = [layer for layer in layers if layer.has_kernel]
+    edges = max((h.edge_elements for h in heads), default=0)
+    return edges, max((h.rotated_elements(max_model_len) for h in heads), default=0)
+
+
+def scratch_bytes(layers: Iterable[Heads], max_model_len: int) -> int:
+    return sum(scratch_elements(layers, max_model_len)) * ELEMENT_BYTES

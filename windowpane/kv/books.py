@@ -1,0 +1,366 @@
+"""The books: which page is live, promised, shared or cached, and how room is made when a promise is called in.
+
+*Live* pages are held by a running sequence; *promised* ones are what running sequences may still take. Pages held only
+by restore points are cached: they are given up, or moved together, when a promise is called in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from windowpane.kv.arena import Arena, Cursor, Move, Offsets
+from windowpane.kv.changes import ChangeLog, Place
+from windowpane.kv.layout import Layout
+from windowpane.kv.sharing import Ids, Retained, SharedPages
+from windowpane.kv.tables import Columns, PageTable
+
+# When fewer slabs than this share are free, gaps beyond GAP_LIMIT of the arena are closed, some pages a step.
+SCARCE = 0.1
+GAP_LIMIT = 0.02
+TIDY_PAGES_PER_STEP = 32
+CANDIDATES = 32  # least recently used restore points that are weighed when one has to go
+
+
+class ReservationError(Exception):
+    """The pages asked for are not there. Ask `can_reserve` first."""
+
+
+class Books:
+    """Pages of all groups and who may have them. Moves pages and gives up restore points; knows no sequence's life."""
+
+    def __init__(
+        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int
+    ) -> None:
+        groups = range(len(layout.groups))
+        self.layout = layout
+        self.arena = Arena(layout, num_slabs)
+        self.tables = [PageTable(g, num_slots, max_model_len, rollback_tokens) for g in layout.groups]
+        self.live_pages = [0 for _ in groups]
+        self.promised_pages = [0 for _ in groups]
+        self.credits = [[0] * num_slots for _ in groups]  # promised pages by sequence
+        self.cursors = [[Cursor() for _ in range(num_slots)] for _ in groups]
+        self.cache_cursors = [Cursor() for _ in groups]
+        self.shared = [SharedPages(g, self.arena) for g in groups]
+        self.retained: dict[Retained, None] = {}  # least recently used first
+        self._freeable_bytes = np.zeros(64, dtype=np.int64)  # by number of restore point: what giving it up would free
+        self._free_numbers = list(range(63, -1, -1))
+        self._next_victims: list[Retained] = []  # weighed in this step, the next to go last
+        # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
+        self.outgoing: dict[Place, Ids] = {}
+        self.log = ChangeLog(len(layout.groups))
+        self.moved_pages = 0
+        self.evictions = 0
+        self.clock = 0  # uses of restore points so far
+        # Whoever decides which restore points to keep says what each is worth, in tokens, and hears when one goes.
+        self.worth: Callable[[Retained], float] = lambda kept: kept.length
+        self.on_drop: Callable[[Retained], None] = lambda kept: None
+
+    # -- promising -------------------------------------------------------------------------------------------------
+
+    def can_reserve(self, demand: Sequence[int]) -> bool:
+        slabs = 0
+        for live, promised, more, per_slab in zip(
+            self.live_pages, self.promised_pages, demand, self.arena.pages_per_slab, strict=True
+        ):
+            slabs += -(-(live + promised + more) // per_slab)
+        return slabs <= self.arena.num_slabs
+
+    def promise(self, slot: int, demand: Sequence[int]) -> None:
+        for g, pages in enumerate(demand):
+            self.promised_pages[g] += pages
+            self.credits[g][slot] += pages
+
+    def spend(self, g: int, slot: int, pages: int) -> None:
+        """Turn promised pages into live ones."""
+        if self.credits[g][slot] < pages:
+            name = self.layout.groups[g].name
+            raise ReservationError(f"slot {slot} takes {pages} pages of {name} beyond its reservation")
+        self.credits[g][slot] -= pages
+        self.promised_pages[g] -= pages
+        self.live_pages[g] += pages
+
+    # -- taking ----------------------------------------------------------------------------------------------------
+
+    def take(self, g: int, pages: int, cursor: Cursor) -> Offsets:
+        while self.arena.available_pages(g) < pages:
+            self.make_room()
+        # Rather than scatter over the gaps of many others, which would pin all their slabs, win slabs for these pages.
+        while self.arena.free_slabs * self.arena.pages_per_slab[g] < pages and self._compact_any():
+            pass
+        return self.arena.take(g, pages, cursor)
+
+    def fill(self, g: int, slot: int, columns: Columns, replaced: Sequence[int] = ()) -> None:
+        """Take the promised pages of these columns. This step still reads the `replaced` ones under their old page."""
+        table = self.tables[g]
+        pages = len(columns) * table.group.stripes
+        self.spend(g, slot, pages)
+        offsets = self.take(g, pages, self.cursors[g][slot])
+        table.put(slot, columns, offsets)
+        self.arena.tag(g, offsets, table.places(slot, columns))
+        if replaced:
+            late = np.isin(columns, replaced)
+            self.log.entries(g, slot, columns[late], late=True)
+            columns = columns[~late]
+        self.log.entries(g, slot, columns)
+
+    def fill_one(self, g: int, slot: int, column: int) -> None:
+        """`fill` for one column, without arrays."""
+        table = self.tables[g]
+        if table.group.stripes > 1:
+            self.fill(g, slot, np.array([column]))
+            return
+        self.spend(g, slot, 1)
+        cursor = self.cursors[g][slot]
+        while not self.arena.available_pages(g):
+            self.make_room()
+        offset = self.arena.take_one(g, cursor)
+        table.entries[slot, column, 0] = offset
+        self.arena.tag_one(g, offset, slot * table.columns + column)
+        table.filled[slot] += 1
+        self.log.entry(g, slot, column)
+
+    # -- holding and letting go ------------------------------------------------------------------------------------
+
+    def hold(self, g: int, ids: Ids) -> None:
+        """A sequence, or a step in flight, holds these shared pages."""
+        self.live_pages[g] += int(np.count_nonzero(self.shared[g].slots[ids] == 0))
+        self._recount(g, ids, slots=1)
+
+    def let_go(self, g: int, ids: Ids) -> None:
+        """One holder less: a page that restore points keep becomes cached, any other is free."""
+        shared = self.shared[g]
+        self._recount(g, ids, slots=-1)
+        unheld = ids[shared.slots[ids] == 0]
+        self.live_pages[g] -= len(unheld)
+        self._free_shared(g, unheld[shared.kept[unheld] == 0])
+
+    def let_go_offsets(self, g: int, offsets: Offsets) -> None:
+        """A sequence lets go of these pages, its own and shared ones."""
+        if len(self.shared[g]):
+            are_shared = self.shared[g].is_shared(offsets)
+            if are_shared.any():
+                self.let_go(g, self.shared[g].ids(offsets[are_shared]))
+                offsets = offsets[~are_shared]
+        self.live_pages[g] -= len(offsets)
+        self.arena.free(g, offsets)
+
+    def keep(self, kept: Retained) -> None:
+        """A new restore point keeps its pages."""
+        if not self._free_numbers:
+            count = len(self._freeable_bytes)
+            self._freeable_bytes = np.concatenate([self._freeable_bytes, np.zeros(count, dtype=np.int64)])
+            self._free_numbers += range(2 * count - 1, count - 1, -1)
+        kept.number = self._free_numbers.pop()
+        for g, ids in enumerate(kept.pages):
+            self._recount(g, ids, kept=1, number=kept.number)
+        self.retained[kept] = None
+        kept.last_used = self.clock
+
+    def touch(self, kept: Retained) -> None:
+        self.clock += 1
+        kept.last_used = self.clock
+        self._next_victims.clear()
+        del self.retained[kept]
+        self.retained[kept] = None
+
+    def drop(self, kept: Retained) -> None:
+        del self.retained[kept]
+        for g, ids in enumerate(kept.pages):
+            if kept.pending:
+                self.let_go(g, ids)
+            shared = self.shared[g]
+            self._recount(g, ids, kept=-1, number=kept.number)
+            unkept = ids[shared.kept[ids] == 0]
+            holders = shared.slots[unkept]
+            self._free_shared(g, unkept[holders == 0])
+            if self.tables[g].is_ring:
+                self._give_back(g, unkept[holders == 1])
+        self._free_numbers.append(kept.number)
+        self.on_drop(kept)
+
+    def _recount(self, g: int, ids: Ids, *, slots: int = 0, kept: int = 0, number: int = 0) -> None:
+        """More or fewer hold or keep these pages: what giving up each restore point would free changes with it."""
+        shared, page_bytes = self.shared[g], self.layout.groups[g].page_bytes
+        np.subtract.at(self._freeable_bytes, shared.keepers[shared.cached_by_one(ids)], page_bytes)
+        shared.slots[ids] += slots
+        shared.kept[ids] += kept
+        shared.keepers[ids] ^= number
+        np.add.at(self._freeable_bytes, shared.keepers[shared.cached_by_one(ids)], page_bytes)
+
+    def _free_shared(self, g: int, ids: Ids) -> None:
+        if len(ids):
+            self.arena.free(g, self.shared[g].offsets[ids])
+            self.shared[g].forget(ids)
+
+    def _give_back(self, g: int, ids: Ids) -> None:
+        """Window pages that nobody but one sequence holds any more: it may overwrite them, and needs no others."""
+        if not len(ids):
+            return
+        table, shared = self.tables[g], self.shared[g]
+        for slot in range(len(table.filled)):
+            if not table.pinned[slot]:
+                continue
+            columns = np.flatnonzero(np.isin(table.entries[slot, :, 0], shared.offsets[ids]))
+            if len(columns):
+                offsets = table.entries[slot, columns].reshape(-1)
+                shared.forget(shared.ids(offsets))
+                self.arena.tag(g, offsets, table.places(slot, columns))
+                table.pinned[slot] -= len(columns)
+                self.credits[g][slot] -= len(offsets)
+                self.promised_pages[g] -= len(offsets)
+
+    # -- making room -----------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Win one slab, or at least one page: move stranded pages together, else give up a restore point."""
+        if self._compact_any():
+            return
+        victim = self.victim()
+        if victim is None:
+            raise AssertionError("a promised page is not there: the accounting is broken")
+        self.evictions += 1
+        self.drop(victim)
+
+    def victim(self) -> Retained | None:
+        """The restore point that saves the fewest recomputed tokens per byte that giving it up would free.
+
+        What was used long ago counts for less. None: no restore point has a page that is not in use.
+        """
+        while self._next_victims:
+            kept = self._next_victims[-1]
+            if kept in self.retained and not kept.pending and self._freeable_bytes[kept.number]:
+                return kept
+            self._next_victims.pop()
+        scored = ((self.score(kept), kept) for kept in self.retained if not kept.pending)
+        weighed = list(islice(((s, k) for s, k in scored if s is not None), CANDIDATES))
+        if weighed:
+            weighed.sort(key=lambda pair: pair[0])
+            self._next_victims = [kept for _, kept in reversed(weighed[: CANDIDATES // 4])]
+            return weighed[0][1]
+        # All cached pages are kept by several: giving up one alone frees nothing yet, the next one will.
+        return next((kept for kept in self.retained if not kept.pending and self._has_cached_page(kept)), None)
+
+    def score(self, kept: Retained) -> float | None:
+        """Tokens saved per byte and age; None where giving it up frees nothing."""
+        freeable_bytes = int(self._freeable_bytes[kept.number])
+        if freeable_bytes == 0:
+            return None
+        return self.worth(kept) / freeable_bytes / (1 + self.clock - kept.last_used)
+
+    def _has_cached_page(self, kept: Retained) -> bool:
+        return any((self.shared[g].slots[ids] == 0).any() for g, ids in enumerate(kept.pages))
+
+    def _compact_any(self) -> int:
+        """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+        groups = range(len(self.tables))
+        for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
+            moves = self.arena.compact(g)
+            if moves:
+                self.apply_moves(g, moves)
+                return len(moves)
+        return 0
+
+    def tidy(self) -> None:
+        """Close gaps while slabs are scarce, a few pages a step: that costs next to nothing and keeps waste small."""
+        self._next_victims.clear()
+        arena = self.arena
+        moved = 0
+        while arena.free_slabs < SCARCE * arena.num_slabs and moved < TIDY_PAGES_PER_STEP:
+            gap_bytes = sum(arena.gap_bytes(g) for g in range(len(self.tables)))
+            if gap_bytes <= GAP_LIMIT * arena.total_bytes:
+                return
+            won = self._compact_any()
+            if not won:
+                return
+            moved += won
+
+    def apply_moves(self, g: int, moves: list[Move]) -> None:
+        """Rewrite whatever names the moved pages; each target carries the tag of its source."""
+        self.moved_pages += len(moves)
+        self.log.copies += moves
+        table = self.tables[g]
+        targets = np.array([m.target for m in moves], dtype=np.int32)
+        tags = self.arena.tags(g, targets)
+        for place, target in zip(tags[tags >= 0].tolist(), targets[tags >= 0].tolist(), strict=True):
+            slot, column = table.place_page(place, target)
+            self._log_moved(g, slot, np.array([column]))
+        if (tags < 0).any():
+            sources = np.array([m.source for m in moves], dtype=np.int32)
+            self._move_shared(g, -1 - tags[tags < 0], sources[tags < 0], targets[tags < 0])
+
+    def _move_shared(self, g: int, ids: Ids, sources: Offsets, targets: Offsets) -> None:
+        self.shared[g].offsets[ids] = targets
+        for slot, columns in self.tables[g].rewrite(sources, targets):
+            self._log_moved(g, slot, columns)
+        for place, outgoing in self.outgoing.items():
+            if place[0] == g and np.isin(outgoing, ids).any():
+                self.log.moved_read(place)
+
+    def _log_moved(self, g: int, slot: int, columns: Columns) -> None:
+        """Pages in these columns lie elsewhere now. Where the step still reads the one before, that is for later."""
+        late = np.array([(g, slot, column) in self.outgoing for column in columns.tolist()], dtype=bool)
+        for is_late, which in ((False, columns[~late]), (True, columns[late])):
+            if len(which):
+                self.log.entries(g, slot, which, late=is_late)
+
+    # -- truth -----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, slots_in_use: Iterable[int]) -> None:
+        """Raise AssertionError unless tables, books and arena agree."""
+        in_use = set(slots_in_use)
+        self.arena.check_integrity()
+        assert self.can_reserve([0] * len(self.tables)), "more is promised than the arena holds"
+        for restore_point in self.retained:
+            alone = (
+                len(self.shared[g].cached_by_one(ids)) * self.layout.groups[g].page_bytes
+                for g, ids in enumerate(restore_point.pages)
+            )
+            assert self._freeable_bytes[restore_point.number] == sum(alone), "what a restore point frees is miscounted"
+        for g, table in enumerate(self.tables):
+            held = self._count_held(g, in_use)
+            kept = self._count_kept(g)
+            shared = self.shared[g]
+            ids = shared.all_ids()
+            assert len(ids) == len(shared), "a shared page is held by nobody"
+            by_offset = dict(zip(shared.offsets[ids].tolist(), ids.tolist(), strict=True))
+            assert len(by_offset) == len(ids), "a page is shared twice"
+            for offset, i in by_offset.items():
+                assert shared.slots[i] == held.get(offset, 0), "holders are miscounted"
+                assert shared.kept[i] == kept.get(offset, 0), "keepers are miscounted"
+            assert kept.keys() <= by_offset.keys(), "a kept page could be written"
+            assert all(count == 1 or o in by_offset for o, count in held.items()), "two sequences may write one page"
+            assert len(held) == self.live_pages[g], "live pages are miscounted"
+            assert len(held.keys() | kept.keys()) == self.arena.used_pages[g], "the arena holds pages of nobody"
+            assert sum(self.credits[g]) == self.promised_pages[g] >= 0
+            assert min(self.credits[g], default=0) >= 0, "a sequence took more than it reserved"
+            for slot in range(len(table.filled)):
+                pinned = sum(int(o) in by_offset for o in table.entries[slot, :, 0]) if table.is_ring else 0
+                assert pinned == table.pinned[slot], f"slot {slot} miscounts the pages it pins"
+
+    def _count_held(self, g: int, in_use: set[int]) -> dict[int, int]:
+        """Holders by page offset: sequences, and restore points that a step in flight still writes."""
+        held: dict[int, int] = {}
+        for slot in range(len(self.tables[g].filled)):
+            offsets = self.tables[g].page_offsets(slot).tolist()
+            for place, ids in self.outgoing.items():
+                if place[:2] == (g, slot):
+                    offsets += self.shared[g].offsets[ids].tolist()
+            assert slot in in_use or not offsets, f"empty slot {slot} holds pages"
+            assert len(set(offsets)) == len(offsets), f"slot {slot} holds a page twice"
+            for offset in offsets:
+                held[offset] = held.get(offset, 0) + 1
+        for kept in self.retained:
+            if kept.pending:
+                for offset in self.shared[g].offsets[kept.pages[g]].tolist():
+                    held[offset] = held.get(offset, 0) + 1
+        return held
+
+    def _count_kept(self, g: int) -> dict[int, int]:
+        kept: dict[int, int] = {}
+        for retained in self.retained:
+            for offset in self.shared[g].offsets[retained.pages[g]].tolist():
+                kept[offset] = kept.get(offset, 0) + 1
+        return kept

@@ -1,0 +1,188 @@
+"""Restore points: where a new request can take up what earlier ones computed, and what is worth keeping for that.
+
+A hit is only where *every* group can resume. Full groups can anywhere before a restore point, windows only at it (or
+anywhere before it while nothing has slid out of sight), states only at it; `KVManager.longest_resume` says so in one
+place. Points are kept at the ends of messages, prompts and answers, and where two prompts were seen to part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from windowpane.kv.manager import KVManager
+from windowpane.kv.prefixes import Node, PrefixTree, Tokens
+from windowpane.kv.retention import MIN_PREFIX_TOKENS
+from windowpane.kv.sharing import Retained
+
+HIDDEN_ROWS = 256  # final hidden states kept, one row each
+NEAREST = 32  # restore points below the place where a prompt parts that are asked whether they reach back to it
+
+
+@dataclass(slots=True)
+class Point:
+    """A restore point in the tree. `hidden` is the row that has its last token's final hidden state."""
+
+    kept: Retained
+    hidden: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a lookup found: `length` tokens from `kept`; with `hidden`, not even the last has to be computed.
+
+    `branch` is how far the prompt is known beyond what can be resumed: worth a restore point for the next one.
+    """
+
+    length: int = 0
+    kept: Retained | None = None
+    hidden: int | None = None
+    branch: int = 0
+    miss: str | None = None
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """In tokens: what prompts asked for and what they found. `evictions` are restore points given up for room."""
+
+    queries: int = 0
+    hits: int = 0
+    evictions: int = 0
+    restore_points: int = 0
+    cached_bytes: int = 0
+
+
+class RestorePoints:
+    """The restore points of one manager, by token content and key (a tenant's salt; an adapter's name would join it).
+
+    What is not text enters as tokens of its own: an image as numbers below 0 made from its content.
+    """
+
+    def __init__(self, manager: KVManager, hidden_rows: int = HIDDEN_ROWS) -> None:
+        self.manager = manager
+        self._tree: PrefixTree[Point] = PrefixTree()
+        self._nodes: dict[Retained, Node[Point]] = {}
+        self._free_hidden = list(range(hidden_rows - 1, -1, -1))
+        self._queries = self._hits = 0
+        manager.use_for_restoring(self._worth, self._dropped)
+
+    # -- finding ---------------------------------------------------------------------------------------------------
+
+    def look_up(self, key: str, tokens: Tokens, *, may_skip_last: bool) -> Hit:
+        """The longest beginning of `tokens` that can be resumed. At least one token is left to compute.
+
+        `may_skip_last`: the last one too may be skipped where its final hidden state is kept.
+        """
+        common, node = self._tree.match(key, tokens)
+        if node is None or common < MIN_PREFIX_TOKENS:
+            return Hit(miss="no earlier request began with these tokens")
+        point = node.value if common == len(tokens) == node.end else None
+        if may_skip_last and point is not None and point.hidden is not None and not point.kept.pending:
+            return Hit(len(tokens), point.kept, point.hidden)
+        limit = min(common, len(tokens) - 1)
+        best = Hit()
+        for candidate in (*node.path(), *islice(node.below(), NEAREST)):
+            if candidate.value is None or candidate.value.kept.pending:
+                continue
+            length = self.manager.longest_resume(candidate.value.kept, limit)
+            if length > best.length:
+                best = Hit(length, candidate.value.kept)
+        if best.length < MIN_PREFIX_TOKENS:
+            return Hit(branch=common, miss=f"{common} tokens are known, but no restore point was kept among them")
+        return Hit(best.length, best.kept, branch=common if common > best.length else 0)
+
+    def count(self, prompt_tokens: int, hit_tokens: int) -> None:
+        """One request was admitted."""
+        self._queries += prompt_tokens
+        self._hits += hit_tokens
+
+    @property
+    def stats(self) -> CacheStats:
+        books = self.manager.books
+        return CacheStats(self._queries, self._hits, books.evictions, len(books.retained), self.manager.cached_bytes)
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def is_kept(self, key: str, tokens: Tokens) -> bool:
+        """Whether there is a restore point at the end of exactly these tokens."""
+        common, node = self._tree.match(key, tokens)
+        return node is not None and common == node.end == len(tokens) and node.value is not None
+
+    def add(self, key: str, tokens: Tokens, kept: Retained, hidden: int | None = None) -> bool:
+        """Enter a restore point at the end of these tokens.
+
+        One that is there already stays, and `kept` is dropped, unless only the new one has its final hidden state.
+        """
+        assert len(tokens) == kept.length
+        node = self._tree.insert(key, tokens)
+        if node.value is not None:
+            if hidden is None or node.value.hidden is not None or node.value.kept.pending:
+                self.give_back_hidden(hidden)
+                self.manager.drop(kept)
+                return False
+            self.manager.drop(node.value.kept)
+            node = self._tree.insert(key, tokens)
+        node.value = Point(kept, hidden)
+        self._nodes[kept] = node
+        return True
+
+    def is_worth_its_room(self, before: int, length: int) -> bool:
+        """Whether a new point at `length` tokens, the next after one at `before`, may push out what is worth least."""
+        tail_bytes = self.manager.tail_bytes(before, length)
+        if self.manager.free_bytes >= tail_bytes:
+            return True
+        books = self.manager.books
+        victim = books.victim()
+        score = None if victim is None else books.score(victim)
+        return score is None or (length - before) / tail_bytes >= score
+
+    def take_hidden(self) -> int | None:
+        """A row for a final hidden state; the least recently used restore point that has one gives it up."""
+        if self._free_hidden:
+            return self._free_hidden.pop()
+        for kept in self.manager.books.retained:
+            node = self._nodes.get(kept)
+            if node is not None and node.value is not None and node.value.hidden is not None and not kept.pending:
+                row, node.value.hidden = node.value.hidden, None
+                return row
+        return None
+
+    def give_back_hidden(self, hidden: int | None) -> None:
+        if hidden is not None:
+            self._free_hidden.append(hidden)
+
+    def clear(self) -> None:
+        """Forget everything: a step failed, and what it was to write may be anywhere."""
+        for kept in self.manager.retained:
+            self.manager.drop(kept)
+
+    # -- what the books ask ----------------------------------------------------------------------------------------
+
+    def _worth(self, kept: Retained) -> float:
+        """Tokens that would be computed again without it: those since the restore point before it."""
+        node = self._nodes.get(kept)
+        if node is None:
+            return kept.length
+        before = next((n.end for n in islice(node.path(), 1, None) if n.value is not None), 0)
+        return node.end - before
+
+    def _dropped(self, kept: Retained) -> None:
+        node = self._nodes.pop(kept, None)
+        if node is not None and node.value is not None:
+            self.give_back_hidden(node.value.hidden)
+            self._tree.remove(node)
+
+
+def prompt_marks(ends: Sequence[int], branch: int, hit: int, prompt_tokens: int, *, one_only: bool) -> list[int]:
+    """Where inside a prompt restore points are wanted: at the ends of messages, and where others part from it.
+
+    `one_only`: a state exists only where a chunk ends, so only the system prompt's end is worth cutting a chunk for,
+    or, where no message ends are known, the branch.
+    """
+    marks = sorted(set(ends))
+    if one_only:
+        marks = marks[:1] or [branch]
+    elif branch:
+        marks = sorted({*marks, branch})
+    return [mark for mark in marks if max(hit + 1, MIN_PREFIX_TOKENS) <= mark < prompt_tokens]

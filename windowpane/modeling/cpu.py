@@ -1,0 +1,213 @@
+"""The operations in compiled kernels, for float32 on CPUs. What a kernel does not cover goes the plain way.
+
+Tensors are handed over by address, so each method first makes sure of dtype, contiguity and width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_long, c_void_p
+
+import torch
+
+from windowpane.attention.pages import LayerPages
+from windowpane.attention.step import Step
+from windowpane.modeling.ops import Angles, Ops
+from windowpane.modeling.quantized import Weight
+from windowpane.native import build
+
+# Up to here the kernel that reads weights in place is faster than a library's product, which repacks them; for one row
+# a library has no need to.
+FEW_ROWS = range(2, 49)
+PART_TOKENS = 256  # PART in kernels.c
+ALIGNED_FLOATS = 16  # widths that kernels take are multiples of it, those of heads of twice as many
+
+
+def ops_for(embedding: torch.Tensor) -> Ops:
+    """What a decoder with this embedding runs on."""
+    if embedding.device.type == "cpu" and embedding.dtype == torch.float32:
+        library = build.library()
+        if library is not None:
+            return CpuOps(library)
+    return Ops()
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` in kernels.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "offsets", "starts", "stops", "queries")),
+        *((name, c_void_p) for name in ("now_keys", "now_values", "partial", "out")),
+        *((name, c_int64) for name in ("sequences", "blocks", "parts", "block_tokens")),
+        *((name, c_int64) for name in ("query_heads", "kv_heads", "dim", "row_floats")),
+        ("scale", c_float),
+    )
+
+
+class CpuOps(Ops):
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._linear = _function(library, "linear", *[c_void_p, c_long], *[c_void_p] * 4, *[c_long] * 3, c_int)
+        self._norm = _function(library, "rms_norm", *[c_void_p] * 4, c_long, c_long, c_float, c_int)
+        self._heads = _function(
+            library, "heads", *[c_void_p, c_long, c_int], *[c_void_p] * 4, *[c_long] * 3, c_float, c_int
+        )
+        self._gated = _function(library, "gated", c_void_p, c_void_p, c_long, c_long, c_int, c_int)
+        self._attend = _function(library, "attend_decoding", ctypes.POINTER(_Attention), c_int)
+        self._write = _function(library, "write_rows", *[c_void_p] * 4, *[c_long] * 5)
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, torch.Tensor):
+            return super().linear(x, weight, bias)
+        rows, (outputs, width) = x.shape[0], weight.shape
+        if rows not in FEW_ROWS or width % ALIGNED_FLOATS or x.stride(1) != 1 or not weight.is_contiguous():
+            return super().linear(x, weight, bias)
+        out, packed = x.new_empty(rows, outputs), x.new_empty(rows * width)
+        self._linear(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            _address(bias),
+            out.data_ptr(),
+            packed.data_ptr(),
+            rows,
+            outputs,
+            width,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if weight is None:
+            return super().norm(x, weight, eps)
+        return self._normed(x, weight, eps, None)
+
+    def add_normed(self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._normed(x, weight, eps, hidden.contiguous())
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
+        width = x.shape[-1]
+        if width % ALIGNED_FLOATS:
+            normed = super().norm(x, weight, eps)
+            return normed if residual is None else residual + normed
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows = x.numel() // width
+        self._norm(
+            x.data_ptr(), weight.data_ptr(), _address(residual), out.data_ptr(), rows, width, eps, _threads(x.numel())
+        )
+        return out
+
+    def heads(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, angles: Angles | None
+    ) -> torch.Tensor:
+        rows, count, dim = x.shape
+        if dim % (2 * ALIGNED_FLOATS) or x.stride(2) != 1 or x.stride(1) != dim:
+            return super().heads(x, weight, eps, angles)
+        out = x.new_empty(rows, count, dim)
+        cos, sin = angles or (None, None)
+        self._heads(
+            x.data_ptr(),
+            x.stride(0),
+            int(eps is not None),
+            _address(weight),
+            _address(cos),
+            _address(sin),
+            out.data_ptr(),
+            rows,
+            count,
+            dim,
+            eps or 0.0,
+            _threads(out.numel()),
+        )
+        return out
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if width % ALIGNED_FLOATS or not gate_up.is_contiguous():
+            return super().gated(gate_up, activation)
+        out = gate_up.new_empty(rows, width)
+        is_gelu = int(activation == "gelu_pytorch_tanh")
+        self._gated(gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu, _threads(out.numel()))
+        return out
+
+    def attend_decoding(
+        self,
+        stored: LayerPages,
+        step: Step,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window_tokens: int | None,
+        scale: float,
+    ) -> torch.Tensor:
+        sequences, query_heads, dim = queries.shape
+        if not _holds_plain_pairs(stored) or dim % ALIGNED_FLOATS or values.shape != keys.shape:
+            return super().attend_decoding(stored, step, queries, keys, values, window_tokens, scale)
+        reads = stored.decoding_reads(step, window_tokens)
+        kv_heads, parts = keys.shape[1], max(1, -(-reads.most_tokens // PART_TOKENS))
+        queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
+        out = torch.empty_like(queries)
+        partial = queries.new_empty(sequences * query_heads * parts * (dim + 16))
+        asked = _Attention(
+            stored.address(0),
+            stored.address(1),
+            reads.offsets.data_ptr(),
+            reads.starts.data_ptr(),
+            reads.stops.data_ptr(),
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            partial.data_ptr(),
+            out.data_ptr(),
+            sequences,
+            reads.shape[1],
+            parts,
+            stored.block_tokens,
+            query_heads,
+            kv_heads,
+            dim,
+            stored.row_elements(0),
+            scale,
+        )
+        self._attend(ctypes.byref(asked), torch.get_num_threads())
+        return out
+
+    def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
+        if stored.dtype != torch.float32 or not stored.keeps_every_token:
+            super().write_decoding(stored, step, rows)
+            return
+        offsets, within = stored.decoding_writes(step)
+        for part, values in enumerate(rows):
+            values = values.contiguous()
+            sequences, heads, dim = values.shape
+            self._write(
+                stored.address(part),
+                offsets.data_ptr(),
+                within.data_ptr(),
+                values.data_ptr(),
+                sequences,
+                heads,
+                dim,
+                stored.block_tokens,
+                stored.row_elements(part),
+            )
+
+
+def _holds_plain_pairs(stored: LayerPages) -> bool:
+    return stored.dtype == torch.float32 and stored.parts == 2 and stored.row_elements(0) == stored.row_elements(1)
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[..., None]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, None
+    return function  # type: ignore[no-any-return]
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _threads(elements: int) -> int:
+    """Waking a thread costs more than a few rows do."""
+    return 1 if elements < 32768 else torch.get_num_threads()

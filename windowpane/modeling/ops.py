@@ -1,0 +1,67 @@
+"""The operations a decoder is made of, in plain torch for any device and dtype. `modeling/cpu.py` has faster ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from windowpane.attention.pages import LayerPages
+from windowpane.attention.reference import attend_decoding
+from windowpane.attention.step import Step
+from windowpane.modeling.quantized import Weight, linear
+from windowpane.modeling.rope import rotate
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Ops:
+    """Norms are computed in float32, whatever the dtype."""
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight, bias)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """RMS norm of the last dimension."""
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+    def add_normed(self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return hidden + self.norm(x, weight, eps)
+
+    def heads(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, angles: Angles | None
+    ) -> torch.Tensor:
+        """[rows, heads, dim]: normed where `eps` is given, turned by the rows' angles where those are."""
+        if eps is not None:
+            x = self.norm(x, weight, eps)
+        if angles is None:
+            return x
+        cos, sin = angles
+        return rotate(x.float(), cos[:, None], sin[:, None]).to(x.dtype)
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    def attend_decoding(
+        self,
+        stored: LayerPages,
+        step: Step,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window_tokens: int | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Decoding tokens over their past in pages and themselves: all [sequences, heads, dim]."""
+        past, _, counts = stored.decoding_past(step, window_tokens)
+        past_keys, past_values = (x.to(queries.dtype) for x in past)
+        return attend_decoding(queries, past_keys, past_values, counts, keys, values, scale)
+
+    def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
+        stored.write_decoding(step, rows)

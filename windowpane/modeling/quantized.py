@@ -1,0 +1,309 @@
+"""Quantized weights on any device: dequantised exactly, a tile at a time, and never as a whole.
+
+`PackedWeight` holds what `windowpane.models.packing` describes. A decoder treats it as it treats a tensor [outputs,
+inputs]: `len`, `shape`, slices of outputs, `stack` for projections of one input, and `linear` for the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from windowpane.models.packing import (
+    BLOCK_INPUTS,
+    BLOCK_UNITS,
+    MIDDLE_OF_INT4,
+    VALUES_PER_UNIT,
+    PackedForm,
+)
+
+# What a product expands at once: 16 MiB in float32.
+TILE_VALUES = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The tensors of a `PackedForm`. `inputs` is what the weight takes, without the padding of its last block.
+
+    `order`: column j of the units is input order[j]. None where columns are in order.
+    """
+
+    kind: str
+    inputs: int
+    group_inputs: int | None
+    scale_outputs: int
+    units: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, form: PackedForm, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+        """Room for a weight that is computed with in `dtype`."""
+        parts = {
+            name: torch.empty(shape, dtype=getattr(torch, kind), device=device)
+            for name, (shape, kind) in form.parts(str(dtype).removeprefix("torch.")).items()
+        }
+        return cls(form.kind, form.inputs, form.group_inputs, form.scale_outputs, **parts)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, outputs: slice) -> PackedWeight:
+        """Some consecutive outputs, as views."""
+        start, stop, step = outputs.indices(len(self))
+        if step != 1:
+            raise IndexError("quantized weights are cut into consecutive outputs")
+        if start % self.scale_outputs or (stop % self.scale_outputs and stop != len(self)):
+            return self._with_own_scales()[start:stop]
+        of_scales = slice(start // self.scale_outputs, -(-stop // self.scale_outputs))
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return replace(self, units=self.units[start:stop], scales=self.scales[of_scales], zeros=zeros)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.units), self.inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.units.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.units, self.scales, self.zeros, self.order) if t is not None)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole matrix in `dtype`: for tests, and for weights that are small."""
+        return self.restore_order(torch.cat([tile for _, tile in self.tiles(dtype)]))
+
+    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """A few outputs at a time [outputs, inputs], their columns in the order of the units."""
+        for outputs in self._tiles():
+            yield outputs, self[outputs]._values().to(dtype)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, inputs] · weightᵀ + bias."""
+        x = self.in_order(x)
+        out = x.new_empty(len(x), len(self))
+        for outputs, tile in self.tiles(x.dtype):
+            torch.mm(x, tile.t(), out=out[:, outputs])
+        return out if bias is None else out + bias
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """Inputs as the units take them."""
+        return x if self.order is None else x.index_select(-1, self.order)
+
+    def restore_order(self, columns: torch.Tensor) -> torch.Tensor:
+        if self.order is None:
+            return columns
+        out = torch.empty_like(columns)
+        out[:, self.order.long()] = columns
+        return out
+
+    def permute_outputs(self, order: torch.Tensor) -> PackedWeight:
+        """Output j of the result is output order[j] of this."""
+        own = self._with_own_scales()
+        zeros = None if own.zeros is None else own.zeros[order]
+        return replace(own, units=own.units[order], scales=own.scales[order], zeros=zeros)
+
+    def permute_inputs(self, order: torch.Tensor) -> PackedWeight:
+        """A weight for inputs that come in another order: its input j is input order[j] of this one.
+
+        Where groups move whole, they are moved. Otherwise inputs are put back in order before every product.
+        """
+        if self.order is None and (groups := self._moved_groups(order)) is not None:
+            units = torch.empty_like(self.units)
+            for tile in self._tiles():
+                units[tile] = pack_units(unpack_units(self.units[tile])[:, order], self.kind)
+            zeros = None
+            if self.zeros is not None:
+                zeros = pack_zeros(unpack_zeros(self.zeros, self.scales.shape[1])[:, groups])
+            return replace(self, units=units, scales=self.scales[:, groups], zeros=zeros)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return replace(self, order=(back if self.order is None else back[self.order.long()]).to(torch.int32))
+
+    def _moved_groups(self, order: torch.Tensor) -> torch.Tensor | None:
+        """The order of groups that `order` comes to, or None where it takes one apart."""
+        if self.group_inputs is None:
+            return torch.zeros(1, dtype=torch.int64, device=order.device)
+        if self.inputs % self.group_inputs:
+            return None
+        runs = order.view(-1, self.group_inputs)
+        group = runs[:, :1] // self.group_inputs
+        whole = group * self.group_inputs + torch.arange(self.group_inputs, device=order.device)
+        return group[:, 0] if torch.equal(runs, whole) else None
+
+    def _with_own_scales(self) -> PackedWeight:
+        """Every output with scales of its own."""
+        if self.scale_outputs == 1:
+            return self
+        scales = self.scales.repeat_interleave(self.scale_outputs, 0)[: len(self)]
+        return replace(self, scales=scales.contiguous(), scale_outputs=1)
+
+    def _tiles(self) -> list[slice]:
+        at_once = max(1, TILE_VALUES // self.inputs)
+        return [slice(start, min(start + at_once, len(self))) for start in range(0, len(self), at_once)]
+
+    def _values(self) -> torch.Tensor:
+        """float32 [outputs, inputs] in the order of the units."""
+        part = self._with_own_scales()
+        groups = part.scales.shape[1]
+        # Every 32 columns are of one group.
+        group_of = torch.arange(part.units.shape[1] // BLOCK_UNITS * VALUES_PER_UNIT, device=part.device)
+        group_of = (group_of * BLOCK_UNITS // (part.group_inputs or max(1, part.inputs))).clamp(max=groups - 1)
+        spans = unpack_units(part.units).view(len(part), -1, BLOCK_UNITS)
+        scales = part.scales.float()[:, group_of, None]
+        if part.kind == "fp8":
+            values: torch.Tensor = spans.view(torch.float8_e4m3fn).float() * scales
+        elif part.zeros is None:
+            values = (spans.float() - MIDDLE_OF_INT4) * scales
+        else:
+            zeros = unpack_zeros(part.zeros, groups)[:, group_of, None]
+            values = (spans.float() - zeros.float()) * scales
+        return values.reshape(len(part), -1)[:, : part.inputs]
+
+
+_Single = torch.Tensor | PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedWeight:
+    """Projections of one input that are not held alike (some left unquantized, say), one after another."""
+
+    parts: tuple[_Single, ...]
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __getitem__(self, outputs: slice) -> Weight:
+        start, stop, _ = outputs.indices(len(self))
+        found: list[_Single] = []
+        first = 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(stop - first, len(part))
+            if low < high:
+                found.append(part[low:high])
+            first += len(part)
+        return found[0] if len(found) == 1 else JoinedWeight(tuple(found))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Weight = torch.Tensor | PackedWeight | JoinedWeight
+
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ + bias, however the weight is held."""
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight, bias)
+    if isinstance(weight, PackedWeight):
+        return weight.linear(x, bias)
+    out = torch.cat([linear(x, part) for part in weight.parts], dim=-1)
+    return out if bias is None else out + bias
+
+
+def stack(weights: Sequence[_Single]) -> Weight:
+    """One weight for projections of one input, one above the other."""
+    if len(weights) == 1:
+        return weights[0]
+    plain = [w for w in weights if isinstance(w, torch.Tensor)]
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    if len(plain) == len(weights):
+        return torch.cat(plain)
+    if plain or not _alike(packed):
+        return JoinedWeight(tuple(weights))
+    if len({w.scale_outputs for w in packed}) > 1 or any(len(w) % w.scale_outputs for w in packed[:-1]):
+        packed = [w._with_own_scales() for w in packed]
+    first = packed[0]
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in packed if w.zeros is not None])
+    return replace(
+        first,
+        units=torch.cat([w.units for w in packed]),
+        scales=torch.cat([w.scales for w in packed]),
+        zeros=zeros,
+    )
+
+
+def permute_outputs(weight: Weight, order: torch.Tensor) -> Weight:
+    """Every `len(order)` outputs in this order: heads, each of whose dims move alike."""
+    if isinstance(weight, JoinedWeight):
+        # Heads are not cut between parts, so that each part permutes by itself.
+        return JoinedWeight(tuple(_permute_outputs(part, order) for part in weight.parts))
+    return _permute_outputs(weight, order)
+
+
+def _permute_outputs(weight: _Single, order: torch.Tensor) -> _Single:
+    index = _in_every_head(order, len(weight))
+    return weight[index] if isinstance(weight, torch.Tensor) else weight.permute_outputs(index)
+
+
+def permute_inputs(weight: Weight, order: torch.Tensor) -> Weight:
+    """As `permute_outputs`, for every `len(order)` inputs."""
+    if isinstance(weight, JoinedWeight):
+        return JoinedWeight(tuple(_permute_inputs(part, order) for part in weight.parts))
+    return _permute_inputs(weight, order)
+
+
+def _permute_inputs(weight: _Single, order: torch.Tensor) -> _Single:
+    index = _in_every_head(order, weight.shape[1])
+    return weight[:, index] if isinstance(weight, torch.Tensor) else weight.permute_inputs(index)
+
+
+def _in_every_head(order: torch.Tensor, length: int) -> torch.Tensor:
+    return (torch.arange(0, length, len(order), device=order.device)[:, None] + order).flatten()
+
+
+def _alike(packed: list[PackedWeight]) -> bool:
+    """Whether these differ in nothing but outputs, and how many of them share a scale."""
+    first = packed[0]
+    described = {(w.kind, w.inputs, w.group_inputs, w.zeros is None, w.order is None) for w in packed}
+    if len(described) > 1:
+        return False
+    return first.order is None or all(torch.equal(w.order, first.order) for w in packed if w.order is not None)
+
+
+# -- units and zero points -----------------------------------------------------------------------------------------
+
+
+def pack_units(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """uint8 [outputs, inputs] (0 to 15, or the bytes of fp8) as units; inputs are padded with zeros."""
+    padding = -values.shape[1] % BLOCK_INPUTS
+    spans = F.pad(values, (0, padding)).reshape(len(values), -1, VALUES_PER_UNIT, BLOCK_UNITS)
+    if kind == "int4":
+        spans = spans[:, :, 0::2] | spans[:, :, 1::2] << 4  # two values to a byte
+    unit = torch.int16 if kind == "int4" else torch.int32
+    return spans.transpose(2, 3).contiguous().view(unit).reshape(len(values), -1)
+
+
+def unpack_units(units: torch.Tensor) -> torch.Tensor:
+    """uint8 [outputs, inputs and padding]."""
+    blocks = units.shape[1] // BLOCK_UNITS
+    found: torch.Tensor = units.contiguous().view(torch.uint8).view(len(units), blocks, BLOCK_UNITS, -1).transpose(2, 3)
+    if units.dtype == torch.int16:
+        found = torch.stack([found & 15, found >> 4], dim=3)
+    return found.reshape(len(units), -1)
+
+
+def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
+    """uint8 [outputs, groups], 0 to 15, as words of eight."""
+    padded = F.pad(zeros, (0, -zeros.shape[1] % 8))
+    return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
+
+
+def unpack_zeros(packed: torch.Tensor, groups: int) -> torch.Tensor:
+    pairs = packed.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :groups]

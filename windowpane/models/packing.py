@@ -1,0 +1,81 @@
+"""How quantized weights lie in memory, whatever scheme their checkpoint has. Torch-free: the plan reads this.
+
+A weight [outputs, inputs] is cut along its inputs into blocks of 128, the last one padded. A block of one output is 32
+units, and unit j holds the values of inputs j, 32 + j, 64 + j and 96 + j, the first in its lowest bits:
+
+    int4   unit: 16 bits    0-3: j    4-7: 32 + j     8-11: 64 + j     12-15: 96 + j
+    fp8    unit: 32 bits    0-7: j    8-15: 32 + j    16-23: 64 + j    24-31: 96 + j
+
+So one shift and one mask turn a row of units into 32 consecutive inputs, which are of one group: a kernel needs one
+scale for them, and reads the inputs themselves in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from windowpane.kv.formats import DTYPE_BYTES
+from windowpane.kv.retention import ceil_div
+
+BLOCK_INPUTS = 128
+BLOCK_UNITS = 32
+VALUES_PER_UNIT = BLOCK_INPUTS // BLOCK_UNITS
+
+HELD_BYTES: dict[str, int] = {**DTYPE_BYTES, "int16": 2, "int32": 4}
+
+# What a product of many rows expands at once: slices of a weight, one after another, in the same memory.
+DEQUANTIZED_BYTES = 64 * 1024**2
+
+# A zero point of int4 is one of 0 to 15; a symmetric weight stores none and means this one.
+MIDDLE_OF_INT4 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """One weight in memory. `group_inputs` None: one scale for all inputs.
+
+    `scale_outputs` outputs share a scale. `scale_dtype` None is the dtype that is computed in. With `has_order` inputs
+    are sorted by group, and the order in which to take them is held too.
+    """
+
+    kind: Literal["int4", "fp8"]
+    outputs: int
+    inputs: int
+    group_inputs: int | None = None
+    scale_outputs: int = 1
+    has_zeros: bool = False
+    has_order: bool = False
+    scale_dtype: str | None = None
+
+    @property
+    def groups(self) -> int:
+        return 1 if self.group_inputs is None else ceil_div(self.inputs, self.group_inputs)
+
+    @property
+    def problem(self) -> str | None:
+        """Why this weight cannot be held so."""
+        if self.group_inputs is not None and self.group_inputs % BLOCK_UNITS:
+            return f"a scale for {self.group_inputs} inputs; group sizes that run are multiples of {BLOCK_UNITS}"
+        return None
+
+    def parts(self, compute_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor that is held."""
+        units = ceil_div(self.inputs, BLOCK_INPUTS) * BLOCK_UNITS
+        parts: dict[str, tuple[tuple[int, ...], str]] = {
+            "units": ((self.outputs, units), "int16" if self.kind == "int4" else "int32"),
+            "scales": (
+                (ceil_div(self.outputs, self.scale_outputs), self.groups),
+                self.scale_dtype or compute_dtype,
+            ),
+        }
+        if self.has_zeros:
+            # Eight to a word, the first group in its lowest bits.
+            parts["zeros"] = ((self.outputs, ceil_div(self.groups, 8)), "int32")
+        if self.has_order:
+            parts["order"] = ((self.inputs,), "int32")
+        return parts
+
+    def held_bytes(self, compute_dtype: str) -> int:
+        return sum(prod(shape) * HELD_BYTES[dtype] for shape, dtype in self.parts(compute_dtype).values())

@@ -1,0 +1,116 @@
+"""Builds `kernels.c` once per machine, keeps the library in the user's cache, and loads it.
+
+Everything the result depends on is in the file's name: source, flags, compiler, processor and torch. So a library is
+never taken for another's, and one that is there is whole: it is written beside and then renamed. Without a compiler, or
+where anything fails, there are no kernels, `why_not` says why, and torch does the work.
+
+`WINDOWPANE_CPU_KERNELS=off` leaves them out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from windowpane.embedded import cache_directory
+
+SWITCH = "WINDOWPANE_CPU_KERNELS"
+SOURCE = Path(__file__).with_name("kernels.c")
+BUILD_SECONDS = 120
+_COMPILERS = ("gcc", "cc")
+# Scheduling before registers are assigned spills the product's tiles; these processors reorder by themselves.
+_FLAGS = ("-O2", "-std=gnu11", "-fno-schedule-insns", "-fPIC", "-fopenmp")
+
+
+class NoKernels(Exception):
+    """Why there are none."""
+
+
+def start_building() -> None:
+    """Begin in the background, so that it is done when the weights are."""
+    _building()
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, None where there are none. Waits for the build that `start_building` began."""
+    return None if why_not() else _building().result()
+
+
+def why_not() -> str | None:
+    """Why there are no kernels here, None where there are."""
+    error = _building().exception()
+    return None if error is None else str(error)
+
+
+@cache
+def _building() -> Future[ctypes.CDLL]:
+    pool = ThreadPoolExecutor(1, "windowpane-build")
+    future = pool.submit(_build)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _build() -> ctypes.CDLL:
+    if os.environ.get(SWITCH, "").lower() in ("off", "0", "no"):
+        raise NoKernels(f"{SWITCH} turns them off")
+    if platform.system() != "Linux" or platform.machine() not in ("aarch64", "x86_64"):
+        raise NoKernels(f"none for {platform.system()} on {platform.machine()}")
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise NoKernels(f"no C compiler ({' or '.join(_COMPILERS)}) is installed")
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except OSError as error:
+        raise NoKernels(f"cannot build or load kernels: {error}") from error
+
+
+def _compiled(compiler: str) -> Path:
+    command = [compiler, *_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
+    version = _run([compiler, "--version"])
+    openmp = _openmp()
+    parts = [SOURCE.read_text(), *command, version, _processor(), torch.__version__, str(openmp)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    directory = cache_directory() / "kernels"
+    target = directory / f"{key}.so"
+    if not target.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+            _run([*command, "-c", str(SOURCE), "-o", str(compiled)])
+            _run([compiler, "-shared", str(compiled), "-o", str(linked), str(openmp or "-lgomp")])
+            linked.replace(target)
+    return target
+
+
+def _openmp() -> Path | None:
+    """torch's own OpenMP library: a second one would bring threads that get in the way of the first's."""
+    home = Path(torch.__file__).parent
+    found = [*home.glob("lib/libgomp*.so*"), *home.parent.glob("torch.libs/libgomp*.so*")]
+    return found[0] if found else None
+
+
+def _processor() -> str:
+    """What this processor can do: a cache that several machines share holds a library for each kind."""
+    wanted = ("model name", "CPU part", "CPU implementer", "flags", "Features")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in wanted}))
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{command[0]} took more than {BUILD_SECONDS} seconds") from error
+    if done.returncode:
+        raise NoKernels(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout

@@ -1,0 +1,141 @@
+"""Quantized checkpoints into `PackedWeight`s: each scheme's layout is turned into the one form, a tile at a time.
+
+What is stored is brought to the device packed, as it is; only a tile of outputs is ever unpacked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from windowpane.modeling.quantized import TILE_VALUES, PackedWeight, pack_units, pack_zeros
+from windowpane.models.packing import PackedForm
+from windowpane.models.quantization import Awq, Fp8, Gptq, PackedIntegers, Quantization, WeightFormat
+from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.weights import text_tensors
+from windowpane.weights.checkpoint import WeightsError
+
+# AWQ interleaves the outputs of a word: these are the outputs at bits 0, 4, 8, …
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_NATURAL_ORDER = tuple(range(8))
+
+Read = Callable[[str], torch.Tensor]
+# The values of some outputs [outputs, inputs], one byte each.
+Values = Callable[[int, int], torch.Tensor]
+
+
+def check_runs(spec: ModelSpec) -> None:
+    """Raises a WeightsError where a weight is quantized in a way that is planned with but not run."""
+    if spec.quantization is None:
+        return
+    for weight in text_tensors(spec):
+        if spec.quantization.format_of(weight) is not None:
+            held_form(spec.quantization, weight)
+
+
+def held_form(quantization: Quantization, weight: TensorSpec) -> PackedForm:
+    """How a quantized weight is held."""
+    form = quantization.held(weight)
+    if form is None:
+        stored = quantization.format_of(weight)
+        assert stored is not None
+        raise WeightsError(
+            f"{weight.name} is stored as {stored.scheme} ({quantization.method}), which is not run; schemes that run: "
+            "int4 (compressed-tensors, awq, gptq) and fp8"
+        )
+    if weight.stacked or weight.transposed or len(weight.shape) != 2:
+        raise WeightsError(f"{weight.name}: quantized experts are not run yet; use the unquantized checkpoint")
+    if form.problem:
+        raise WeightsError(f"{weight.name} has {form.problem}")
+    return form
+
+
+def read_packed(
+    weight: TensorSpec, quantization: Quantization, read: Read, dtype: torch.dtype, device: torch.device
+) -> PackedWeight:
+    """`read` gives a stored tensor of this weight by its suffix, as it is, on the device."""
+    form = held_form(quantization, weight)
+    stored = quantization.format_of(weight)
+    out = PackedWeight.empty(form, dtype, device)
+    values, zeros, scales, group_of = _open(weight, stored, read)
+    if form.kind == "fp8" and not (isinstance(stored, Fp8) and stored.block):
+        scales = scales.reshape(-1, 1).expand(form.outputs, 1)
+    if tuple(scales.shape) != tuple(out.scales.shape):
+        raise WeightsError(f"{weight.name}: scales are {list(scales.shape)}, not {list(out.scales.shape)}")
+    out.scales.copy_(scales)
+    if out.zeros is not None:
+        assert zeros is not None
+        out.zeros.copy_(pack_zeros(zeros))
+    order = _order(weight, form, group_of)
+    if out.order is not None:
+        assert order is not None
+        out.order.copy_(order)
+    at_once = max(8, TILE_VALUES // form.inputs // 8 * 8)  # words hold 8 outputs in some schemes
+    for start in range(0, form.outputs, at_once):
+        tile = values(start, min(start + at_once, form.outputs))
+        tile = tile[:, : form.inputs] if out.order is None else tile.index_select(1, out.order)
+        out.units[start : start + at_once] = pack_units(tile, form.kind)
+    return out
+
+
+def _open(
+    weight: TensorSpec, stored: WeightFormat | None, read: Read
+) -> tuple[Values, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Values by output, zero points [outputs, groups], scales as held, and each input's group where that is stored."""
+    rows, columns = weight.shape
+    if isinstance(stored, PackedIntegers):
+        shape = tuple(read(".weight_shape").tolist())
+        if shape != (rows, columns):
+            raise WeightsError(f"{weight.module}.weight_shape says {list(shape)}, not {[rows, columns]}")
+        packed = read(".weight_packed")
+        zeros = None if stored.symmetric else _unpack(read(".weight_zero_point").t())[:, :rows].t()
+        group_of = read(".weight_g_idx") if stored.reordered else None
+        return lambda a, b: _unpack(packed[a:b]), zeros, read(".weight_scale"), group_of
+    if isinstance(stored, Awq):
+        words = read(".qweight")
+        zeros = _unpack(read(".qzeros"), AWQ_ORDER)[:, :rows].t()
+        values: Values = lambda a, b: _unpack(words[:, a // 8 : -(-b // 8)], AWQ_ORDER)[:, : b - a].t()  # noqa: E731
+        return values, zeros, _scales(read), None
+    if isinstance(stored, Gptq):
+        qweight = read(".qweight")
+        # What wraps around at 0 is taken back.
+        zeros = (_unpack(read(".qzeros"))[:, :rows].t() + stored.zero_offset) & 15
+        return lambda a, b: _unpack(qweight[:, a:b].t()), zeros, _scales(read), read(".g_idx")
+    assert isinstance(stored, Fp8)
+    raw = read(".weight")
+    if raw.dtype != torch.float8_e4m3fn:
+        raise WeightsError(f"{weight.name} is stored as {raw.dtype}, not float8_e4m3fn as its config says")
+    return lambda a, b: raw[a:b].view(torch.uint8), None, read(stored.scale_suffix), None
+
+
+def _scales(read: Read) -> torch.Tensor:
+    """AWQ and GPTQ store [groups, outputs]."""
+    return read(".scales").t()
+
+
+def _unpack(words: torch.Tensor, order: tuple[int, ...] = _NATURAL_ORDER) -> torch.Tensor:
+    """int32 [rows, words] → uint8 [rows, 8 × words]: the value at bits 4i is number order[i] of its word."""
+    found = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
+    for place, number in enumerate(order):
+        found[..., number] = (words >> 4 * place & 15).to(torch.uint8)
+    return found.flatten(1)
+
+
+def _order(weight: TensorSpec, form: PackedForm, group_of: torch.Tensor | None) -> torch.Tensor | None:
+    """The order that sorts inputs by group, or None where they lie so already."""
+    if group_of is None:
+        return None
+    size = form.group_inputs or form.inputs
+    in_place = torch.arange(form.inputs, device=group_of.device) // size
+    # Some writers fill in -1 where they did not reorder.
+    if bool((group_of == in_place).all()) or bool((group_of < 0).all()):
+        return torch.arange(form.inputs, device=group_of.device)
+    if not form.has_order:
+        raise WeightsError(
+            f"{weight.module}: inputs are reordered by group (g_idx), but the config does not say so; set desc_act in "
+            "its quantization_config to true"
+        )
+    if not torch.equal(group_of.sort().values, in_place.to(group_of.dtype)):
+        raise WeightsError(f"{weight.module}: g_idx must give each group {size} inputs")
+    return group_of.argsort(stable=True)
