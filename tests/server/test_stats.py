@@ -62,7 +62,7 @@ def true_cells(manager: KVManager) -> list[list[int]]:
         for slot in range(manager.num_slots):
             live[g] |= set(table.page_offsets(slot).tolist())
         for retained in manager.retained:
-            kept[g] |= set(retained.pages[g].tolist())
+            kept[g] |= set(manager.books.shared[g].offsets[retained.pages[g]].tolist())
     found = []
     for slab in range(manager.arena.num_slabs):
         here = range(slab * layout.slab_units, (slab + 1) * layout.slab_units)
@@ -100,7 +100,9 @@ class TestArena:
             elif what == "extend" and running:
                 manager.extend(slot, min(200, int(manager.lengths[slot]) + amount))
             elif what == "retain" and running and manager.lengths[slot]:
-                manager.retain(slot)
+                point = manager.retain(slot)  # its step lands at once
+                if point is not None:
+                    manager.publish(point)
             elif what == "release" and running:
                 manager.release(slot)
             elif what == "drop" and kept:
