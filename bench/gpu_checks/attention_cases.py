@@ -13,6 +13,8 @@ import torch
 
 from windowpane.attention import codecs
 from windowpane.attention.chunk_attention import ChunkAttention
+from windowpane.attention.coded_chunks import CodedChunkAttention, make_chunk_attention
+from windowpane.attention.decoded_past import TOGETHER_BYTES
 from windowpane.attention.device_step import ChunkQueries
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.reference import attend, attend_decoding
@@ -21,11 +23,12 @@ from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
+from windowpane.attention.triton.widen import plain_view, scratch_page_bytes
 from windowpane.attention.triton.write import write
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.formats import KVFormat, kv_format
-from windowpane.kv.layout import DECODED_PAST_BYTES, OFFSET_UNIT_BYTES, Group, plan_layout
-from windowpane.kv.retention import Full, Window
+from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
+from windowpane.kv.retention import Full, Window, ceil_div
 from windowpane.kv.tables import PageTable
 
 SMALL_ARENA_BYTES = 2**28  # beyond this, on a CPU, only pages in use are poisoned: untouched memory costs nothing
@@ -268,10 +271,12 @@ def chunk_queries(segments: Sequence[ChunkSegment], tiling: Tiling, device: torc
 
 
 def run_prefill(
-    paged: Paged, chunks: Sequence[tuple[int, int]], scratch: PrefillScratch | None = None, *,
-    decoded_past_bytes: int = DECODED_PAST_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A chunk (tokens, those of them that ask) of each sequence in one step: kernels, float64, same dtype."""
+    paged: Paged, chunks: Sequence[tuple[int, int]], scratch: PrefillScratch | None = None, *, together: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A chunk (tokens, those of them that ask) of each sequence in one step: kernels, float64, same dtype.
+
+    A coded past is decoded for all chunks `together`, or where there is room for only one of the longest at a time.
+    """
     layer, view, device = paged.layer, paged.view, paged.device
     row, q_row = 2, 1  # rows before the first segment belong to someone else
     segments = []
@@ -282,11 +287,7 @@ def run_prefill(
     _, k, v = fused_rows(layer, row + 1, str(device), paged.dtype)
     k[:2], v[:2], k[-1], v[-1] = (float("nan"),) * 4
     out = torch.full((q_row, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
-    attention = ChunkAttention(
-        kernel_arena(paged), view, paged.table, layer.query_heads, scale=layer.scale,
-        window_tokens=layer.window_tokens, rope=paged.rope, scratch=scratch, dtype=paged.dtype,
-        decoded_past_bytes=decoded_past_bytes,
-    )  # fmt: skip
+    attention = chunk_attention(paged, scratch, together=together)
     attention(q, k, v, chunk_queries(segments, attention.tiling, device), out)
     if not bool(out[0].isnan().all()):
         raise AssertionError("a row that no segment owns was written")
@@ -300,6 +301,18 @@ def run_prefill(
             asked, where = q[q_at : q_at + asking].to(dtype), positions[len(positions) - asking :]
             answers.append(attend(asked, where, keys, values, 0, layer.window_tokens, layer.scale))
     return out[1:], torch.cat(exact), torch.cat(rounded)
+
+
+def chunk_attention(
+    paged: Paged, scratch: PrefillScratch | None, *, together: bool = True
+) -> ChunkAttention | CodedChunkAttention:
+    layer, view = paged.layer, paged.view
+    longest = scratch_page_bytes(plain_view(view, paged.dtype)) * ceil_div(max(paged.lengths), view.block_tokens)
+    decoded = torch.empty(TOGETHER_BYTES if together else longest, dtype=torch.uint8, device=paged.device)
+    return make_chunk_attention(
+        kernel_arena(paged), view, paged.table, layer.query_heads, scale=layer.scale,
+        window_tokens=layer.window_tokens, rope=paged.rope, scratch=scratch, decoded=decoded, dtype=paged.dtype,
+    )  # fmt: skip
 
 
 def run_write(layer: Layer, device: str, dtype: torch.dtype, *, offset_bytes: int = 0) -> None:

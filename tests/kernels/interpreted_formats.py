@@ -40,8 +40,8 @@ def prefill() -> None:
             window = layer.window_tokens or 40
             lengths = [0, window - 1, 2 * window + 3]
             paged = make_pages(replace(layer, kv_format=name), lengths, "cpu", FLOAT, room_tokens=80)
-            for scratch_bytes in (2**28, 1):
-                got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)], decoded_past_bytes=scratch_bytes)
+            for together in (True, False):
+                got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)], together=together)
                 require(error(got, exact), f"prefill, {name}, {title}")
 
 

@@ -31,13 +31,13 @@ class ChunkQueries:
     """The chunks of a step, for one set of rows that ask.
 
     `segments` is [chunks, 6], the fields of `host_segments`. `tiles` lists the query tiles that layers ask for.
-    `past_plans` are made where a past must be decoded first, once for layers that are alike.
+    `goes` are what must be decoded first where a past is coded, made once for layers that are alike.
     """
 
     segments: torch.Tensor
     host_segments: tuple[ChunkSegment, ...]
     tiles: dict[Tiling, torch.Tensor]
-    past_plans: dict[tuple[Hashable, ...], list[PastPlan]] = field(default_factory=dict)
+    goes: dict[tuple[Hashable, ...], list[tuple[PastPlan, ChunkQueries]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,6 @@ MAX_PAGE_BYTES = 16 * 2**20  # beyond this a page is cut into stripes: one copy 
 MAX_SLAB_BYTES = 32 * 2**20
 MAX_REMAINDER = 0.01
 TILE_TOKENS = 64  # what a kernel works on at a time (docs/gpu-layout.md)
-# A chunk's coded past is decoded into scratch pages of one layer: so much at a time, or one whole sequence's past.
-DECODED_PAST_BYTES = 2**28
 BLOCK_CHOICES = (16, 32, 64)  # so that whole blocks make a tile
 
 # What a layout is judged on: stranded bytes of one sequence of this length.

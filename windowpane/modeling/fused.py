@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from windowpane.attention.chunk_attention import ChunkAttention, heads_of, hopper_scratch, plain_rows
+from windowpane.attention.chunk_attention import heads_of, hopper_scratch
+from windowpane.attention.coded_chunks import make_chunk_attention
+from windowpane.attention.decoded_past import decoded_past_bytes
 from windowpane.attention.device_step import ChunkQueries, DeviceStep
 from windowpane.attention.device_tables import DeviceTables
 from windowpane.attention.hopper.scratch import PrefillScratch
@@ -26,6 +28,7 @@ from windowpane.attention.pages import KVPages
 from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.view import LayerView
+from windowpane.attention.triton.widen import plain_view
 from windowpane.attention.triton.write import CodedRows, write, write_coded
 from windowpane.modeling.decoder import Decoder, _Layer
 from windowpane.modeling.quantized import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs
@@ -93,9 +96,11 @@ class FusedDecoder:
         heads = [heads_of(view, r.query_heads, r.window_tokens) for view, r in zip(views, recipes, strict=True)]
         prefill_scratch = None
         if use_hopper:
-            rows = [plain_rows(view, dtype) for view in views]
+            rows = [plain_view(view, dtype) if view.code else view for view in views]
             prefill_scratch = hopper_scratch(zip(rows, heads, strict=True), max_model_len, device)
-        self.prefill_scratch_bytes = prefill_scratch.bytes if prefill_scratch else 0
+        decoded_bytes = decoded_past_bytes(pages.layout, str(dtype).removeprefix("torch."), max_model_len)
+        decoded = torch.empty(decoded_bytes, dtype=torch.uint8, device=device)
+        self.prefill_scratch_bytes = decoded_bytes + (prefill_scratch.bytes if prefill_scratch else 0)
         for layer, view in zip(decoder.layers, views, strict=True):
             r = layer.recipe
             shape = (r.kv_heads, r.query_heads // r.kv_heads, r.head_dim, decode_programs(view, device))
@@ -104,7 +109,9 @@ class FusedDecoder:
             angles = self._angles_of(r.rope, max_model_len, device)
             scratch = scratches[shape]
             self.layers.append(
-                FusedLayer(self.recipe, layer, pages, tables, view, angles, scratch, prefill_scratch, dtype, self._pdl)
+                FusedLayer(
+                    self.recipe, layer, pages, tables, view, angles, scratch, prefill_scratch, decoded, dtype, self._pdl
+                )
             )
         for fused, following in zip(self.layers, self.layers[1:], strict=False):
             fused.next_norm = following.input_norm
@@ -184,6 +191,7 @@ class FusedLayer:
         angles: Angles | None,
         scratch: DecodeScratch,
         prefill_scratch: PrefillScratch | None,
+        decoded: torch.Tensor,
         dtype: torch.dtype,
         pdl: bool,
     ) -> None:
@@ -227,7 +235,7 @@ class FusedLayer:
         if r.latent:
             assert angles is not None and self.k_norm is not None
             self._rope = (*angles, self.k_norm)
-        self.chunk_attention = ChunkAttention(
+        self.chunk_attention = make_chunk_attention(
             pages.arena,
             view,
             self._table,
@@ -236,6 +244,7 @@ class FusedLayer:
             window_tokens=r.window_tokens,
             rope=self._rope,
             scratch=prefill_scratch,
+            decoded=decoded,
             dtype=dtype,
         )
 

@@ -26,7 +26,7 @@ from windowpane.config import EngineConfig
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import KVFormat, dtype_bytes
-from windowpane.kv.layout import DECODED_PAST_BYTES, Layout
+from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Window, ceil_div
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.spec import ModelSpec
@@ -122,20 +122,6 @@ def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout,
 def _chunk_rows(kv_format: KVFormat, compute_dtype: str) -> str:
     """What chunks read: pages as they are, or a coded past decoded for them."""
     return kv_format.name if kv_format.family == "float" else compute_dtype
-
-
-def decoded_past_bytes(layout: Layout, compute_dtype: str, longest: int) -> int:
-    """Scratch for the past of chunks where pages are coded: of one layer, at most one longest sequence at a time."""
-    widest = 0
-    for group in layout.groups:
-        if group.kv_format is None or group.kv_format.family == "float":
-            continue
-        held = group.max_pages(longest) // group.stripes * (group.block_tokens or 0)
-        for piece in group.slices:
-            assert isinstance(piece.cache, TokenCache)
-            row_bytes = piece.cache.kv_heads * sum(piece.cache.row_dims) * dtype_bytes(compute_dtype)
-            widest = max(widest, held * row_bytes)
-    return max(widest, DECODED_PAST_BYTES) if widest else 0
 
 
 def _kv_width(cache: TokenCache) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from windowpane.attention.decoded_past import decoded_past_bytes
 from windowpane.config import ConfigError, EngineConfig
 from windowpane.kv.caches import Cache, ShardingError, TokenCache
 from windowpane.kv.capacity import Capacity
@@ -19,7 +20,7 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.gates import Gate, gate
 from windowpane.plan.hardware import Gpu, parse_gpus
-from windowpane.plan.memory import Budget, Device, activation_bytes, decoded_past_bytes, prefill_scratch_bytes
+from windowpane.plan.memory import Budget, Device, activation_bytes, prefill_scratch_bytes
 from windowpane.plan.peers import all as all_peers
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.peers.setting import Setting

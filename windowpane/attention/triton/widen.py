@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from windowpane.attention.triton.codes import dims_of, scales_of
 from windowpane.attention.triton.view import NO_WINDOW, LayerView, section
-from windowpane.kv.layout import DECODED_PAST_BYTES, OFFSET_UNIT_BYTES
+from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.kv.retention import ceil_div
 from windowpane.transfer import Transfer
 
@@ -54,14 +54,18 @@ def plan_past(
     dtype: torch.dtype,
     window_tokens: int | None,
     device: torch.device,
-    scratch_bytes: int = DECODED_PAST_BYTES,
+    scratch_bytes: int,
 ) -> list[PastPlan]:
     """Scratch pages for chunks with these segments (see `prefill`), in as many goes as this much scratch takes."""
     page_bytes = scratch_page_bytes(plain_view(view, dtype))
     starts = segments[:, 1].astype(np.int64)
     first_blocks = np.maximum(starts - (window_tokens or NO_WINDOW) + 1, 0) // view.block_tokens
     counts = -(-starts // view.block_tokens) - first_blocks
-    most_pages = max(scratch_bytes // page_bytes, 1)
+    most_pages = scratch_bytes // page_bytes
+    if counts.max(initial=0) > most_pages:
+        raise ValueError(
+            f"a past of {counts.max():,} blocks of {page_bytes:,} bytes exceeds {scratch_bytes:,} of scratch"
+        )
     return [
         _plan(segments, first, last, first_blocks, counts, page_bytes, device)
         for first, last in _goes(counts, most_pages)
@@ -110,13 +114,13 @@ def widen(
     table: torch.Tensor,
     segments: torch.Tensor,
     plan: PastPlan,
+    scratch: torch.Tensor,
     dtype: torch.dtype,
     window_tokens: int | None,
-) -> tuple[torch.Tensor, LayerView]:
-    """Decode the past that a plan names: scratch pages as an arena, and how a layer lies in them."""
+) -> LayerView:
+    """Decode the past that a plan names into `scratch`, which is then an arena; returns how the layer lies in it."""
     plain = replace(plain_view(view, dtype), columns=plan.columns)
     page_bytes = scratch_page_bytes(plain)
-    scratch = torch.empty(max(plan.num_pages, 1) * page_bytes, dtype=torch.uint8, device=arena.device)
     if plan.num_pages:
         _widen_kernel[(plan.num_pages, view.kv_heads)](
             arena, table, segments, plan.pages, scratch.view(dtype), table.stride(0), view.columns, view.stripe,
@@ -125,7 +129,7 @@ def widen(
             D=view.dim, P=view.block_tokens, ROW=view.row_words, STRIPES=view.stripes, RING=view.ring,
             PAIR=not view.latent, CODE=view.code, PER_ROW=bool(view.scale_offsets), num_warps=4,
         )  # fmt: skip
-    return scratch, plain
+    return plain
 
 
 @triton.jit(do_not_specialize=["stripe"], do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "PAGES"])
