@@ -1,4 +1,4 @@
-"""Property tests take the same examples on every machine, so that a run can be repeated; long ones look for new ones."""
+"""Property tests take the same examples everywhere, so that a run can be repeated; long ones look for new ones."""
 
 from __future__ import annotations
 
