@@ -50,6 +50,8 @@ class Books:
         self._next_victims: list[Retained] = []  # weighed in this step, the next to go last
         # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
         self.outgoing: dict[Place, Ids] = {}
+        # Ring columns whose page moved in that step: the device's tables do not have the new offset yet.
+        self.moved_columns: set[Place] = set()
         self.log = ChangeLog(len(layout.groups))
         self.moved_pages = 0
         self.evictions = 0
@@ -305,6 +307,8 @@ class Books:
         for is_late, which in ((False, columns[~late]), (True, columns[late])):
             if len(which):
                 self.log.entries(g, slot, which, late=is_late)
+                if not is_late and self.tables[g].is_ring:
+                    self.moved_columns.update((g, slot, column) for column in which.tolist())
 
     # -- truth -----------------------------------------------------------------------------------------------------
 

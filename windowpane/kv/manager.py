@@ -218,6 +218,7 @@ class KVManager:
             for once in _without_repeats(ids):
                 books.let_go(g, once)
         books.outgoing.clear()
+        books.moved_columns.clear()
         self._just_resumed.clear()
         return changes
 
@@ -409,8 +410,8 @@ class KVManager:
         for column, pages, is_there in zip(emptied, ids, again, strict=True):
             if not is_there:
                 books.outgoing[g, slot, column] = pages
-                if slot in self._just_resumed:
-                    books.log.moved_read((g, slot, column))  # no table has it yet
+                if slot in self._just_resumed or (g, slot, column) in books.moved_columns:
+                    books.log.moved_read((g, slot, column))  # no table on the device has it yet
         table.entries[slot, passed] = NO_PAGE
         table.filled[slot] -= len(passed)
         table.pinned[slot] -= len(passed)
