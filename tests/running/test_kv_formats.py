@@ -30,8 +30,10 @@ def alone(name: str, kv_cache_dtype: str) -> tuple[list[int], torch.Tensor]:
 
 
 def effect(name: str, kv_cache_dtype: str) -> float:
-    """By how much the format moves the first token's logits."""
-    return float((alone(name, kv_cache_dtype)[1][0] - alone(name, "auto")[1][0]).abs().max())
+    """By how much the format moves logits, of tokens up to where outputs part."""
+    (output, logits), (plain_output, plain_logits) = alone(name, kv_cache_dtype), alone(name, "auto")
+    same = 1 + next((i for i, (a, b) in enumerate(zip(output, plain_output, strict=True)) if a != b), NEW_TOKENS - 1)
+    return float((logits[:same] - plain_logits[:same]).abs().max())
 
 
 def worst_difference(run: Run, name: str, kv_cache_dtype: str, index: int = 0) -> float:

@@ -30,6 +30,7 @@ INT8_BIAS = 128
 INT4_MOST = 15
 SCALE_DROPPED_BITS = 8
 BFLOAT16_DROPPED_BITS = 16
+LEAST_SHARE = 1e-6  # of the largest dim's mean square: dims that are never used are not blown up without end
 TINIEST_SCALE = 2.0**-100  # rows of zeros have a scale too, and its logarithm is a number
 
 
@@ -109,11 +110,12 @@ def decode(
 def basis_for(fmt: KVFormat, dims: Sequence[int], device: torch.device) -> torch.Tensor | None:
     """The orthogonal matrix that K, V and queries are multiplied with before K and V are coded; None for none.
 
-    A few dims of a row are often far larger than all others, and evenly spaced codes would spend themselves on them. A
-    Hadamard matrix spreads every dim over all; it is its own inverse, and products of queries and keys do not change. A
-    latent stays as it is, since K is rebuilt from its single dims, and 8-bit floats need no help.
+    A few dims of a row are often far larger than all others. Evenly spaced codes would spend themselves on them, and a
+    float's error is largest where it is. A Hadamard matrix spreads every dim over all; it is its own inverse, and
+    products of queries and keys do not change. A latent stays as it is, since K is rebuilt from its single dims, and so
+    do formats with one scale per layer, which checkpoints are calibrated for.
     """
-    if not has_basis(fmt, dims):
+    if not (fmt.scale_bytes and len(dims) == 2 and dims[0] == dims[1] and dims[0] & (dims[0] - 1) == 0):
         return None
     matrix = torch.ones(1, 1)
     while len(matrix) < dims[0]:
@@ -122,9 +124,20 @@ def basis_for(fmt: KVFormat, dims: Sequence[int], device: torch.device) -> torch
     return basis.to(device)
 
 
-def has_basis(fmt: KVFormat, dims: Sequence[int]) -> bool:
-    """Whether rows of these widths (K and V, or one latent) are coded in a basis of their own."""
-    return fmt.family == "int" and len(dims) == 2 and dims[0] == dims[1] and dims[0] & (dims[0] - 1) == 0
+def balance_for(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What queries and keys are multiplied with before they are turned, [2, KV heads, dim], from their mean squares in
+    a warm-up pass, [KV heads, dim] each. One is the other's inverse.
+
+    In its basis the error of a row is the same in every dim, as large as its dims are together; what it does to a score
+    is as large as the query's dims are together. The fourth root makes the product of both least: a dim in which keys
+    are huge and queries small no longer drowns the others. The two dims of a rotary pair have one factor, so that it is
+    as good at any position.
+    """
+    queries, keys = (_by_pairs(x) for x in (queries, keys))
+    balance = (queries / keys) ** 0.25
+    kept = (keys.sum(-1) / (keys * balance.square()).sum(-1)).sqrt()  # the length of keys stays what it was
+    balance *= kept[:, None]
+    return torch.stack([1 / balance, balance])
 
 
 def layer_scale_for(fmt: KVFormat, largest: float) -> float:
@@ -133,6 +146,13 @@ def layer_scale_for(fmt: KVFormat, largest: float) -> float:
     Half the range stays free for what later rows may bring: a float loses nothing by it but its smallest numbers.
     """
     return max(2.0 * largest / MINIFLOATS[fmt.name].most, TINIEST_SCALE)
+
+
+def _by_pairs(squares: torch.Tensor) -> torch.Tensor:
+    """Of both halves of a head together, and never 0."""
+    halves = squares.view(len(squares), 2, -1).sum(1)
+    halves = halves.clamp(min=TINIEST_SCALE).maximum(halves.amax(-1, keepdim=True) * LEAST_SHARE)
+    return halves.repeat(1, 2)
 
 
 def _encode_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.attention import codecs
@@ -172,10 +173,12 @@ class LayerPages:
             _page_view(pages.arena.view(torch.int32), offset, scale_bytes, *shape, 1) for offset in piece.scale_offsets
         ]
         self.basis = codecs.basis_for(spec.kv_format, self._dims, pages.device)
-        # Of K and V, or of one latent, where the format has one scale for the whole layer. While they are not known,
-        # `through_format` only notes the largest magnitudes and nothing is stored: the warm-up pass.
+        # What a warm-up pass settles: the scales of K and V, or of one latent, where the format has one for the whole
+        # layer, and what balances queries and keys where it has a basis. Until then rows are only looked at.
         self.layer_scales: list[float] | None = None
+        self.balance: torch.Tensor | None = None  # float32 [queries and keys, KV heads, dim]
         self._largest = [0.0] * len(self._dims)
+        self._squares = [torch.zeros(shape[0], self._dims[0], device=pages.device) for _ in range(2)]  # queries, keys
 
     @property
     def group(self) -> int:
@@ -266,9 +269,27 @@ class LayerPages:
             for part, values in enumerate(rows):
                 self._store(part, offsets, within, values[tail.start - start : tail.stop - start])
 
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values into the basis that they are stored in, and what was attended back out of it."""
-        return x if self.basis is None else x @ self.basis.to(x.dtype)
+    def turned(self, values: torch.Tensor) -> torch.Tensor:
+        """Values into the basis that they are stored in, and what was attended back out of it."""
+        return values if self.basis is None else values @ self.basis.to(values.dtype)
+
+    def turned_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        return self._balanced(keys, 1)
+
+    def turned_queries(self, queries: torch.Tensor) -> torch.Tensor:
+        return self._balanced(queries, 0)
+
+    def _balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """Queries or keys [rows, heads, dim] into their basis; query heads share their KV head's balance."""
+        if self.basis is None:
+            return x
+        kv_heads = len(self._squares[0])
+        heads = x.float().reshape(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[2])
+        if self.balance is None:
+            self._squares[side] += F.normalize(heads, dim=-1).square().mean((0, 2))
+            return x
+        turned = heads * self.balance[side, :, None] @ self.basis
+        return turned.view(x.shape).to(x.dtype)
 
     def through_format(self, x: torch.Tensor, part: int) -> torch.Tensor:
         """What `x` is once stored and loaded: the present is attended as the past will be."""
@@ -282,12 +303,16 @@ class LayerPages:
 
     @property
     def warming_up(self) -> bool:
-        """The format has a scale per layer, and it is not known yet."""
-        return self.is_coded and codecs.needs_layer_scale(self.kv_format) and self.layer_scales is None
+        """The format has a scale or a balance for the whole layer, and it is not known yet."""
+        needs_scale = self.is_coded and codecs.needs_layer_scale(self.kv_format) and self.layer_scales is None
+        return needs_scale or (self.basis is not None and self.balance is None)
 
     def end_warm_up(self) -> None:
-        """Settle the layer's scales by what was seen. They never change again: pages are written with them."""
-        self.layer_scales = [codecs.layer_scale_for(self.kv_format, largest) for largest in self._largest]
+        """Settle the layer's scales or balance by what was seen. They never change again: pages hang on them."""
+        if self.basis is not None:
+            self.balance = codecs.balance_for(*self._squares)
+        else:
+            self.layer_scales = [codecs.layer_scale_for(self.kv_format, largest) for largest in self._largest]
 
     def _layer_scale(self, part: int) -> float:
         return 1.0 if self.layer_scales is None else self.layer_scales[part]

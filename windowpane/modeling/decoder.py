@@ -192,7 +192,7 @@ class _Layer:
     def _queries(self, projected: torch.Tensor, state: _Pass) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         q = projected.reshape(-1, self.recipe.query_heads, self.recipe.head_dim)
-        return state.pages.layers[self.recipe.kv_layer].turned(self._turned_heads(q, self.q_norm, state))
+        return state.pages.layers[self.recipe.kv_layer].turned_queries(self._turned_heads(q, self.q_norm, state))
 
     def _store_form(self, projected: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -204,7 +204,7 @@ class _Layer:
         k, v = heads[:, : recipe.kv_heads], heads[:, recipe.kv_heads :]
         if self.model.v_norm:
             v = self.ops.heads(v, None, eps, None)
-        keys, values = stored.turned(self._turned_heads(k, self.k_norm, state)), stored.turned(v)
+        keys, values = stored.turned_keys(self._turned_heads(k, self.k_norm, state)), stored.turned(v)
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:

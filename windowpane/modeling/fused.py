@@ -203,7 +203,7 @@ class FusedLayer:
         if r.latent:
             _make_rotary_dims_adjacent(layer, self._pairs)
         self._turn_values, self._turn_back = False, None
-        basis = pages.layers[r.kv_layer].basis
+        basis, self._balance = pages.layers[r.kv_layer].basis, pages.layers[r.kv_layer].balance
         if basis is not None:
             self._turn_values, turn_back = _turn_values(layer, basis)
             self._turn_back = None if turn_back is None else turn_back.to(dtype)
@@ -357,6 +357,7 @@ class FusedLayer:
             slots=step.slots if writes_now else None,
             view=self.view if self.view.code else None,
             coded=coded,
+            balance=self._balance,
             turn_values=self._turn_values,
             pdl=self._pdl,
         )

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.attention.codecs import has_basis
 from windowpane.attention.pages import TORCH_DTYPES
 from windowpane.attention.triton.codes import CODES, WORD_BYTES
 from windowpane.kv.caches import TokenCache
@@ -31,8 +30,7 @@ class LayerView:
     """One layer's slice of a page. `data_offsets` are bytes from the page's start: of K and V, or of one latent.
 
     `columns` counts the columns of the group's table; in a ring, block b stands in column b % columns. Coded rows have
-    a `code` (see `codes`), lie `row_words` 16-bit words apart and have their scales at `scale_offsets`, or one for all;
-    K, V and queries may have been `turned` into the format's own basis.
+    a `code` (see `codes`), lie `row_words` 16-bit words apart and have their scales at `scale_offsets`, or one for all.
     """
 
     kv_heads: int
@@ -48,7 +46,6 @@ class LayerView:
     row_words: int = 0
     scale_offsets: tuple[int, ...] = ()
     layer_scales: tuple[float, ...] = ()
-    turned: bool = False
 
     @classmethod
     def of(cls, group: Group, piece: Slice, columns: int, layer_scales: Sequence[float] | None = None) -> LayerView:
@@ -73,7 +70,6 @@ class LayerView:
             piece.row_bytes[0] // WORD_BYTES,
             piece.scale_offsets,
             tuple(layer_scales or (1.0,) * len(piece.data_offsets)),
-            has_basis(fmt, cache.row_dims),
         )
 
     @property

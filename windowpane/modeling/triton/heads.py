@@ -58,6 +58,7 @@ def prepare_heads(
     slots: torch.Tensor | None = None,
     view: LayerView | None = None,
     coded: CodedRows | None = None,
+    balance: torch.Tensor | None = None,
     turn_values: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -70,8 +71,8 @@ def prepare_heads(
     With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
 
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
-    coded goes to pages or else to `coded`. Queries and keys are turned into the view's basis here, values
-    only with `turn_values`: weights can do it for them.
+    coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and turned into it
+    here, values only with `turn_values`: weights can do it for them.
     """
     rows, query_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -104,6 +105,7 @@ def prepare_heads(
         *buffers,
         layer_scales[0],
         layer_scales[-1],
+        balance,
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -118,7 +120,8 @@ def prepare_heads(
         PER_ROW=view is not None and bool(view.scale_offsets),
         ROW=row_words,
         WORDS=dim // (4 if code == INT4 else 2),
-        TURNED=view is not None and view.turned,
+        GROUP=max(query_heads // view.kv_heads, 1) if view else 1,
+        BALANCED_HEADS=view.kv_heads if view else 0,
         TURN_VALUES=turn_values,
         PDL=pdl,
         num_warps=WARPS,
@@ -171,6 +174,13 @@ def _halves(row, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
+def _turned(low, high, factors, inside, DIM: tl.constexpr, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
+    """Queries or keys into the basis that keys are coded in."""
+    low_factor, high_factor = _load_pairs(factors, inside, DISTANCE)
+    return _halves(turn(_row(low * low_factor, high * high_factor, DIM), DIM), PIECES, DISTANCE)
+
+
+@triton.jit
 def _coded(
     low, high, WORDS_AT, SCALES_AT, words_at, place, ok, layer_scale, DIM: tl.constexpr, WORDS: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr,
@@ -191,11 +201,11 @@ def _coded(
 def _heads_kernel(
     X, POSITIONS, Q_NORM, K_NORM, COS, SIN, Q, K, V, x_stride, angle_stride, q_stride, k_stride, v_stride, eps,
     ARENA, TABLE, SLOTS, table_width, columns, stripe, stripes, block_tokens, k_offset, v_offset, k_scales, v_scales,
-    K_WORDS, V_WORDS, K_SCALES, V_SCALES, k_layer_scale, v_layer_scale,
+    K_WORDS, V_WORDS, K_SCALES, V_SCALES, k_layer_scale, v_layer_scale, BALANCE,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
-    TURNED: tl.constexpr, TURN_VALUES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BALANCED_HEADS: tl.constexpr, TURN_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: of queries, keys (or latents) or values.
 
@@ -258,9 +268,9 @@ def _heads_kernel(
             low, high = _normed(low, high, Q_NORM, dims, inside, DIM, DISTANCE, eps, DTYPE)
         if PAIRS > 0:
             low, high = rotate(low, high, cos, sin)
-        if TURNED:
+        if BALANCE is not None:
             low, high = _rounded(low, high, DTYPE)
-            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
+            low, high = _turned(low, high, BALANCE + head // GROUP * DIM + dims, inside, DIM, PIECES, DISTANCE)
         _store_pairs(Q + row * q_stride + at, low, high, inside, DISTANCE, DTYPE)
     elif is_value:
         if V_NORM:
@@ -297,8 +307,10 @@ def _heads_kernel(
         if PAIRS > 0:
             low, high = rotate(low, high, cos, sin)
         low, high = _rounded(low, high, DTYPE)
-        if TURNED:
-            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
+        if BALANCE is not None:
+            low, high = _turned(
+                low, high, BALANCE + (BALANCED_HEADS + head) * DIM + dims, inside, DIM, PIECES, DISTANCE
+            )
             low, high = _rounded(low, high, DTYPE)
         if CODE > 0 and not LATENT:
             low, high = _coded(
