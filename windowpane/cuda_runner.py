@@ -18,7 +18,7 @@ from windowpane.kv.layout import Layout
 from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
-from windowpane.modeling.scales import KVScales, settle_scales
+from windowpane.modeling.scales import Calibration, settle_scales
 from windowpane.models.spec import ModelSpec
 from windowpane.runner import HiddenStore, StepOutput, split_rows
 from windowpane.scheduler import Batch, Chunk
@@ -44,7 +44,7 @@ class CudaRunner:
         use_graphs: bool = True,
         use_hopper: bool = True,
         progress: Progress | None = None,
-        kv_scales: KVScales | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -53,7 +53,7 @@ class CudaRunner:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
-        settle_scales(decoder, self.pages, kv_scales or {}, max_model_len)
+        settle_scales(decoder, self.pages, calibration or Calibration(), max_model_len)
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables(self.pages.table_shapes, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -15,7 +15,7 @@ from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
 from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.recipe import read_recipe
-from windowpane.modeling.scales import KVScales, settle_scales
+from windowpane.modeling.scales import Calibration, settle_scales
 from windowpane.models.spec import ModelSpec
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import to_device
@@ -46,14 +46,14 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        kv_scales: KVScales | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
         self.model = Decoder(read_recipe(spec), weights)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
-        settle_scales(self.model, self.pages, kv_scales or {}, max_model_len)
+        settle_scales(self.model, self.pages, calibration or Calibration(), max_model_len)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from windowpane.cuda_runner import CudaRunner
     from windowpane.engine import Engine
-    from windowpane.modeling.scales import KVScales
+    from windowpane.modeling.scales import Calibration
     from windowpane.runner import Runner
     from windowpane.weights import LoadedWeights
 
@@ -74,9 +74,7 @@ class Started:
     @property
     def text_source(self) -> Path | None:
         """Where the model's tokenizer lies, if it has one."""
-        source = self.source
-        has_one = source is not None and (is_gguf(source) or (source / "tokenizer.json").is_file())
-        return source if has_one else None
+        return _text_source(self.source)
 
 
 def start(model: str | Path | None, flags: Mapping[str, Any], console: Console | None = None) -> Started:
@@ -89,7 +87,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
 
     from windowpane.engine import Engine
     from windowpane.sampler import Sampler
-    from windowpane.weights import load_kv_scales, load_weights
+    from windowpane.weights import load_weights
 
     device = resolve_device(options.device)
     config = _resolve_config(config, flags, device)
@@ -107,8 +105,8 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
             progress=progress,
         )
     layout, length, slots = plan.sizing.layout, plan.max_model_len, config.max_num_seqs
-    kv_scales = load_kv_scales(source, plan.sizing.spec, options.load_format)
-    runner = _make_runner(plan, weights, config, device, dtype, console, kv_scales)
+    calibration = _calibration(plan, source, options.load_format)
+    runner = _make_runner(plan, weights, config, device, dtype, console, calibration)
     manager = KVManager(layout, plan.capacity.num_slabs, slots, length)
     restore = RestorePoints(manager) if config.enable_prefix_caching else None
     scheduler = Scheduler(manager, config.batched_tokens, restore=restore)
@@ -120,6 +118,25 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     return started
 
 
+def _calibration(plan: Plan, source: Path | None, load_format: str) -> Calibration:
+    """What coded KV formats can know of a model before it runs."""
+    from windowpane.modeling.scales import Calibration, warm_up_text
+    from windowpane.text.tokenizer import load_tokenizer
+    from windowpane.weights import load_kv_scales
+
+    formats = [group.kv_format for group in plan.sizing.layout.groups]
+    if not any(fmt is not None and fmt.family != "float" for fmt in formats):
+        return Calibration()
+    text_source = _text_source(source)
+    tokens = load_tokenizer(text_source).encode(warm_up_text()) if text_source is not None else ()
+    return Calibration(load_kv_scales(source, plan.sizing.spec, load_format), tokens)
+
+
+def _text_source(source: Path | None) -> Path | None:
+    has_one = source is not None and (is_gguf(source) or (source / "tokenizer.json").is_file())
+    return source if has_one else None
+
+
 def _make_runner(
     plan: Plan,
     weights: LoadedWeights,
@@ -127,7 +144,7 @@ def _make_runner(
     device: torch.device,
     dtype: torch.dtype,
     console: Console | None,
-    kv_scales: KVScales,
+    calibration: Calibration,
 ) -> Runner | CudaRunner:
     assert plan.capacity is not None
     spec, layout, slabs = plan.sizing.spec, plan.sizing.layout, plan.capacity.num_slabs
@@ -135,7 +152,7 @@ def _make_runner(
     if device.type == "cpu":
         from windowpane.runner import Runner
 
-        return Runner(spec, weights, layout, slabs, slots, length, device=device, dtype=dtype, kv_scales=kv_scales)
+        return Runner(spec, weights, layout, slabs, slots, length, device=device, dtype=dtype, calibration=calibration)
     from windowpane.cuda_runner import CudaRunner
 
     with _progress(console, "capturing graphs", bytes_unit=False) as progress:
@@ -149,7 +166,7 @@ def _make_runner(
             device=device,
             dtype=dtype,
             use_graphs=not config.enforce_eager,
-            kv_scales=kv_scales,
+            calibration=calibration,
             progress=None if progress is None else lambda done, total: progress("", done, total),
         )
     with busy(console, "running the largest step once"):

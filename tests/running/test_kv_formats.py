@@ -11,8 +11,12 @@ import torch
 from tests.running.harness import Knobs, Run, generate
 from tests.running.small_models import WINDOW, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
+from windowpane.attention.pages import KVPages
 from windowpane.kv.formats import FORMATS
-from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
+from windowpane.modeling.decoder import Decoder
+from windowpane.modeling.recipe import read_recipe
+from windowpane.modeling.scales import Calibration, settle_scales
 from windowpane.runner import Runner
 
 NEW_TOKENS = 16
@@ -80,12 +84,19 @@ def test_a_format_changes_logits_as_little_as_it_promises(name, kv_cache_dtype):
     assert 1e-4 < change < most
 
 
+def layout_of(name: str, kv_cache_dtype: str) -> Layout:
+    caches = list(spec_of(name).caches)
+    return plan_layout(caches, resolve_formats(kv_cache_dtype, group_caches(caches), "float32"), "float32")
+
+
+def pages_of(name: str, kv_cache_dtype: str) -> KVPages:
+    return KVPages(layout_of(name, kv_cache_dtype), 4, 2, 64, torch.device("cpu"))
+
+
 def runner_of(name: str, kv_cache_dtype: str, kv_scales: dict[int, tuple[float, float]]) -> Runner:
-    spec = spec_of(name)
-    formats = resolve_formats(kv_cache_dtype, group_caches(spec.caches), "float32")
-    layout = plan_layout(list(spec.caches), formats, "float32")
-    cpu = torch.device("cpu")
-    return Runner(spec, weights_of(name), layout, 4, 2, 64, device=cpu, dtype=torch.float32, kv_scales=kv_scales)
+    layout, cpu, known = layout_of(name, kv_cache_dtype), torch.device("cpu"), Calibration(kv_scales)
+    weights = weights_of(name)
+    return Runner(spec_of(name), weights, layout, 4, 2, 64, device=cpu, dtype=torch.float32, calibration=known)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -100,3 +111,41 @@ def test_layer_scales_come_from_the_checkpoint_or_a_warm_up_pass(kv_cache_dtype)
         # weights near 1.
         assert all(0.5 < scale * most < 2 * 3 * 64**0.5 for scale in layers[index].layer_scales)
     assert not any(layer.warming_up for layer in layers.values())
+
+
+def test_a_balance_evens_out_what_keys_have_and_queries_lack(monkeypatch):
+    """Scores stay what they are; only what coding them costs shrinks."""
+    torch.manual_seed(0)
+    layer = pages_of("gemma3", "int4_per_token_head").layers[0]
+    heads, dim = 2, 32
+    spread = torch.logspace(-1.5, 1.5, dim // 2)[torch.randperm(dim // 2)].repeat(2)
+    keys, queries = torch.randn(200, heads, dim) * spread, torch.randn(200, heads * 2, dim) / spread
+    exact = torch.einsum("qhgd,khd->qhgk", queries.view(200, heads, 2, dim), keys)
+
+    def error() -> float:
+        coded = layer.through_format(layer.turned_keys(keys), 0)
+        asking = layer.turned_queries(queries).view(200, heads, 2, dim)
+        return float((torch.einsum("qhgd,khd->qhgk", asking, coded) - exact).norm() / exact.norm())
+
+    with monkeypatch.context() as alike:
+        alike.setattr(layer, "balance", torch.ones(2, heads, dim))
+        unbalanced = error()
+    assert layer.warming_up
+    layer.turned_keys(keys)
+    layer.turned_queries(queries)
+    layer.end_warm_up()
+    assert error() < min(0.2, unbalanced / 10)
+
+
+def test_the_warm_up_text_is_what_the_balance_is_made_of():
+    spec = spec_of("gemma3")
+    layout = plan_layout(
+        list(spec.caches), resolve_formats("int8_per_token_head", group_caches(spec.caches), "float32")
+    )
+    found = []
+    for tokens in ((), (), range(2, 60)):
+        pages = KVPages(layout, 4, 2, 64, torch.device("cpu"))
+        settle_scales(Decoder(read_recipe(spec), weights_of("gemma3")), pages, Calibration(tokens=list(tokens)), 64)
+        found.append(pages.layers[0].balance)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert torch.allclose(found[0][0] * found[0][1], torch.ones_like(found[0][0])), "scores must not change"
