@@ -1,15 +1,17 @@
 """Speed on a GPU: start-up, one request alone, and many at once, for models in real shapes with random weights.
 
-    python3 -m bench.gpu [--model gemma-4-31b …] [--runs 3] [--trace]
+    python3 -m bench.gpu [--model gemma-4-31b …] [--kv-cache-dtype int8_per_token_head …] [--runs 3] [--trace]
 
 Each figure is the median of `--runs` rounds, beside the share of the memory roof that it reaches: bytes that steps
 cannot avoid to read (weights once, the past that each sequence sees) over the time, against what a plain sum over
-4 GiB reads. `--trace` adds where the time of one decoding step goes, kernel by kernel. The last line is JSON.
+4 GiB reads. The workload `prefill` is 16 prompts of 32,768 tokens. With several KV formats, those after the first are
+told beside it. `--trace` adds where the time of one decoding step goes, kernel by kernel. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -20,11 +22,13 @@ from typing import Any
 import torch
 
 from windowpane.bench.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
-from windowpane.bench.workloads import WORKLOADS
+from windowpane.bench.workloads import WORKLOADS, Workload
 from windowpane.request import Request, SamplingParams
 from windowpane.startup import Started, accounts, start
 
 GIB = 2**30
+SHORT_TOKENS = 4096  # the longest sequence of b1 and serve
+ALL_WORKLOADS = {**WORKLOADS, "prefill": Workload("prefill", 16, (32_768, 32_768), (1, 1))}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=CASES, help="default: all")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="default: b1 and serve")
+    parser.add_argument("--workload", action="append", choices=ALL_WORKLOADS, help="default: b1 and serve")
+    parser.add_argument("--kv-cache-dtype", action="append", help="as of serve; several are compared. Default: auto")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--eager", action="store_true", help="no graphs")
     given = parser.parse_args()
@@ -57,21 +62,38 @@ def main() -> None:
     roof = roof_bytes_per_second(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, reads {roof / 1e12:.2f} TB/s", flush=True)
     for name in given.model or CASES:
-        results.append(measure(name, CASES[name], given, roof))
-        torch.cuda.empty_cache()
+        of_model = []
+        for kv_cache_dtype in given.kv_cache_dtype or ["auto"]:
+            of_model.append(measure(name, CASES[name], kv_cache_dtype, given, roof))
+            gc.collect()
+            torch.cuda.empty_cache()
+        compare(of_model)
+        results += of_model
     print(json.dumps(results), flush=True)
 
 
-def measure(name: str, case: Case, given: argparse.Namespace, roof: float) -> dict[str, Any]:
+def compare(results: list[dict[str, Any]]) -> None:
+    """Each KV format's rates as shares of the first one's."""
+    for other in results[1:]:
+        for workload in ALL_WORKLOADS:
+            rates = [r[workload].get("rate") for r in (results[0], other) if workload in r]
+            if all(rates) and rates:
+                formats = f"{other['kv_cache_dtype']} against {results[0]['kv_cache_dtype']}"
+                print(f"  {other['model']} {workload}, {formats}: {rates[1] / rates[0]:.3f} of its rate", flush=True)
+
+
+def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespace, roof: float) -> dict[str, Any]:
     began = time.perf_counter()
-    turns = "turns" in (given.workload or ())
+    turns, prefill = ("turns" in (given.workload or ())), ("prefill" in (given.workload or ()))
     flags: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "enforce_eager": given.eager}
     # Sessions come back with their prompt and more: that is what restore points are for.
-    flags |= {"max_model_len": 66_560 if turns else 4096, "enable_prefix_caching": turns}
+    longest = 66_560 if turns else ALL_WORKLOADS["prefill"].longest if prefill else SHORT_TOKENS
+    flags |= {"max_model_len": longest, "enable_prefix_caching": turns, "kv_cache_dtype": kv_cache_dtype}
     started = start(name, {**flags, **case.flags})
     torch.cuda.synchronize()
-    found: dict[str, Any] = {"model": name, "start_seconds": round(time.perf_counter() - began, 1)}
-    print(f"\n{name}: started in {found['start_seconds']} s", flush=True)
+    found: dict[str, Any] = {"model": name, "kv_cache_dtype": kv_cache_dtype}
+    found["start_seconds"] = round(time.perf_counter() - began, 1)
+    print(f"\n{name}, KV {kv_cache_dtype}: started in {found['start_seconds']} s", flush=True)
     for row in accounts(started):
         predicted, measured = row.predicted_bytes / GIB, row.measured_bytes / GIB
         print(f"  {row.name:24} predicted {predicted:8.3f} GiB, measured {measured:8.3f}")
@@ -94,7 +116,7 @@ def measure(name: str, case: Case, given: argparse.Namespace, roof: float) -> di
 def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float) -> dict[str, Any]:
     timings: list[Timing] = []
     for run in range(runs):
-        described = WORKLOADS[workload]
+        described = ALL_WORKLOADS[workload]
         if workload == "serve":
             described = replace(described, requests=case.serve)
         if workload == "turns" and case.turns is not None:
@@ -104,11 +126,14 @@ def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float)
         timings += [run_round(started.engine, requests) for requests in rounds]
     if workload == "turns":
         return _turns(timings)
+    if workload == "prefill":
+        return _prefill(timings)
     rates = [t.output_rate for t in timings]
     steps = [1 / statistics.median(t.between_tokens) for t in timings]
     shares = [t.bytes_per_second / roof for t in timings]
     result = {
         "output_tokens_per_second": round(statistics.median(rates), 1),
+        "rate": statistics.median(rates),
         "runs": [round(r, 1) for r in rates],
         "seconds": round(statistics.median(t.seconds for t in timings), 3),
         "roof_share": round(statistics.median(shares), 3),
@@ -118,6 +143,17 @@ def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float)
         "preemptions": started.engine.scheduler.preemptions,
     }
     print(f"  {workload}: {result}", flush=True)
+    return result
+
+
+def _prefill(timings: list[Timing]) -> dict[str, Any]:
+    rate = statistics.median(t.input_tokens / t.seconds for t in timings)
+    result = {
+        "input_tokens_per_second": round(rate, 1),
+        "rate": rate,
+        "seconds": round(statistics.median(t.seconds for t in timings), 3),
+    }
+    print(f"  prefill: {result}", flush=True)
     return result
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from bench.gpu_checks import hopper
 from bench.gpu_checks.attention import (
     ARENA_BYTES,
     DEVICE,
@@ -28,6 +29,8 @@ from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decod
 from bench.gpu_checks.engine import forced_logits
 from bench.spike.measure import microseconds
 from tests.running.small_models import CONFIGS
+from windowpane.attention.decoded_past import TOGETHER_BYTES
+from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.triton.decode import CODED_TUNINGS, Tuning
 from windowpane.attention.triton.widen import plan_past, widen
 from windowpane.kv.formats import FORMATS
@@ -82,9 +85,17 @@ def _decode(layer: Layer, dtype: torch.dtype) -> str:
 
 
 def _prefill(layer: Layer, dtype: torch.dtype) -> str:
+    """Small chunks by the plain kernel; where Hopper kernels take large ones, those too."""
     chunks = [(n % 700 + 1, n % 700 + 1) for n in range(0, 170 * len(LENGTHS), 170)]
     paged = make_pages(layer, LENGTHS, DEVICE, dtype, room_tokens=2048, arena_bytes=ARENA_BYTES)
-    return _judge(*run_prefill(paged, chunks))
+    told = _judge(*run_prefill(paged, chunks))
+    heads = hopper.heads_of(layer)
+    if not (hopper.is_hopper() and heads.has_kernel):
+        return told
+    lengths, chunks = [0, 37, 5003], [(heads.least_queries + 77,) * 2, (5, 5), (heads.least_queries + 200,) * 2]
+    paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=2 * heads.least_queries, arena_bytes=ARENA_BYTES)
+    scratch = PrefillScratch([heads], 5003 + 2 * heads.least_queries, torch.device(DEVICE))
+    return f"{told}; hopper {_judge(*run_prefill(paged, chunks, scratch))}"
 
 
 def _model(name: str, fmt: str) -> str:
@@ -163,11 +174,12 @@ def _step(layer: Layer, fmt: str | None, sequences: int, past: int, arena: torch
 def _widening(layer: Layer, past: int, arena: torch.Tensor) -> Callable[[], None]:
     bare = Bare.make(layer, 1, past + 1, arena)
     segments = np.array([(0, past, past + 8192, 0, 0, 8192)], dtype=np.int32)
-    plan = plan_past(segments, bare.view, torch.bfloat16, None, torch.device(DEVICE))[0]
+    plan = plan_past(segments, bare.view, torch.bfloat16, None, torch.device(DEVICE), TOGETHER_BYTES)[0]
     on_device = torch.from_numpy(segments).to(DEVICE)
+    decoded = torch.empty(TOGETHER_BYTES, dtype=torch.uint8, device=DEVICE)
 
     def step() -> None:
-        widen(arena, bare.view, bare.table, on_device, plan, torch.bfloat16, None)
+        widen(arena, bare.view, bare.table, on_device, plan, decoded, torch.bfloat16, None)
 
     return step
 

@@ -89,13 +89,13 @@ def checks() -> list[Check]:
     ]
 
 
-def _heads(layer: Layer) -> Heads:
+def heads_of(layer: Layer) -> Heads:
     return Heads(layer.kv_heads, layer.query_heads, layer.dim, layer.rotary > 0, layer.window_tokens is not None)
 
 
 def _prefill(layer: Layer) -> str:
     """Lengths around pages, tiles and windows; chunks at, above and below what a Hopper kernel takes."""
-    least = _heads(layer).least_queries
+    least = heads_of(layer).least_queries
     cases = [
         (0, least + 77, least + 77),
         (100, least, least),
@@ -111,7 +111,7 @@ def _prefill(layer: Layer) -> str:
     lengths, chunks = [c[0] for c in cases], [c[1:] for c in cases]
     paged = make_pages(layer, lengths, DEVICE, torch.bfloat16, room_tokens=2 * least, arena_bytes=ARENA_BYTES)
     scratch = _scratch(layer, max(lengths) + 2 * least)
-    for x in (scratch.edges(_heads(layer)), *([scratch.rotated(_heads(layer))] if layer.rotary else [])):
+    for x in (scratch.edges(heads_of(layer)), *([scratch.rotated(heads_of(layer))] if layer.rotary else [])):
         x.fill_(float("nan"))
     return judge(*run_prefill(paged, chunks, scratch))
 
@@ -151,9 +151,9 @@ def _chunk_logits(
 
 
 def _scratch(layer: Layer, max_model_len: int) -> PrefillScratch:
-    if not _heads(layer).has_kernel:
+    if not heads_of(layer).has_kernel:
         raise AssertionError(f"{layer} has no Hopper kernel: nothing would be checked")
-    return PrefillScratch([_heads(layer)], max_model_len, torch.device(DEVICE))
+    return PrefillScratch([heads_of(layer)], max_model_len, torch.device(DEVICE))
 
 
 def timings(words: Sequence[str] = ()) -> None:
