@@ -53,7 +53,9 @@ BASELINE = "float32"
 FORMATS = (
     "bfloat16", "int8_per_token_head", "fp8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head",
 )  # fmt: skip
-BY_GROUP = ("full=int4_per_token_head", "window=int4_per_token_head")
+BY_GROUP = (
+    "full=int4_per_token_head", "window=int4_per_token_head", "full=int4_per_token_head,window=int8_per_token_head",
+)  # fmt: skip
 KEPT = Path(quality.__file__).with_name(quality.FIGURES)
 Score = tuple[float, float]  # mean negative log-likelihood and divergence of a context's scored tokens
 
@@ -93,7 +95,7 @@ class Scorer:
             formats = resolve_formats(kv_cache_dtype, group_caches(self.spec.caches), "float32")
             layout = plan_layout(list(self.spec.caches), formats, "float32")
             pages = KVPages(layout, 1, 1, CONTEXT_TOKENS, CPU)
-            settle_scales(self.model, pages, self._known, CONTEXT_TOKENS)
+            settle_scales(self.model, pages, self._known)
             self._pages[kv_cache_dtype] = pages
         return self._pages[kv_cache_dtype]
 

@@ -53,7 +53,7 @@ class CudaRunner:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
-        settle_scales(decoder, self.pages, calibration or Calibration(), max_model_len)
+        settle_scales(decoder, self.pages, calibration or Calibration())
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables(self.pages.table_shapes, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -53,7 +53,7 @@ class Runner:
         self.weights_bytes = sum(t.nbytes for t in weights.values())
         self.model = Decoder(read_recipe(spec), weights)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
-        settle_scales(self.model, self.pages, calibration or Calibration(), max_model_len)
+        settle_scales(self.model, self.pages, calibration or Calibration())
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)

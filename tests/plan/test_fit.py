@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from windowpane.attention.decoded_past import TOGETHER_BYTES
 from windowpane.config import ConfigError, EngineConfig
 from windowpane.models import load
+from windowpane.plan import quality
 from windowpane.plan.planner import Plan, PlanError, make_plan
 from windowpane.plan.quality import Fit, loss
 
@@ -66,3 +70,25 @@ def test_flags_that_contradict_or_cannot_be_read() -> None:
         with pytest.raises(ConfigError, match="--fit"):
             Fit.parse(text)
     assert Fit.parse("16×128K") == Fit(16, 131072)
+
+
+def test_scratch_for_a_decoded_past_is_part_of_the_plan() -> None:
+    """One layer's longest past in bfloat16: of Gemma 4 31B the latents', four heads of 512 dims."""
+    spec = load("gemma-4-31b")
+    plain, coded = (
+        make_plan(spec, EngineConfig(kv_cache_dtype=name, max_model_len=131072), gpu="h200").budget
+        for name in ("auto", "int8_per_token_head")
+    )
+    assert plain is not None and coded is not None
+    assert coded.activation_bytes - plain.activation_bytes == 131072 * 4 * 512 * 2
+    windows = make_plan(spec, EngineConfig(kv_cache_dtype="full=auto,window=int8_per_token_head"), gpu="h200").budget
+    assert windows is not None and windows.activation_bytes - plain.activation_bytes >= TOGETHER_BYTES
+
+
+def test_the_quality_table_of_the_documentation_is_what_was_measured() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "kv-formats.md").read_text("utf-8")
+    measured = json.loads(Path(quality.__file__).with_name(quality.FIGURES).read_text("utf-8"))
+    for name, found in measured["formats"].items():
+        change, error, divergence = (found[key] for key in ("perplexity_change", "standard_error", "divergence"))
+        assert f"| `{name}` | {change:+.2%} ± {error:.2%} | {divergence:.3%} |" in document
+    assert f"{measured['contexts']} contexts" in document and f"{measured['scored_tokens']:,} tokens" in document

@@ -84,6 +84,20 @@ def test_a_format_changes_logits_as_little_as_it_promises(name, kv_cache_dtype):
     assert 1e-4 < change < most
 
 
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("kv_cache_dtype", CODED)
+def test_a_prompt_resumes_in_coded_tails(name, kv_cache_dtype):
+    """Tails of restore points within one chunk are written beside what the chunk itself keeps."""
+    stem = prompt(1, 70)
+    prompts = [stem + prompt(2, 30), stem + prompt(3, 25)]
+    keeping = Knobs(block_tokens=16, keep=True, one_by_one=True, message_ends=(20, 70), kv_cache_dtype=kv_cache_dtype)
+    run = generate(name, prompts, 1, keeping)
+    assert [request.cached_tokens for request in run.requests] == [0, 70]
+    without = generate(name, prompts[1:], 1, Knobs(kv_cache_dtype=kv_cache_dtype))
+    difference = float((run.logits[1][0] - without.logits[0][0]).abs().max())
+    assert difference <= FLIP_SHARE * effect(name, kv_cache_dtype)
+
+
 def layout_of(name: str, kv_cache_dtype: str) -> Layout:
     caches = list(spec_of(name).caches)
     return plan_layout(caches, resolve_formats(kv_cache_dtype, group_caches(caches), "float32"), "float32")
@@ -138,14 +152,11 @@ def test_a_balance_evens_out_what_keys_have_and_queries_lack(monkeypatch):
 
 
 def test_the_warm_up_text_is_what_the_balance_is_made_of():
-    spec = spec_of("gemma3")
-    layout = plan_layout(
-        list(spec.caches), resolve_formats("int8_per_token_head", group_caches(spec.caches), "float32")
-    )
     found = []
     for tokens in ((), (), range(2, 60)):
-        pages = KVPages(layout, 4, 2, 64, torch.device("cpu"))
-        settle_scales(Decoder(read_recipe(spec), weights_of("gemma3")), pages, Calibration(tokens=list(tokens)), 64)
+        pages = pages_of("gemma3", "int8_per_token_head")
+        model = Decoder(read_recipe(spec_of("gemma3")), weights_of("gemma3"))
+        settle_scales(model, pages, Calibration(tokens=list(tokens)))
         found.append(pages.layers[0].balance)
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert torch.allclose(found[0][0] * found[0][1], torch.ones_like(found[0][0])), "scores must not change"

@@ -19,7 +19,7 @@ from windowpane.modeling.decoder import Decoder
 
 KVScales = Mapping[int, tuple[float, float]]  # of K and V, by layer
 
-WARM_UP_TOKENS = 1024  # at most
+WARM_UP_TOKENS = 512  # where there is no text
 ASKING_EVERY = 8  # tokens: the last layer's queries count too, and more logits would cost memory
 
 
@@ -37,8 +37,8 @@ def warm_up_text() -> str:
 
 
 @torch.inference_mode()
-def settle_scales(model: Decoder, pages: KVPages, known: Calibration, max_model_len: int) -> None:
-    """Give every layer that needs them its scales or balance.
+def settle_scales(model: Decoder, pages: KVPages, known: Calibration) -> None:
+    """Give every layer that needs them its scales or balance, the same whatever else the engine is set to.
 
     A latent is V before anything else is done to it, so V's scale is its own. The warm-up pass runs one chunk. Without
     text, its tokens come from all over the vocabulary: magnitudes of K and V hang on the weights (norms above all) more
@@ -52,17 +52,17 @@ def settle_scales(model: Decoder, pages: KVPages, known: Calibration, max_model_
             del waiting[index]
     if not waiting:
         return
-    model.forward(_warm_up_step(model, known.tokens, min(WARM_UP_TOKENS, max_model_len)), pages)
+    model.forward(_warm_up_step(model, known.tokens), pages)
     for layer in waiting.values():
         layer.end_warm_up()
 
 
-def _warm_up_step(model: Decoder, tokens: Sequence[int], most_tokens: int) -> Step:
+def _warm_up_step(model: Decoder, tokens: Sequence[int]) -> Step:
     vocabulary, device = len(model.embedding), model.embedding.device
     if tokens:
-        ids = torch.tensor(tokens[:most_tokens])
+        ids = torch.tensor(tokens)
     else:
-        ids = torch.randint(0, vocabulary, (most_tokens,), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(0, vocabulary, (WARM_UP_TOKENS,), generator=torch.Generator().manual_seed(0))
     count, nobody = len(ids), np.zeros(0, dtype=np.int64)
     positions = torch.arange(count, device=device)
     return Step(ids.to(device), positions, (Segment(0, 0, count, 0),), positions[::ASKING_EVERY], nobody, nobody)
