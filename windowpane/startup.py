@@ -92,6 +92,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     device = resolve_device(options.device)
     config = _resolve_config(config, flags, device)
     plan = resolve_plan(spec, config, device, options.dtype)
+    config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
     dtype = getattr(torch, plan.sizing.compute_dtype)
     with _progress(console, "making weights" if options.load_format == "dummy" else "loading weights") as progress:

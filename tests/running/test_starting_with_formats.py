@@ -103,6 +103,20 @@ def test_the_engine_starts_and_answers(tmp_path, choice):
     assert len(request.output) == 4
 
 
+def test_fit_makes_room_and_slots_for_what_it_names(tmp_path):
+    flags = {"kv_cache_memory_bytes": 2**19, "max_num_seqs": 2, "block_tokens": 16, "slab_bytes": 2**15}
+    started = start(saved(tmp_path, "gemma3", {}), {**flags, "fit": "4x256"})
+    assert {g.kv_format.name for g in started.plan.sizing.layout.groups} != {"float32"}
+    assert started.engine.manager.tables[0].entries.shape[0] == 4 and started.plan.max_model_len == 256
+    requests = [Request(str(i), np.arange(5, 250), SamplingParams(max_tokens=4, temperature=0)) for i in range(4)]
+    for request in requests:
+        started.engine.add(request)
+    started.engine.step()
+    while started.engine.has_work:
+        started.engine.step()
+    assert started.engine.scheduler.preemptions == 0
+
+
 def test_a_conflicting_scheme_is_refused_with_the_planners_words():
     spec = load("gemma-4-31b-awq-4bit")
     scheme = replace(spec, quantization=replace(spec.quantization, kv_cache_scheme="fp8_e4m3"))

@@ -178,7 +178,8 @@ class LayerPages:
         self.layer_scales: list[float] | None = None
         self.balance: torch.Tensor | None = None  # float32 [queries and keys, KV heads, dim]
         self._largest = [0.0] * len(self._dims)
-        self._squares = [torch.zeros(shape[0], self._dims[0], device=pages.device) for _ in range(2)]  # queries, keys
+        self._kv_heads = piece.cache.kv_heads
+        self._squares = [torch.zeros(self._kv_heads, self._dims[0])] * 2  # of queries and keys, in a warm-up pass
 
     @property
     def group(self) -> int:
@@ -283,10 +284,9 @@ class LayerPages:
         """Queries or keys [rows, heads, dim] into their basis; query heads share their KV head's balance."""
         if self.basis is None:
             return x
-        kv_heads = len(self._squares[0])
-        heads = x.float().reshape(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[2])
+        heads = x.float().reshape(len(x), self._kv_heads, x.shape[1] // self._kv_heads, x.shape[2])
         if self.balance is None:
-            self._squares[side] += F.normalize(heads, dim=-1).square().mean((0, 2))
+            self._squares[side] = self._squares[side] + F.normalize(heads, dim=-1).square().mean((0, 2)).cpu()
             return x
         turned = heads * self.balance[side, :, None] @ self.basis
         return turned.view(x.shape).to(x.dtype)
@@ -310,7 +310,7 @@ class LayerPages:
     def end_warm_up(self) -> None:
         """Settle the layer's scales or balance by what was seen. They never change again: pages hang on them."""
         if self.basis is not None:
-            self.balance = codecs.balance_for(*self._squares)
+            self.balance = codecs.balance_for(*self._squares).to(self._pages.device)
         else:
             self.layer_scales = [codecs.layer_scale_for(self.kv_format, largest) for largest in self._largest]
 
