@@ -108,10 +108,9 @@ def test_fit_makes_room_and_slots_for_what_it_names(tmp_path):
     started = start(saved(tmp_path, "gemma3", {}), {**flags, "fit": "4x256"})
     assert {g.kv_format.name for g in started.plan.sizing.layout.groups} != {"float32"}
     assert started.engine.manager.tables[0].entries.shape[0] == 4 and started.plan.max_model_len == 256
-    requests = [Request(str(i), np.arange(5, 250), SamplingParams(max_tokens=4, temperature=0)) for i in range(4)]
-    for request in requests:
-        started.engine.add(request)
-    started.engine.step()
+    for index in range(4):
+        tokens = np.arange(5, 250) % CONFIGS["gemma3"]["vocab_size"]
+        started.engine.add(Request(str(index), tokens, SamplingParams(max_tokens=4, temperature=0)))
     while started.engine.has_work:
         started.engine.step()
     assert started.engine.scheduler.preemptions == 0
