@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from windowpane.attention.pages import KVPages, LayerPages
-from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.reference import attend_decoding
 from windowpane.attention.step import Queries, Segment, Step
 from windowpane.modeling.cpu import ops_for
 from windowpane.modeling.ops import ACTIVATIONS, Ops
@@ -228,7 +228,9 @@ class _Layer:
             parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
         positions = torch.arange(past_from, segment.stop, device=queries.device)
         keys, values = self._keys_and_values(parts, positions)
-        return attend(queries, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale)
+        return self.ops.attend_chunk(
+            queries, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale
+        )
 
     def _attend_decoding(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         recipe, step = self.recipe, state.step

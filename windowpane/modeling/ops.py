@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from windowpane.attention.pages import LayerPages
-from windowpane.attention.reference import attend_decoding
+from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.step import Step
 from windowpane.modeling.quantized import Weight, linear
 from windowpane.modeling.rope import rotate
@@ -62,6 +62,19 @@ class Ops:
         past, _, counts = stored.decoding_past(step, window_tokens)
         past_keys, past_values = (x.to(queries.dtype) for x in past)
         return attend_decoding(queries, past_keys, past_values, counts, keys, values, scale)
+
+    def attend_chunk(
+        self,
+        queries: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        first_key: int,
+        window_tokens: int | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Tokens of one chunk over their past and each other; see `attend`."""
+        return attend(queries, positions, keys, values, first_key, window_tokens, scale)
 
     def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
         stored.write_decoding(step, rows)
