@@ -13,7 +13,7 @@ import torch
 
 from windowpane.attention.pages import LayerPages
 from windowpane.attention.step import Step
-from windowpane.modeling.ops import Angles, Ops
+from windowpane.modeling.ops import Angles, DecodingLayer, LayerParts, Ops
 from windowpane.modeling.quantized import Weight
 from windowpane.native import build
 
@@ -21,6 +21,9 @@ from windowpane.native import build
 # not.
 FEW_ROWS = range(2, 49)
 PART_TOKENS = 256  # PART in decoding.c
+# Rows of an MLP at a time: what lies between its products then stays in a cache, and is small enough for the allocator
+# to hand out the same memory again instead of fresh pages.
+MLP_ROWS = 1024
 MOST_GROUPED_HEADS = 60  # ROWS in chunks.c, at the least
 ALIGNED_FLOATS = 16  # widths that kernels take are multiples of it, those of heads of twice as many
 
@@ -59,8 +62,35 @@ class _Attention(ctypes.Structure):
     )
 
 
+_LAYER_TENSORS = (
+    *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias"),
+    *("post_attention_norm", "pre_mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "post_mlp_norm"),
+)
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` in layer.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (*_LAYER_TENSORS, "keys", "values")),
+        *((name, c_int64) for name in ("hidden", "query_heads", "kv_heads", "dim", "mlp", "block_tokens")),
+        *((name, c_int64) for name in ("row_floats", "sandwich", "head_norms", "v_norm", "is_gelu")),
+        *((name, c_float) for name in ("eps", "scale", "scalar")),
+    )
+
+
+class _Tokens(ctypes.Structure):
+    """`Tokens` in layer.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("offsets", "starts", "stops", "to_offsets", "to_rows", "cos", "sin")),
+        *((name, c_int64) for name in ("sequences", "blocks", "parts")),
+    )
+
+
 class CpuOps(Ops):
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
         product = [c_void_p, c_long, *[c_void_p] * 4, *[c_long] * 3, c_int]
         self._few = _function(library, "product_of_few", *product)
         self._many = _function(library, "product_of_many", *product)
@@ -155,6 +185,18 @@ class CpuOps(Ops):
         self._gated(gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu, _threads(out.numel()))
         return out
 
+    def mlp(
+        self,
+        x: torch.Tensor,
+        gate_up: tuple[Weight, torch.Tensor | None],
+        down: tuple[Weight, torch.Tensor | None],
+        activation: str,
+    ) -> torch.Tensor:
+        if len(x) <= MLP_ROWS:
+            return super().mlp(x, gate_up, down, activation)
+        plain = super().mlp
+        return torch.cat([plain(rows, gate_up, down, activation) for rows in torch.split(x, MLP_ROWS)])
+
     def attend_decoding(
         self,
         stored: LayerPages,
@@ -196,6 +238,15 @@ class CpuOps(Ops):
         )
         self._attend(ctypes.byref(asked), torch.get_num_threads())
         return out
+
+    def decoding_layer(self, parts: LayerParts, stored: LayerPages) -> DecodingLayer | None:
+        widths = (parts.input_norm.shape[0], parts.down.shape[1])
+        aligned = parts.head_dim % (2 * ALIGNED_FLOATS) == 0 and not any(width % ALIGNED_FLOATS for width in widths)
+        weights = (parts.qkv, parts.out, parts.gate_up, parts.down)
+        plain = all(isinstance(w, torch.Tensor) and w.is_contiguous() for w in weights)
+        if not aligned or not plain or not _holds_plain_pairs(stored) or not stored.keeps_every_token:
+            return None
+        return _DecodingLayer(self._library, parts, stored)
 
     def attend_chunk(
         self,
@@ -260,6 +311,68 @@ class CpuOps(Ops):
                 stored.block_tokens,
                 stored.row_elements(part),
             )
+
+
+class _DecodingLayer:
+    """A layer's addresses, gathered once."""
+
+    def __init__(self, library: ctypes.CDLL, parts: LayerParts, stored: LayerPages) -> None:
+        self._run = _function(
+            library, "decode_layer", ctypes.POINTER(_Layer), ctypes.POINTER(_Tokens), c_void_p, c_void_p, c_int
+        )
+        scratch_floats = library.layer_scratch_floats
+        scratch_floats.argtypes, scratch_floats.restype = (ctypes.POINTER(_Layer), c_long), c_long
+        self._scratch_floats = scratch_floats
+        self._stored, self._window_tokens = stored, parts.window_tokens
+        self._parts = parts  # so that what lies at these addresses stays there
+        addresses = {name: _address(getattr(parts, name)) for name in _LAYER_TENSORS}
+        self._layer = _Layer(
+            **addresses,
+            keys=stored.address(0),
+            values=stored.address(1),
+            hidden=parts.input_norm.shape[0],
+            query_heads=parts.query_heads,
+            kv_heads=parts.kv_heads,
+            dim=parts.head_dim,
+            mlp=parts.down.shape[1],
+            block_tokens=stored.block_tokens,
+            row_floats=stored.row_elements(0),
+            sandwich=parts.post_mlp_norm is not None,
+            head_norms=parts.head_norms,
+            v_norm=parts.v_norm,
+            is_gelu=parts.activation == "gelu_pytorch_tanh",
+            eps=parts.eps,
+            scale=parts.scale,
+            scalar=1.0 if parts.scalar is None else float(parts.scalar),
+        )
+
+    def __call__(self, hidden: torch.Tensor, step: Step, angles: Angles | None) -> torch.Tensor:
+        reads = self._stored.decoding_reads(step, self._window_tokens)
+        to_offsets, to_rows = self._stored.decoding_writes(step)
+        sequences, parts = len(hidden), max(1, -(-reads.most_tokens // PART_TOKENS))
+        cos, sin = angles or (None, None)
+        tokens = _Tokens(
+            reads.offsets.data_ptr(),
+            reads.starts.data_ptr(),
+            reads.stops.data_ptr(),
+            to_offsets.data_ptr(),
+            to_rows.data_ptr(),
+            _address(cos),
+            _address(sin),
+            sequences,
+            reads.shape[1],
+            parts,
+        )
+        scratch = hidden.new_empty(sequences * self._scratch_floats(ctypes.byref(self._layer), parts))
+        out = hidden.contiguous().clone()
+        self._run(
+            ctypes.byref(self._layer),
+            ctypes.byref(tokens),
+            out.data_ptr(),
+            scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
 
 
 def _holds_plain_pairs(stored: LayerPages) -> bool:

@@ -16,7 +16,7 @@ from windowpane.attention.pages import KVPages, LayerPages
 from windowpane.attention.reference import attend_decoding
 from windowpane.attention.step import Queries, Segment, Step
 from windowpane.modeling.cpu import ops_for
-from windowpane.modeling.ops import ACTIVATIONS, Ops
+from windowpane.modeling.ops import ACTIVATIONS, Angles, DecodingLayer, LayerParts, Ops
 from windowpane.modeling.quantized import PackedWeight, Weight, stack
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
@@ -35,7 +35,7 @@ class _Pass:
     query_positions: torch.Tensor
     narrowed: bool = False
     present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    angles: dict[Rope, Angles] = field(default_factory=dict)
 
 
 class Decoder:
@@ -129,8 +129,11 @@ class _Layer:
             self.per_layer_gate, _ = take.linear(f"{at}per_layer_input_gate")
             self.per_layer_out, _ = take.linear(f"{at}per_layer_projection")
             self.per_layer_norm = take.norm(f"{at}post_per_layer_input_norm")
+        self._at_once: tuple[LayerPages, DecodingLayer | None] | None = None
 
     def __call__(self, hidden: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None) -> torch.Tensor:
+        if not state.step.segments and (at_once := self._decoding_layer(state.pages)) is not None:
+            return at_once(hidden, state.step, self._angles(state))
         normed = self.ops.norm(hidden, self.input_norm, self.model.norm_eps)
         if self.recipe.index == self.model.last_kv_owner and len(state.step.wanted) < len(hidden):
             present = self._store_form(self.ops.linear(normed, *self._kv_weights()), state)
@@ -168,8 +171,8 @@ class _Layer:
         return hidden if self.scalar is None else hidden * self.scalar
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.ops.gated(self.ops.linear(x, self.gate_up, self.gate_up_bias), self.model.activation)
-        return self.ops.linear(gated, self.down, self.down_bias)
+        gate_up, down = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
+        return self.ops.mlp(x, gate_up, down, self.model.activation)
 
     def _narrow(self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """From here on only wanted rows go on."""
@@ -263,11 +266,52 @@ class _Layer:
 
     def _turned_heads(self, x: torch.Tensor, weight: torch.Tensor | None, state: _Pass) -> torch.Tensor:
         """Norm heads of this step's rows, once narrowed of those that still ask, and turn them by their positions."""
+        eps = self.model.norm_eps if self.model.qk_norm else None
+        return self.ops.heads(x, weight, eps, self._angles(state))
+
+    def _angles(self, state: _Pass) -> Angles | None:
         rope = self.recipe.rope
         if rope.kind is not None and rope not in state.angles:
             state.angles[rope] = self._ropes.at(rope, state.query_positions)
-        eps = self.model.norm_eps if self.model.qk_norm else None
-        return self.ops.heads(x, weight, eps, state.angles.get(rope))
+        return state.angles.get(rope)
+
+    def _decoding_layer(self, pages: KVPages) -> DecodingLayer | None:
+        """The layer in one call, where it is a plain one and there is such a call."""
+        if not self.owns_kv or self.is_shared or self.recipe.latent or self.model.per_layer_width:
+            return None
+        stored = pages.layers[self.recipe.index]
+        if self._at_once is None or self._at_once[0] is not stored:
+            self._at_once = stored, self.ops.decoding_layer(self._parts(), stored)
+        return self._at_once[1]
+
+    def _parts(self) -> LayerParts:
+        model, recipe = self.model, self.recipe
+        return LayerParts(
+            input_norm=self.input_norm,
+            qkv=self.qkv,
+            qkv_bias=self.qkv_bias,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            out=self.out,
+            out_bias=self.out_bias,
+            post_attention_norm=self.post_attention_norm,
+            pre_mlp_norm=self.pre_mlp_norm if model.sandwich else None,
+            gate_up=self.gate_up,
+            gate_up_bias=self.gate_up_bias,
+            down=self.down,
+            down_bias=self.down_bias,
+            post_mlp_norm=self.post_mlp_norm if model.sandwich else None,
+            scalar=self.scalar,
+            query_heads=recipe.query_heads,
+            kv_heads=recipe.kv_heads,
+            head_dim=recipe.head_dim,
+            window_tokens=recipe.window_tokens,
+            head_norms=model.qk_norm,
+            v_norm=model.v_norm,
+            activation=model.activation,
+            eps=model.norm_eps,
+            scale=recipe.scale,
+        )
 
 
 def _write(ops: Ops, layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-#include "vectors.h"
+#include "kernels.h"
 
 /* -- attention of decoding tokens, straight from pages --------------------------------------------------------------
  *
@@ -9,18 +9,6 @@
 
 #define PART 256
 #define MOST_HEADS 4 /* query heads of one KV head that are taken together */
-
-typedef struct {
-    const char *keys, *values;      /* the arena, at this layer's K and V of the page at offset 0 */
-    const int64_t *offsets;         /* [sequences, blocks] of pages, in units of 256 bytes */
-    const int64_t *starts, *stops;  /* [sequences]: past positions that count */
-    const float *queries;           /* [sequences, query heads, dim] */
-    const float *now_keys, *now_values; /* [sequences, KV heads, dim] */
-    float *partial;                 /* [sequences, KV heads, parts, query heads of a KV head, dim + 16] */
-    float *out;                     /* as queries */
-    int64_t sequences, blocks, parts, block_tokens, query_heads, kv_heads, dim, row_floats;
-    float scale;
-} Attention;
 
 INLINE void scores_of(const float *q, const float *const *keys, long dim, float scale, float *scores, const int G,
                       const int T) {

@@ -1,4 +1,4 @@
-#include "vectors.h"
+#include "kernels.h"
 
 /* -- norms, rotation, activations: one pass over each row ---------------------------------------------------------- */
 

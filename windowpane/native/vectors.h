@@ -9,6 +9,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -27,9 +30,13 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define STORE(p, v) (*(vec *)(p) = (v))
 
 INLINE float sum(vec v) {
+#if defined(__aarch64__)
+    return vaddvq_f32(v);
+#else
     float total = 0;
     UNROLL for (int i = 0; i < LANES; i++) total += v[i];
     return total;
+#endif
 }
 
 INLINE vec choose(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
