@@ -63,6 +63,25 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return replace(self, units=self.units[start:stop], scales=self.scales[of_scales], zeros=zeros)
 
+    def some_inputs(self, inputs: range) -> PackedWeight:
+        """Some consecutive inputs: whole groups."""
+        if self.order is not None or any(edge % (self.group_inputs or 1) for edge in (inputs.start, inputs.stop)):
+            raise IndexError(f"inputs {inputs.start} to {inputs.stop} cut through groups of {self.group_inputs}")
+        tiles = self._tiles()
+        units = [pack_units(unpack_units(self.units[t])[:, inputs.start : inputs.stop], self.kind) for t in tiles]
+        scales, zeros = self.scales, self.zeros
+        if self.group_inputs is not None:
+            groups = slice(inputs.start // self.group_inputs, inputs.stop // self.group_inputs)
+            scales = scales[:, groups]
+            if zeros is not None:
+                zeros = pack_zeros(unpack_zeros(zeros, self.scales.shape[1])[:, groups])
+        return replace(self, inputs=len(inputs), units=torch.cat(units), scales=scales, zeros=zeros)
+
+    def copy(self) -> PackedWeight:
+        """In memory of its own: a part no longer keeps the whole."""
+        zeros, order = (None if t is None else t.clone() for t in (self.zeros, self.order))
+        return replace(self, units=self.units.clone(), scales=self.scales.clone(), zeros=zeros, order=order)
+
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.units), self.inputs
