@@ -319,7 +319,7 @@ def unpack_units(units: torch.Tensor) -> torch.Tensor:
 
 def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
     """uint8 [outputs, groups], 0 to 15, as words of eight."""
-    padded = F.pad(zeros, (0, -zeros.shape[1] % 8))
+    padded = F.pad(zeros, (0, -zeros.shape[1] % 8)).contiguous()  # some schemes store them the other way around
     return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
 
 
