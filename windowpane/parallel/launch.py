@@ -55,7 +55,7 @@ class Workers:
         self._listeners: list[Callable[[RanksLost], None]] = []
         self._answers: list[deque[Answer]] = []
         self._refused = False  # a rank said what its user can do about it
-        self._closing = False
+        self._ending = False  # they are being ended, for whatever reason, or have been
         self._changed = threading.Condition(threading.RLock())
         held_by_ranks, self._lifeline = os.pipe()  # ranks wait for its end, which comes with this process's
         self._pipes: list[Connection] = []
@@ -119,14 +119,16 @@ class Workers:
         wait in vain.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.lost is not None, EXPLAIN_S)
+            self._changed.wait_for(lambda: self._ending, EXPLAIN_S)
         self._lose(f"rank 0 failed: {type(error).__name__}: {error}")
-        return self.lost or RanksLost("the ranks were ended")
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost is not None, 2 * LEAVE_S)  # while another thread ends them
+            return self.lost or RanksLost("the ranks were ended")
 
     def close(self) -> None:
         """End all ranks; returns when they are gone. May be called again."""
         with self._changed:
-            self._closing = True
+            self._ending = True
         self._end()
 
     # -- processes -------------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class Workers:
                     self._gone(rank)
                     continue
                 if isinstance(answer, Failed):
-                    self._refused = answer.expected
+                    self._refused = answer.expected and not self._ending
                     self._lose(f"rank {rank}: {answer.message}")
                     continue
                 with self._changed:
@@ -177,20 +179,23 @@ class Workers:
                     self._changed.notify_all()
 
     def _gone(self, rank: int) -> None:
-        if not self._closing and self.lost is None:
+        if not self._ending:
             self._lose(f"rank {rank} {_how_it_ended(self._processes[rank - 1])}")
 
     def _lose(self, reason: str) -> None:
-        """The first reason counts: what ranks say after it is about one another."""
+        """End all ranks, then tell. The first reason counts: what ranks say after it is about one another."""
         with self._changed:
-            if self.lost is not None or self._closing:
+            if self._ending:
                 return
-            self.lost = RanksLost(reason)
-            listeners = list(self._listeners)
+            self._ending = True
             self._changed.notify_all()
         self._end()
         if self._group is not None:
             self._group.abort()
+        with self._changed:
+            self.lost = RanksLost(reason)
+            listeners = list(self._listeners)
+            self._changed.notify_all()
         for listener in listeners:
             listener(self.lost)
 
