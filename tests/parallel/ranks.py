@@ -40,7 +40,7 @@ class Model:
             save_file(state, path / "model.safetensors")
         return cls(spec_of(name), path)
 
-    def job(self, layout: Layout, slabs: int, slots: int, length: int) -> RankJob:
+    def job(self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False) -> RankJob:
         return RankJob(
             spec=self.spec,
             source=self.source,
@@ -52,7 +52,7 @@ class Model:
             num_slots=slots,
             max_model_len=length,
             batched_tokens=slots,
-            use_graphs=False,
+            use_graphs=use_graphs,
             need_bytes=0,
         )
 
@@ -75,11 +75,13 @@ class Model:
 
 
 def start_on(workers: Workers, job: RankJob) -> tuple[ParallelRunner, list[RankReport]]:
+    device = workers.devices[0]
     workers.send(Load(job))
-    weights = job.load(CPU, workers.group.place)
+    weights = job.load(device, workers.group.place)
     workers.answers(Loaded)
     workers.send(Start())
-    own = job.make_runner(weights, CPU, workers.group)
+    own = job.make_runner(weights, device, workers.group)
+    job.rehearse(own)
     return ParallelRunner(own, workers), [RankReport.of(own), *(ready.report for ready in workers.answers(Ready))]
 
 
