@@ -29,7 +29,7 @@ from windowpane.parallel.process_group import ProcessGroup, backend_for, host_st
 # How long a rank may take to end by itself before it is killed, and how long an error here waits to hear whether
 # another rank caused it.
 LEAVE_S = 2.0
-EXPLAIN_S = 2.0
+EXPLAIN_S = 1.0
 
 AnyAnswer = TypeVar("AnyAnswer", bound=Answer)
 
@@ -55,19 +55,18 @@ class Workers:
         self._listeners: list[Callable[[RanksLost], None]] = []
         self._answers: list[deque[Answer]] = []
         self._refused = False  # a rank said what its user can do about it
-        self._ending = False  # they are being ended, for whatever reason, or have been
+        self._ending: int | None = None  # the thread that is ending them, or has, for whatever reason
         self._changed = threading.Condition(threading.RLock())
         held_by_ranks, self._lifeline = os.pipe()  # ranks wait for its end, which comes with this process's
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            for _ in self.devices[1:]:
-                self._spawn(held_by_ranks)
-        finally:
-            os.close(held_by_ranks)
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._watcher.start()
-        try:
+            try:
+                for _ in self.devices[1:]:
+                    self._spawn(held_by_ranks)
+            finally:
+                os.close(held_by_ranks)
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
             self.answers(Awake)
             self._group = self._join()
         except BaseException:
@@ -119,17 +118,14 @@ class Workers:
         wait in vain.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ending, EXPLAIN_S)
+            self._changed.wait_for(lambda: self._ending is not None, EXPLAIN_S)
         self._lose(f"rank 0 failed: {type(error).__name__}: {error}")
-        with self._changed:
-            self._changed.wait_for(lambda: self.lost is not None, 2 * LEAVE_S)  # while another thread ends them
-            return self.lost or RanksLost("the ranks were ended")
+        assert self.lost is not None
+        return self.lost
 
     def close(self) -> None:
         """End all ranks; returns when they are gone. May be called again."""
-        with self._changed:
-            self._ending = True
-        self._end()
+        self._lose("the engine was closed", told=False)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -143,6 +139,7 @@ class Workers:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                stdout=2,  # answers are written to stdout, and by rank 0 alone
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
                 env=_environment(self.devices),
@@ -171,7 +168,7 @@ class Workers:
                     self._gone(rank)
                     continue
                 if isinstance(answer, Failed):
-                    self._refused = answer.expected and not self._ending
+                    self._refused = answer.expected and self._ending is None
                     self._lose(f"rank {rank}: {answer.message}")
                     continue
                 with self._changed:
@@ -179,15 +176,18 @@ class Workers:
                     self._changed.notify_all()
 
     def _gone(self, rank: int) -> None:
-        if not self._ending:
+        if self._ending is None:
             self._lose(f"rank {rank} {_how_it_ended(self._processes[rank - 1])}")
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, told: bool = True) -> None:
         """End all ranks, then tell. The first reason counts: what ranks say after it is about one another."""
         with self._changed:
-            if self._ending:
+            if self._ending is not None:
+                # Until another thread has ended them; this one may be back here from a finalizer.
+                this = threading.get_ident()
+                self._changed.wait_for(lambda: self.lost is not None or self._ending == this)
                 return
-            self._ending = True
+            self._ending = threading.get_ident()
             self._changed.notify_all()
         self._end()
         if self._group is not None:
@@ -196,15 +196,11 @@ class Workers:
             self.lost = RanksLost(reason)
             listeners = list(self._listeners)
             self._changed.notify_all()
-        for listener in listeners:
+        for listener in listeners if told else ():
             listener(self.lost)
 
     def _end(self) -> None:
-        with self._changed:
-            if self._lifeline < 0:
-                return
-            os.close(self._lifeline)  # each rank ends by this, whatever it is waiting for
-            self._lifeline = -1
+        os.close(self._lifeline)  # each rank ends by this, whatever it is waiting for
         deadline = time.monotonic() + LEAVE_S
         for process in self._processes:
             try:

@@ -137,7 +137,8 @@ class EngineLoop:
                 else:
                     self._step()
         except BaseException as error:
-            log.critical("the engine died", exc_info=error)
+            trace = None if isinstance(error, RanksLost) else error  # it says all there is to say
+            log.critical("the engine died: %s", error, exc_info=trace)
             self.error = error
         self._close()
 
