@@ -98,8 +98,10 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
         spec, source = find_model(model, options.load_format)
 
     from windowpane.engine import Engine
+    from windowpane.modeling.recipe import read_recipe
     from windowpane.sampler import Sampler
 
+    read_recipe(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     config = _resolve_config(config, flags, devices)
     plan = resolve_plan(spec, config, devices, options.dtype)
@@ -149,7 +151,7 @@ def _start_ranks(
         return None, runner, runner, (RankReport.of(runner),)
     import torch
 
-    from windowpane.parallel.launch import Workers, threads_per_rank
+    from windowpane.parallel.launch import RankRefused, Workers, threads_per_rank
     from windowpane.parallel.messages import Load, Ready
     from windowpane.parallel.runner import ParallelRunner
 
@@ -162,6 +164,8 @@ def _start_ranks(
         runner = _own_runner(job, devices[0], workers.group, console, workers)
         with busy(console, "waiting for all ranks"):
             others = [ready.report for ready in workers.answers(Ready)]
+    except RuntimeError as error:  # of another rank's end this one may hear in a collective first
+        raise RankRefused(str(workers.explain(error))) from error
     except BaseException:
         workers.close()
         raise

@@ -30,6 +30,7 @@ from windowpane.parallel.launch import RankRefused, RanksLost, Workers
 from windowpane.parallel.messages import Load, Loaded, Start
 from windowpane.scheduler import Batch, Chunk
 from windowpane.text.answer import RequestFailed
+from windowpane.weights import LoadedWeights
 
 PATIENCE_S = 10.0
 FLAGS = {"device": "cpu", "load_format": "dummy", "kv_cache_memory_bytes": 4 * 2**20, "max_num_seqs": 4}
@@ -105,6 +106,7 @@ class TestDying:
         assert not llm.engine.has_work and not runs(rank)
 
     def test_while_it_serves_ends_the_server(self, model: Path) -> None:
+        """At once, though nobody asks it anything."""
         with serving(str(model), *SMALL, "--tensor-parallel-size", "2") as server:
             assert server.url
             (rank,) = children(server.process.pid)
@@ -160,6 +162,19 @@ class TestStarting:
             LLM(tmp_path, tensor_parallel_size=2, **(FLAGS | {"load_format": "auto"}))
         assert children(os.getpid()) == ranks
         assert "Traceback" not in capfd.readouterr().err
+
+    def test_a_rank_that_dies_while_it_loads(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = children(os.getpid())
+
+        def deadly(self: RankJob, *_: object) -> LoadedWeights:
+            (rank,) = set(children(os.getpid())) - set(before)
+            os.kill(rank, signal.SIGKILL)
+            return load(self, *_)  # type: ignore[arg-type]
+
+        load = RankJob.load
+        monkeypatch.setattr(RankJob, "load", deadly)
+        with within(PATIENCE_S), pytest.raises(RankRefused, match="rank 1 was ended by SIGKILL"):
+            LLM(model, tensor_parallel_size=2, **FLAGS)
 
     def test_heads_that_do_not_divide_are_refused_by_the_plan(self, model: Path) -> None:
         with pytest.raises(ValueError, match="--tensor-parallel-size works with 1, 2"):

@@ -52,9 +52,12 @@ def _end_with_parent(lifeline: int, parent: int) -> None:
 
 
 def _tell(pipe: Connection, error: BaseException) -> None:
+    import torch
+
     from windowpane.parallel.messages import Failed
 
-    expected = isinstance(error, ValueError)  # as everywhere here: what a user can mend
+    # As everywhere here, a ValueError is what a user can mend; and so is memory that is not there.
+    expected = isinstance(error, ValueError | MemoryError | torch.OutOfMemoryError)
     if not expected:
         traceback.print_exception(error)
     with suppress(OSError):
