@@ -14,13 +14,14 @@ import traceback
 
 import torch
 
-from bench.gpu_checks import attention, engine, fused, hopper, quantized
+from bench.gpu_checks import attention, engine, fused, hopper, parallel, quantized
 
 
 def main() -> None:
     words = [w for w in sys.argv[1:] if not w.startswith("-")]
     torch.manual_seed(time.time_ns() % 2**31)
-    checks = [*attention.checks(), *hopper.checks(), *fused.checks(), *quantized.checks(), *engine.checks()]
+    modules = (attention, hopper, fused, quantized, engine, parallel)
+    checks = [check for module in modules for check in module.checks()]
     failed = []
     for name, check in checks:
         if words and not any(word in name for word in words):

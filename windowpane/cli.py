@@ -96,7 +96,7 @@ def _engine_flags(
         str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
     ] = "auto",
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Ranks; one device runs for now.", rich_help_panel=DEVICE)
+        int | None, typer.Option(help="Ranks: one process and one card each.", rich_help_panel=DEVICE)
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a card that may be used (0.9).", rich_help_panel=MEMORY)
@@ -330,12 +330,16 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: Any, max_tokens: i
 
 def _show(stream: Stream) -> None:
     """Print an answer as it comes; an interrupt ends the answer, not the program."""
+    from windowpane.text.answer import RequestFailed
+
     try:
         for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
         stream.close()
+    except RequestFailed as error:
+        raise UserError(error) from error
     sys.stdout.write("\n")
     sys.stdout.flush()
 

@@ -121,7 +121,7 @@ class Engine:
             return False
         running = self.scheduler.running
         chunks = [c for c in batch.chunks if c.samples]
-        slots = np.concatenate([batch.decode_slots, np.array([c.slot for c in chunks], dtype=np.int64)])
+        slots = batch.sampling_slots
         ends = np.array([c.start + len(c.tokens) for c in chunks], dtype=np.int64)
         flight = _Flight(
             sampling=[running[slot] for slot in slots.tolist()],

@@ -16,6 +16,7 @@ from windowpane.kv.restore import HIDDEN_ROWS
 from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.recipe import read_recipe
 from windowpane.models.spec import ModelSpec
+from windowpane.parallel.group import ALONE, RankGroup
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import to_device
 
@@ -32,7 +33,7 @@ class StepOutput:
 
 
 class Runner:
-    """One model, its weights and its arena on one device."""
+    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's."""
 
     def __init__(
         self,
@@ -45,11 +46,12 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: RankGroup = ALONE,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
-        self.model = Decoder(read_recipe(spec), weights)
+        self.model = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.

@@ -78,6 +78,12 @@ class Batch:
     changes: Changes
 
     @property
+    def sampling_slots(self) -> NDArray[np.int64]:
+        """Who samples a token in this step, in order."""
+        chunks = [c.slot for c in self.chunks if c.samples]
+        return np.concatenate([self.decode_slots, np.array(chunks, dtype=np.int64)])
+
+    @property
     def num_tokens(self) -> int:
         return len(self.decode_slots) + sum(len(c.tokens) for c in self.chunks)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from windowpane.attention.pages import KVPages, LayerPages
 from windowpane.attention.reference import attend_decoding
@@ -20,6 +19,7 @@ from windowpane.modeling.ops import ACTIVATIONS, Angles, DecodingLayer, LayerPar
 from windowpane.modeling.quantized import PackedWeight, Weight, stack
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
+from windowpane.parallel.group import ALONE, RankGroup, look_up, summed
 
 Weights = dict[str, torch.Tensor | PackedWeight]
 Product = Callable[[torch.Tensor, Weight], torch.Tensor]
@@ -39,23 +39,27 @@ class _Pass:
 
 
 class Decoder:
-    """Takes its tensors out of `weights`, so that fused copies do not double the memory."""
+    """Takes its tensors out of `weights`, so that fused copies do not double the memory.
 
-    def __init__(self, recipe: Recipe, weights: Weights) -> None:
+    Of several ranks, each has a decoder with its own heads, its own part of each MLP and of the vocabulary.
+    """
+
+    def __init__(self, recipe: Recipe, weights: Weights, group: RankGroup = ALONE) -> None:
         self.recipe = recipe
+        self.group = group
         self._ropes = _RopeTables()
         take = _Taker(weights, recipe)
         self.embedding = take.tensor("embed_tokens.weight")
         self.ops = ops_for(self.embedding)
         self.head: Weight = weights.pop(recipe.head) if recipe.head else self.embedding
         self.final_norm = take.norm("norm")
-        self._per_layer = _PerLayerInputs(recipe, take, self.ops) if recipe.per_layer_width else None
+        self._per_layer = _PerLayerInputs(recipe, take, self.ops, group) if recipe.per_layer_width else None
         shared = {layer.kv_layer for layer in recipe.layers if layer.kv_layer != layer.index}
         self.layers: list[_Layer] = []
         for layer in recipe.layers:
             owner = None if layer.kv_layer == layer.index else self.layers[layer.kv_layer]
             self.layers.append(
-                _Layer(recipe, layer, take, self.ops, self._ropes, owner, is_shared=layer.index in shared)
+                _Layer(recipe, layer, take, self.ops, group, self._ropes, owner, is_shared=layer.index in shared)
             )
 
     def forward(self, step: Step, pages: KVPages) -> torch.Tensor:
@@ -65,7 +69,7 @@ class Decoder:
     def final_hidden(self, step: Step, pages: KVPages) -> torch.Tensor:
         """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
         recipe = self.recipe
-        embedded = F.embedding(step.tokens, self.embedding)
+        embedded = look_up(self.embedding, step.tokens, self.group)
         if recipe.embedding_scale != 1.0:
             embedded = embedded * torch.tensor(recipe.embedding_scale, dtype=embedded.dtype)
         per_layer = self._per_layer(step.tokens, embedded) if self._per_layer else None
@@ -80,7 +84,7 @@ class Decoder:
         return self.ops.norm(hidden, self.final_norm, recipe.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.ops.linear(hidden, self.head).float()
+        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float()
         cap = self.recipe.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -97,6 +101,7 @@ class _Layer:
         recipe: LayerRecipe,
         take: _Taker,
         ops: Ops,
+        group: RankGroup,
         ropes: _RopeTables,
         owner: _Layer | None,
         *,
@@ -105,7 +110,7 @@ class _Layer:
         self.model, self.recipe = model, recipe
         self.owns_kv = owner is None
         self.is_shared = is_shared
-        self.ops, self._ropes = ops, ropes
+        self.ops, self.group, self._ropes = ops, group, ropes
         at = f"layers.{recipe.index}."
         self.input_norm = take.norm(f"{at}input_layernorm")
         self.post_attention_norm = take.norm(f"{at}post_attention_layernorm")
@@ -149,7 +154,7 @@ class _Layer:
             present = state.present[self.recipe.kv_layer]
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[state.step.wanted]
-        attended = self.ops.linear(self._attend(queries, present, state), self.out, self.out_bias)
+        attended = self._summed(self._attend(queries, present, state), self.out, self.out_bias)
         if self.owns_kv:
             self._keep(present, state)
         return self._feed_forward(hidden, attended, per_layer)
@@ -171,8 +176,13 @@ class _Layer:
         return hidden if self.scalar is None else hidden * self.scalar
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up, down = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
-        return self.ops.mlp(x, gate_up, down, self.model.activation)
+        def product(x: torch.Tensor, down: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+            return self.ops.mlp(x, (self.gate_up, self.gate_up_bias), (down, bias), self.model.activation)
+
+        return summed(product, x, self.down, self.down_bias, self.group)
+
+    def _summed(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return summed(self.ops.linear, x, weight, bias, self.group)
 
     def _narrow(self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """From here on only wanted rows go on."""
@@ -279,6 +289,8 @@ class _Layer:
         """The layer in one call, where it is a plain one and there is such a call."""
         if not self.owns_kv or self.is_shared or self.recipe.latent or self.model.per_layer_width:
             return None
+        if self.group.place.ranks > 1:
+            return None  # ranks add up what they have in the middle of it
         stored = pages.layers[self.recipe.index]
         if self._at_once is None or self._at_once[0] is not stored:
             self._at_once = stored, self.ops.decoding_layer(self._parts(), stored)
@@ -329,8 +341,8 @@ def _write(ops: Ops, layer: LayerPages, step: Step, rows: list[torch.Tensor]) ->
 class _PerLayerInputs:
     """Gemma's per-layer embeddings: a second embedding of each token, one part per layer."""
 
-    def __init__(self, recipe: Recipe, take: _Taker, ops: Ops) -> None:
-        self.recipe, self.ops = recipe, ops
+    def __init__(self, recipe: Recipe, take: _Taker, ops: Ops, group: RankGroup) -> None:
+        self.recipe, self.ops, self.group = recipe, ops, group
         self.table = take.tensor("embed_tokens_per_layer.weight")
         self.projection, _ = take.linear("per_layer_model_projection")
         self.norm = take.norm("per_layer_projection_norm")
@@ -339,7 +351,7 @@ class _PerLayerInputs:
         """[tokens, layers, width]."""
         width = self.recipe.per_layer_width
         shape = (len(tokens), len(self.recipe.layers), width)
-        looked_up = F.embedding(tokens, self.table) * torch.tensor(width**0.5, dtype=embedded.dtype)
+        looked_up = look_up(self.table, tokens, self.group) * torch.tensor(width**0.5, dtype=embedded.dtype)
         projected = (product or self.ops.linear)(embedded, self.projection) * self.recipe.hidden_size**-0.5
         normed = self.ops.norm(projected.view(shape), self.norm, self.recipe.norm_eps)
         return (normed + looked_up.view(shape)) * 2**-0.5
