@@ -119,6 +119,12 @@ def _engine_flags(
     max_num_batched_tokens: Annotated[
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
     ] = None,
+    max_itl_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Cut prompts so that a step others decode in takes about this long.", rich_help_panel=SCHEDULING
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(help="Keep restore points, so that shared prompts are computed once.", rich_help_panel=SCHEDULING),
@@ -145,6 +151,7 @@ def _engine_flags(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "max_itl_ms": max_itl_ms,
         "enable_prefix_caching": enable_prefix_caching,
         "async_scheduling": async_scheduling,
         "enforce_eager": enforce_eager,

@@ -9,6 +9,7 @@ device, where the next step finds them, and reach the host late.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class Engine:
         self.sampler = sampler
         self.async_scheduling = async_scheduling
         self._flights: deque[_Flight] = deque()
+        self._landed_at: float | None = 0.0  # when the last step did, None where that is not known
 
     @property
     def manager(self) -> KVManager:
@@ -126,6 +128,8 @@ class Engine:
         flight = _Flight(
             sampling=[running[slot] for slot in slots.tolist()],
             touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
+            decoding=len(batch.decode_slots),
+            prompt_tokens=batch.prompt_tokens,
         )
         self._flights.append(flight)
         try:
@@ -185,6 +189,7 @@ class Engine:
                 flight.error = error
         if flight.error is not None:
             return self._fail(flight, flight.error)
+        self._take_time(flight)
         outputs = [output for request, error in flight.stuck.items() for output in self._end([request], error)]
         alive = [r.finish_reason is None for r in flight.sampling]
         finished = self.scheduler.commit(tokens)
@@ -196,6 +201,16 @@ class Engine:
         for request in finished:
             self.sampler.forget(request)
         return outputs
+
+    def _take_time(self, flight: _Flight) -> None:
+        """Tell the pace how long this step took: since it was sent off, or the one before it landed.
+
+        Nobody waits for a step that samples nothing, so when it ends is not known, nor when the next one begins.
+        """
+        began_at = None if self._landed_at is None else max(self._landed_at, flight.sent_at)
+        self._landed_at = None if flight.tokens is None else time.perf_counter()
+        if self.scheduler.pace is not None and began_at is not None and self._landed_at is not None:
+            self.scheduler.pace.observe(flight.decoding, flight.prompt_tokens, self._landed_at - began_at)
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
@@ -240,6 +255,9 @@ class _Flight:
 
     sampling: list[Request]
     touched: list[Request]
+    decoding: int
+    prompt_tokens: int
+    sent_at: float = field(default_factory=time.perf_counter)
     tokens: _HostCopy | None = None
     logprobs: _HostLogprobs | None = None
     logprob_rows: Sequence[int] = ()

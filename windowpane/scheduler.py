@@ -30,6 +30,7 @@ from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager, Retained
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints, prompt_marks
 from windowpane.kv.retention import MIN_PREFIX_TOKENS
+from windowpane.pace import Pace
 from windowpane.request import FinishReason, Request, Tokens
 
 DEFAULT_GROWTH_TOKENS = 256
@@ -84,8 +85,12 @@ class Batch:
         return np.concatenate([self.decode_slots, np.array(chunks, dtype=np.int64)])
 
     @property
+    def prompt_tokens(self) -> int:
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + sum(len(c.tokens) for c in self.chunks)
+        return len(self.decode_slots) + self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         growth_tokens: int = DEFAULT_GROWTH_TOKENS,
         restore: RestorePoints | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots:
             raise ValueError(
@@ -128,6 +134,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
         self.restore = restore  # None: nothing is kept
+        self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
         self.preemptions = 0
@@ -219,7 +226,10 @@ class Scheduler:
         if len(self._flights) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
         decoding = self._decode()
-        chunks = self._prefill(self.max_num_batched_tokens - len(decoding))
+        budget = self.max_num_batched_tokens - len(decoding)
+        if self.pace is not None and len(decoding):
+            budget = min(budget, self.pace.tokens())
+        chunks = self._prefill(budget)
         if not len(decoding) and not chunks:
             return None
         manager = self.manager

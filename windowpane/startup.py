@@ -23,6 +23,7 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.models import load, shipped_names
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec
+from windowpane.pace import Pace
 from windowpane.plan.memory import Device
 from windowpane.plan.planner import Plan, make_plan
 from windowpane.plan.sizes import format_bytes
@@ -108,7 +109,8 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     assert plan.capacity is not None
     manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
     restore = RestorePoints(manager) if config.enable_prefix_caching else None
-    scheduler = Scheduler(manager, config.batched_tokens, restore=restore)
+    pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1e3)
+    scheduler = Scheduler(manager, config.batched_tokens, restore=restore, pace=pace)
     workers, runner, step_runner, reports = _start_ranks(_job(plan, options, source), devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
     engine = Engine(scheduler, step_runner, sampler, async_scheduling=config.async_scheduling)
