@@ -30,7 +30,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define STORE(p, v) (*(vec *)(p) = (v))
 
 INLINE float sum(vec v) {
-#if defined(__aarch64__)
+#if defined(__aarch64__) && LANES == 4
     return vaddvq_f32(v);
 #else
     float total = 0;
