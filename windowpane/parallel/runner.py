@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from windowpane.interrupts import interrupts_later
 from windowpane.parallel.launch import Workers
 from windowpane.parallel.messages import Forward, PromptLogits, TakeSampled
 from windowpane.runner import StepOutput
@@ -55,25 +53,9 @@ class ParallelRunner:
         """From its first order to its last collective, a call ends well or takes the ranks with it: halfway through,
         the others would wait for ever.
         """
-        with _interrupts_later():
+        with interrupts_later():
             try:
                 yield
             except Exception as error:
                 lost = self._workers.explain(error)
                 raise lost from (error if lost is not error else None)
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """An interrupt that comes in between is raised at the end. Only the main thread has any."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    before: Any = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(*came[0])
