@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -261,6 +266,45 @@ class TestFailing:
         after = request("after", range(25))
         run(engine, after)
         assert after.output == solo(after.prompt, after.params)
+
+    @pytest.mark.parametrize("line", range(3, 1200, 31))
+    def test_an_interrupt_at_any_line_leaves_the_engine_usable(self, overlapped: bool, line: int) -> None:
+        engine = engine_for(overlapped, budget=32, keep=True)
+        run_without_idle_check(engine, request("before", range(40), max_tokens=3))
+        for one in (request("one", range(60, 90), max_tokens=6), request("two", range(5, 30), max_tokens=6)):
+            engine.add(one)
+        with suppress(KeyboardInterrupt), interrupted_at(line):
+            while engine.has_work:
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        engine.manager.check_integrity()
+        after = request("after", range(100, 125))
+        run_without_idle_check(engine, after)
+        assert after.output == solo(after.prompt, after.params)
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[None]:
+    """As if somebody typed ^C when so many lines of the engine and the scheduler have run."""
+    left = line
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if Path(frame.f_code.co_filename).name not in ("engine.py", "scheduler.py", "keeping.py", "manager.py"):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class TestOverlapping:

@@ -290,7 +290,7 @@ class TestStarting:
             ({"dtype": "bfloat16"}, "CPUs compute in float32"),
             ({"dtype": "float8"}, "use auto, float32, bfloat16, float16"),
             ({"max_model_len": 4096}, "its limit is 512"),
-            ({"tensor_parallel_size": 2}, "use 1"),
+            ({"tensor_parallel_size": 3}, "works with 1, 2"),
             ({"max_num_seqs": 65}, "must be at least max_num_seqs"),
             ({"load_format": "pickle"}, "unknown load format"),
         ],

@@ -86,11 +86,13 @@ TestRestoring.settings = settings(
 )
 
 
-def engine_for(caches: list[Cache], *, sequences: float = 12, length: int = 400, budget: int = 4096) -> Engine:
+def engine_for(
+    caches: list[Cache], *, sequences: float = 12, length: int = 400, budget: int = 4096, keeps: bool = True
+) -> Engine:
     layout = layout_of(caches, block_tokens=16)
     slabs = Capacity(layout, 0).slabs_for(1, length)
     manager = KVManager(layout, int(sequences * slabs), 8, 10_000)
-    return Engine(Scheduler(manager, budget, 32, RestorePoints(manager)))
+    return Engine(Scheduler(manager, budget, 32, RestorePoints(manager) if keeps else None))
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -299,9 +301,7 @@ def test_what_running_sequences_need_is_never_given_to_restore_points():
     """As many sequences run at once with restore points as without: pinned tails give way."""
     running = []
     for keeps in (False, True):
-        engine = engine_for([TokenCache(0, Window(64), 1, 64, 64)], sequences=8, length=400)
-        if not keeps:
-            engine.scheduler.restore = None
+        engine = engine_for([TokenCache(0, Window(64), 1, 64, 64)], sequences=8, length=400, keeps=keeps)
         for i in range(8):
             engine.scheduler.add(Request(str(i), np.array(tokens(i, 300)), SamplingParams(50)))
             engine.schedule(), engine.commit()

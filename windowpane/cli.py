@@ -96,7 +96,7 @@ def _engine_flags(
         str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
     ] = "auto",
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Ranks; one device runs for now.", rich_help_panel=DEVICE)
+        int | None, typer.Option(help="Ranks: one process and one card each.", rich_help_panel=DEVICE)
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a card that may be used (0.9).", rich_help_panel=MEMORY)
@@ -122,6 +122,12 @@ def _engine_flags(
     ] = None,
     max_num_batched_tokens: Annotated[
         str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
+    ] = None,
+    max_itl_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Cut prompts so that a step others decode in takes about this long.", rich_help_panel=SCHEDULING
+        ),
     ] = None,
     enable_prefix_caching: Annotated[
         bool,
@@ -150,6 +156,7 @@ def _engine_flags(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+        "max_itl_ms": max_itl_ms,
         "enable_prefix_caching": enable_prefix_caching,
         "async_scheduling": async_scheduling,
         "enforce_eager": enforce_eager,
@@ -335,12 +342,16 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: Any, max_tokens: i
 
 def _show(stream: Stream) -> None:
     """Print an answer as it comes; an interrupt ends the answer, not the program."""
+    from windowpane.text.answer import RequestFailed
+
     try:
         for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
         stream.close()
+    except RequestFailed as error:
+        raise UserError(error) from error
     sys.stdout.write("\n")
     sys.stdout.flush()
 

@@ -20,14 +20,17 @@ from windowpane.modeling.fused import FusedDecoder
 from windowpane.modeling.recipe import read_recipe
 from windowpane.modeling.scales import Calibration, settle_scales
 from windowpane.models.spec import ModelSpec
+from windowpane.parallel.group import ALONE, RankGroup
 from windowpane.runner import HiddenStore, StepOutput, split_rows
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import Transfer
 
 
 class CudaRunner:
-    """One model, its weights, its arena and its graphs on one GPU. `use_graphs` False runs every step launch by
-    launch; `use_hopper` False leaves chunks to the plain kernels on a Hopper GPU too.
+    """One model, or one rank's part of it: its weights, its arena and its graphs on one GPU.
+
+    `use_graphs` False runs every step launch by launch; `use_hopper` False leaves chunks to the plain kernels on a
+    Hopper GPU too.
     """
 
     def __init__(
@@ -43,13 +46,14 @@ class CudaRunner:
         dtype: torch.dtype,
         use_graphs: bool = True,
         use_hopper: bool = True,
+        group: RankGroup = ALONE,
         progress: Progress | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
-        decoder = Decoder(read_recipe(spec), weights)
+        decoder = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
@@ -66,7 +70,7 @@ class CudaRunner:
             # Slots and positions of decoding rows at a fixed place, and behind them a step's changed table entries.
             self._inputs = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
             self.graphs: DecodeGraphs | None = None
-            if use_graphs and device.type == "cuda":
+            if use_graphs and device.type == "cuda" and group.in_graphs:
                 logits = torch.empty(num_slots, spec.vocab_size, dtype=torch.float32, device=device)
                 slots, positions = self._inputs[0], self._inputs[1]
                 self.graphs = DecodeGraphs(

@@ -9,6 +9,7 @@ device, where the next step finds them, and reach the host late.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windowpane.interrupts import interrupts_later
 from windowpane.kv.manager import KVManager
 from windowpane.request import FinishReason, Request, TokenLogprobs
 from windowpane.sampler import LOGPROB_ROWS, Sampler, TopLogprobs, top_logprobs
@@ -64,6 +66,7 @@ class Engine:
         self.sampler = sampler
         self.async_scheduling = async_scheduling
         self._flights: deque[_Flight] = deque()
+        self._landed_at: float | None = 0.0  # when the last step did, None where that is not known
 
     @property
     def manager(self) -> KVManager:
@@ -101,41 +104,48 @@ class Engine:
     def _plain_step(self) -> list[TokenOutput]:
         if not self._flights:  # one is left over where an interrupt ended a step
             self._schedule()
-        return self._land() if self._flights else []
+        return self._land_whole() if self._flights else []
 
     def _overlapped_step(self) -> list[TokenOutput]:
         failed = any(flight.error is not None for flight in self._flights)  # nothing is built on such a step
         scheduled = not failed and self._schedule()
         if self._flights and (len(self._flights) > 1 or not scheduled):
-            return self._land()
+            return self._land_whole()
         return []
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> bool:
         """Send the next step off, if there is one to send."""
-        batch = self.scheduler.schedule()
-        if batch is None:
-            if self.scheduler.has_work and not self._flights:
-                raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
-            return False
-        running = self.scheduler.running
-        chunks = [c for c in batch.chunks if c.samples]
-        slots = np.concatenate([batch.decode_slots, np.array([c.slot for c in chunks], dtype=np.int64)])
-        ends = np.array([c.start + len(c.tokens) for c in chunks], dtype=np.int64)
-        flight = _Flight(
-            sampling=[running[slot] for slot in slots.tolist()],
-            touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
-        )
-        self._flights.append(flight)
+        with interrupts_later():
+            batch = self.scheduler.schedule()
+            if batch is None:
+                if self.scheduler.has_work and not self._flights:
+                    raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
+                return False
+            flight = self._take_off(batch)
+        ends = np.array([c.start + len(c.tokens) for c in batch.chunks if c.samples], dtype=np.int64)
         try:
-            self._run(batch, flight, slots, np.concatenate([batch.decode_positions + 1, ends]))
+            self._run(batch, flight, batch.sampling_slots, np.concatenate([batch.decode_positions + 1, ends]))
+            flight.error = None
         except Exception as error:
             flight.error = error
         except BaseException as error:  # an interrupt ends this step like any error, but is not ours to keep
             flight.error = error
             raise
         return True
+
+    def _take_off(self, batch: Batch) -> _Flight:
+        """From here on the step is either landed or failed, whatever happens: the scheduler waits for it."""
+        running = self.scheduler.running
+        flight = _Flight(
+            sampling=[running[slot] for slot in batch.sampling_slots.tolist()],
+            touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
+            decoding=len(batch.decode_slots),
+            prompt_tokens=batch.prompt_tokens,
+        )
+        self._flights.append(flight)
+        return flight
 
     @torch.inference_mode()
     def _run(self, batch: Batch, flight: _Flight, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
@@ -173,6 +183,11 @@ class Engine:
                 flight.stuck[request] = error
         return masks
 
+    def _land_whole(self) -> list[TokenOutput]:
+        """An interrupt must not come between the engine's flights and the scheduler's."""
+        with interrupts_later():
+            return self._land()
+
     def _land(self) -> list[TokenOutput]:
         """Take in what the oldest step sampled."""
         flight = self._flights.popleft()
@@ -185,6 +200,7 @@ class Engine:
                 flight.error = error
         if flight.error is not None:
             return self._fail(flight, flight.error)
+        self._take_time(flight)
         outputs = [output for request, error in flight.stuck.items() for output in self._end([request], error)]
         alive = [r.finish_reason is None for r in flight.sampling]
         finished = self.scheduler.commit(tokens)
@@ -196,6 +212,16 @@ class Engine:
         for request in finished:
             self.sampler.forget(request)
         return outputs
+
+    def _take_time(self, flight: _Flight) -> None:
+        """Tell the pace how long this step took: since it was sent off, or the one before it landed.
+
+        Nobody waits for a step that samples nothing, so when it ends is not known, nor when the next one begins.
+        """
+        began_at = None if self._landed_at is None else max(self._landed_at, flight.sent_at)
+        self._landed_at = None if flight.tokens is None else time.perf_counter()
+        if self.scheduler.pace is not None and began_at is not None and self._landed_at is not None:
+            self.scheduler.pace.observe(flight.decoding, flight.prompt_tokens, self._landed_at - began_at)
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
@@ -240,11 +266,14 @@ class _Flight:
 
     sampling: list[Request]
     touched: list[Request]
+    decoding: int
+    prompt_tokens: int
+    sent_at: float = field(default_factory=time.perf_counter)
     tokens: _HostCopy | None = None
     logprobs: _HostLogprobs | None = None
     logprob_rows: Sequence[int] = ()
     prompt_logprobs: list[_PromptLogprobs] = field(default_factory=list)
-    error: BaseException | None = None
+    error: BaseException | None = field(default_factory=lambda: RuntimeError("the step was never run"))
     stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
     matchers_advanced: bool = False
 

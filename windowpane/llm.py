@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -37,10 +37,21 @@ class LLM:
         self._console = Console(stderr=True)
         started = start(model, flags, self._console)
         self.engine = started.engine
+        self._close = started.close
         self.plan: Plan = started.plan
         self._text_source = started.text_source
         self._answers: dict[Request, Answer] = {}
         self._names = count()
+
+    def close(self) -> None:
+        """End the other ranks' processes now. They also end when this object goes, or the program."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def max_model_len(self) -> int:

@@ -17,6 +17,7 @@ from windowpane.modeling.decoder import Decoder, Weights
 from windowpane.modeling.recipe import read_recipe
 from windowpane.modeling.scales import Calibration, settle_scales
 from windowpane.models.spec import ModelSpec
+from windowpane.parallel.group import ALONE, RankGroup
 from windowpane.scheduler import Batch, Chunk
 from windowpane.transfer import to_device
 
@@ -33,7 +34,7 @@ class StepOutput:
 
 
 class Runner:
-    """One model, its weights and its arena on one device."""
+    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's."""
 
     def __init__(
         self,
@@ -46,12 +47,13 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: RankGroup = ALONE,
         calibration: Calibration | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
-        self.model = Decoder(read_recipe(spec), weights)
+        self.model = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
         settle_scales(self.model, self.pages, calibration or Calibration())
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -8,9 +8,8 @@ A request is admitted when its whole prompt and the next `growth_tokens` can be 
 waits for memory until that is used up. Decoding requests live in arrays and are advanced together; Python looks at one
 of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
 
-With restore points, an admitted request begins where an earlier one left what it shares with it, and leaves its own for
-later ones. They are entered when a step is scheduled, so that the step writes them, and can be resumed from once it has
-landed.
+With restore points (`keeping`), an admitted request begins where an earlier one left what it shares with it, and leaves
+its own for later ones.
 
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
@@ -26,10 +25,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from windowpane.keeping import Keeping
 from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager, Retained
-from windowpane.kv.restore import CacheStats, Hit, RestorePoints, prompt_marks
-from windowpane.kv.retention import MIN_PREFIX_TOKENS
+from windowpane.kv.restore import CacheStats, Hit, RestorePoints
+from windowpane.pace import Pace
 from windowpane.request import FinishReason, Request, Tokens
 
 DEFAULT_GROWTH_TOKENS = 256
@@ -78,8 +78,18 @@ class Batch:
     changes: Changes
 
     @property
+    def sampling_slots(self) -> NDArray[np.int64]:
+        """Who samples a token in this step, in order."""
+        chunks = [c.slot for c in self.chunks if c.samples]
+        return np.concatenate([self.decode_slots, np.array(chunks, dtype=np.int64)])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + sum(len(c.tokens) for c in self.chunks)
+        return len(self.decode_slots) + self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         growth_tokens: int = DEFAULT_GROWTH_TOKENS,
         restore: RestorePoints | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots:
             raise ValueError(
@@ -121,7 +132,8 @@ class Scheduler:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
-        self.restore = restore  # None: nothing is kept
+        self._keeping = None if restore is None else Keeping(restore)  # None: nothing is kept
+        self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
         self.preemptions = 0
@@ -139,12 +151,6 @@ class Scheduler:
         self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
         self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
         self._flights: deque[_Flight] = deque()
-        self._marks: dict[int, list[int]] = {}  # by slot: where in its prompt restore points are wanted
-        self._last_point: dict[int, int] = {}  # by slot: the last place in its prompt that has one
-        self._restored: dict[int, int] = {}  # by slot: the row with the hidden state of a prompt known to its end
-        self._points: list[Retained] = []  # restore points that the step being put together writes
-        self._at_chunk_end: list[Chunk] = []  # chunks of that step that end where one is wanted
-        self._unheard: dict[Request, list[int]] = {}  # tokens sampled after a request had ended
         self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
         self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
 
@@ -191,12 +197,16 @@ class Scheduler:
 
     def forget_restore_points(self) -> None:
         """A step failed: nothing that was kept can be trusted."""
-        if self.restore is not None:
-            self.restore.clear()
+        if self._keeping is not None:
+            self._keeping.points.clear()
 
     @property
     def cache_stats(self) -> CacheStats:
-        return CacheStats() if self.restore is None else self.restore.stats
+        return CacheStats() if self._keeping is None else self._keeping.points.stats
+
+    @property
+    def restore(self) -> RestorePoints | None:
+        return None if self._keeping is None else self._keeping.points
 
     @property
     def has_work(self) -> bool:
@@ -213,7 +223,10 @@ class Scheduler:
         if len(self._flights) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
         decoding = self._decode()
-        chunks = self._prefill(self.max_num_batched_tokens - len(decoding))
+        budget = self.max_num_batched_tokens - len(decoding)
+        if self.pace is not None and len(decoding):
+            budget = min(budget, self.pace.tokens())
+        chunks = self._prefill(budget)
         if not len(decoding) and not chunks:
             return None
         manager = self.manager
@@ -224,8 +237,12 @@ class Scheduler:
         self._take_off(slots, decoding, chunks)
         self._step += 1
         changes = manager.take_changes()
-        if self.restore is not None:
-            self._keep_chunk_ends(self.restore)
+        if self._keeping is not None:
+            written, shared = self._keeping.close_step()
+            self._flights[-1].points.extend(written)
+            for slot in shared:
+                if slot in self._decoding:  # what is kept must not be overwritten
+                    self._set_horizon(slot)
         return Batch(
             step=self._step,
             decode_slots=decoding,
@@ -245,8 +262,8 @@ class Scheduler:
         for request, token in zip(flight.sampling, sampled.tolist(), strict=True):
             if request.finish_reason is None:
                 request.output.append(token)
-            elif self.restore is not None:
-                self._unheard.setdefault(request, []).append(token)
+            elif self._keeping is not None:
+                self._keeping.hear(request, token)
         for kept in flight.points:
             self.manager.publish(kept)
         finished = self._finish(flight, sampled)
@@ -341,30 +358,27 @@ class Scheduler:
         return chunks
 
     def _chunk(self, slot: int, budget: int) -> Chunk:
-        request = self.running[slot]
+        request, keeping = self.running[slot], self._keeping
         start = int(self.manager.lengths[slot])
         stop = min(request.known_tokens, start + budget)
-        marks = [mark for mark in self._marks.get(slot, ()) if mark > start]
-        if marks and self.manager.has_state:
-            stop = min(stop, marks[0])
+        keep_hidden = hidden = None
+        if keeping is None:
+            self.manager.extend(slot, stop)
+        else:
+            marks = keeping.marks(slot, start)
+            if marks and self.manager.has_state:
+                stop = min(stop, marks[0])  # a state exists only where a chunk ends
+            keeping.extend(slot, request, stop)
+            at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
+            keep_hidden = keeping.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)
+            hidden = keeping.take_hidden(slot)
         done = stop == request.known_tokens
-        at_prompt_end = done and stop == len(request.prompt) and stop > start
-        self._extend(slot, stop, [mark for mark in marks if mark < stop])
-        chunk = Chunk(
-            slot,
-            start,
-            request.tokens(start, stop),
-            samples=done,
-            keep_hidden=self.restore.take_hidden() if self.restore is not None and at_prompt_end else None,
-            hidden=self._restored.pop(slot, None),
-        )
-        if self.restore is not None and (at_prompt_end or stop in marks):
-            self._at_chunk_end.append(chunk)
         if done:
             del self._prefilling[slot]
-            self._marks.pop(slot, None)
             self._start_decoding(slot)
-        return chunk
+            if keeping is not None:
+                keeping.end_prompt(slot)
+        return Chunk(slot, start, request.tokens(start, stop), done, keep_hidden, hidden)
 
     def _admit(self) -> int | None:
         """Admit the first waiting request that fits, unless one that was overtaken too often waits before it."""
@@ -389,7 +403,7 @@ class Scheduler:
         Who resumes pins the window's pages beside its own, so where memory is short it may have to begin afresh.
         """
         manager = self.manager
-        hit = self._look_up(request)
+        hit = Hit(miss="prefix caching is off") if self._keeping is None else self._keeping.look_up(request)
         if hit.kept is not None:
             demand = manager.start_demand(tokens, hit.kept, hit.length)
             if manager.can_reserve(demand):
@@ -403,15 +417,6 @@ class Scheduler:
         demand = manager.start_demand(tokens)
         return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
 
-    def _look_up(self, request: Request) -> Hit:
-        if self.restore is None:
-            return Hit(miss="prefix caching is off")
-        params = request.params
-        if params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
-            return Hit(miss="prompt_logprobs asks for every prompt token")
-        known = request.tokens(0, request.known_tokens)
-        return self.restore.look_up(request.cache_salt, known, may_skip_last=not request.output)
-
     def _first_reservation(self, request: Request) -> int:
         """The prompt and some growth. Who was sent back before is let in with more, at last with all it may need."""
         if request.preemptions >= MAX_PREEMPTIONS:
@@ -424,8 +429,8 @@ class Scheduler:
         if hit.kept is not None:
             self.manager.touch(hit.kept)
         self.manager.start(slot, tokens, hit.kept, hit.length if hit.kept is not None else None)
-        if self.restore is not None:
-            self._plan_restore_points(slot, request, hit, self.restore)
+        if self._keeping is not None:
+            self._keeping.admit(slot, request, hit)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._prefilling[slot] = None
@@ -436,69 +441,6 @@ class Scheduler:
         if len(request.params.stop_token_ids) > STOP_IDS:
             self._many_stops.add(request)
         return slot
-
-    # -- restore points --------------------------------------------------------------------------------------------
-
-    def _plan_restore_points(self, slot: int, request: Request, hit: Hit, restore: RestorePoints) -> None:
-        """Take note of what was found, and of where this prompt should leave restore points."""
-        if request.preemptions == 0:
-            request.cached_tokens, request.cache_miss = hit.length, hit.miss
-            restore.count(len(request.prompt), hit.length)
-        self._last_point[slot] = hit.length
-        if hit.hidden is not None:
-            self._restored[slot] = hit.hidden
-        if self.manager.keeps_all(len(request.prompt)):
-            return  # the point at the prompt's end will do for all places before it
-        marks = prompt_marks(
-            request.message_ends, hit.branch, hit.length, len(request.prompt), one_only=self.manager.has_state
-        )
-        if marks:
-            self._marks[slot] = marks
-
-    def _extend(self, slot: int, stop: int, marks: list[int]) -> None:
-        """Give a chunk its pages, leaving restore points inside it where they are worth their room."""
-        restore, request = self.restore, self.running[slot]
-        if restore is None or not marks:
-            self.manager.extend(slot, stop)
-            return
-        key, before, tails = request.cache_salt, self._last_point[slot], []
-        for mark in marks:
-            if restore.is_kept(key, request.prompt[:mark]):
-                before = mark
-            elif restore.is_worth_its_room(before, mark):
-                tails.append(mark)
-                before = mark
-        self._last_point[slot] = before
-        for kept in self.manager.extend_with_tails(slot, stop, tails):
-            if restore.add(key, request.prompt[: kept.length], kept):
-                self._points.append(kept)
-
-    def _keep_chunk_ends(self, restore: RestorePoints) -> None:
-        """Keep restore points where chunks of the step that was just put together end."""
-        for chunk in self._at_chunk_end:
-            slot, length = chunk.slot, chunk.start + len(chunk.tokens)
-            request = self.running[slot]
-            kept = self.manager.retain(slot) if restore.is_worth_its_room(self._last_point[slot], length) else None
-            if kept is None:
-                restore.give_back_hidden(chunk.keep_hidden)
-            elif restore.add(request.cache_salt, request.prompt[:length], kept, chunk.keep_hidden):
-                self._points.append(kept)
-                self._last_point[slot] = length
-            if slot in self._decoding:  # what is kept must not be overwritten
-                self._set_horizon(slot)
-        self._flights[-1].points.extend(self._points)
-        self._at_chunk_end.clear()
-        self._points.clear()
-
-    def _release_and_keep(self, slot: int, request: Request, restore: RestorePoints) -> None:
-        """A sequence leaves all that it computed as a restore point."""
-        length = int(self.manager.lengths[slot])
-        late = self._unheard.get(request, [])
-        known = np.concatenate([request.tokens(0, request.known_tokens), np.array(late, dtype=np.int32)])
-        if MIN_PREFIX_TOKENS <= length <= len(known) and not restore.is_kept(request.cache_salt, known[:length]):
-            restore.add(request.cache_salt, known[:length], self.manager.release_and_keep(slot))
-        else:
-            self.manager.release(slot)
 
     # -- in flight and landing -------------------------------------------------------------------------------------
 
@@ -545,13 +487,12 @@ class Scheduler:
     def _depart(self, slot: int) -> None:
         leaving = self._leaving.pop(slot)
         request = self.running.pop(slot)
-        if self.restore is not None and leaving.keep:
-            self._release_and_keep(slot, request, self.restore)
+        if self._keeping is not None and leaving.keep:
+            self._keeping.release(slot, request)
         else:
             self.manager.release(slot)
-        self._marks.pop(slot, None)
-        self._restored.pop(slot, None)
-        self._unheard.pop(request, None)
+        if self._keeping is not None:
+            self._keeping.forget(slot, request)
         del self._slot_of[request]
         self._many_stops.discard(request)
         self._free_slots.append(slot)

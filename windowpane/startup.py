@@ -7,7 +7,8 @@ was really taken is printed beside it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -22,8 +23,9 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.models import load, shipped_names
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ModelSpec
+from windowpane.pace import Pace
 from windowpane.plan.memory import Device
-from windowpane.plan.planner import Plan, PlanError, make_plan
+from windowpane.plan.planner import Plan, make_plan
 from windowpane.plan.sizes import format_bytes
 from windowpane.scheduler import Scheduler
 
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from windowpane.cuda_runner import CudaRunner
-    from windowpane.engine import Engine
+    from windowpane.engine import Engine, StepRunner
     from windowpane.modeling.scales import Calibration
+    from windowpane.parallel.group import RankGroup
+    from windowpane.parallel.job import RankJob, RankReport
+    from windowpane.parallel.launch import Workers
     from windowpane.runner import Runner
-    from windowpane.weights import LoadedWeights
 
 # A CPU shares its memory with everything else on the machine.
 CPU_KV_BYTES = 4 * 2**30
@@ -60,12 +64,22 @@ class StartOptions:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running engine, the plan it follows, and where its model lies (None for a shape that came with the package)."""
+    """A running engine, the plan it follows, and where its model lies (None for a shape that came with the package).
+
+    `runner` is rank 0's own; `reports` says what every rank has taken. `workers` are the other ranks, if there are any.
+    """
 
     engine: Engine
     runner: Runner | CudaRunner
     plan: Plan
     source: Path | None
+    reports: tuple[RankReport, ...]
+    workers: Workers | None
+
+    def close(self) -> None:
+        """End the other ranks. The engine runs no more then; of one rank nothing has to be ended."""
+        if self.workers is not None:
+            self.workers.close()
 
     @property
     def spec(self) -> ModelSpec:
@@ -83,37 +97,24 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     with busy(console, "looking at the model"):
         spec, source = find_model(model, options.load_format)
 
-    import torch
-
     from windowpane.engine import Engine
+    from windowpane.modeling.recipe import read_recipe
     from windowpane.sampler import Sampler
-    from windowpane.weights import load_weights
 
-    device = resolve_device(options.device)
-    config = _resolve_config(config, flags, device)
-    plan = resolve_plan(spec, config, device, options.dtype)
+    read_recipe(spec)  # what cannot be run is refused before a byte is loaded
+    devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
+    config = _resolve_config(config, flags, devices)
+    plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
-    dtype = getattr(torch, plan.sizing.compute_dtype)
-    with _progress(console, "making weights" if options.load_format == "dummy" else "loading weights") as progress:
-        weights = load_weights(
-            source,
-            plan.sizing.spec,
-            dtype=dtype,
-            device=device,
-            load_format=options.load_format,
-            seed=options.seed,
-            progress=progress,
-        )
-    layout, length, slots = plan.sizing.layout, plan.max_model_len, config.max_num_seqs
-    calibration = _calibration(plan, source, options.load_format)
-    runner = _make_runner(plan, weights, config, device, dtype, console, calibration)
-    manager = KVManager(layout, plan.capacity.num_slabs, slots, length)
+    manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
     restore = RestorePoints(manager) if config.enable_prefix_caching else None
-    scheduler = Scheduler(manager, config.batched_tokens, restore=restore)
-    sampler = Sampler(spec.vocab_size, device, options.seed)
-    engine = Engine(scheduler, runner, sampler, async_scheduling=config.async_scheduling)
-    started = Started(engine, runner, plan, source)
+    pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1e3)
+    scheduler = Scheduler(manager, config.batched_tokens, restore=restore, pace=pace)
+    workers, runner, step_runner, reports = _start_ranks(_job(plan, options, source), devices, console)
+    sampler = Sampler(spec.vocab_size, devices[0], options.seed)
+    engine = Engine(scheduler, step_runner, sampler, async_scheduling=config.async_scheduling)
+    started = Started(engine, runner, plan, source, reports, workers)
     if console is not None:
         print_start(console, started)
     return started
@@ -138,40 +139,87 @@ def _text_source(source: Path | None) -> Path | None:
     return source if has_one else None
 
 
-def _make_runner(
-    plan: Plan,
-    weights: LoadedWeights,
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    console: Console | None,
-    calibration: Calibration,
+def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
+    from windowpane.parallel.job import RankJob
+
+    assert plan.capacity is not None and plan.budget is not None
+    sizing, config = plan.sizing, plan.sizing.config
+    return RankJob(
+        spec=sizing.spec,
+        source=source,
+        load_format=options.load_format,
+        seed=options.seed,
+        dtype=sizing.compute_dtype,
+        layout=sizing.layout,
+        num_slabs=plan.capacity.num_slabs,
+        num_slots=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        batched_tokens=config.batched_tokens,
+        use_graphs=not config.enforce_eager,
+        need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,
+        calibration=_calibration(plan, source, options.load_format),
+    )
+
+
+def _start_ranks(
+    job: RankJob, devices: Sequence[torch.device], console: Console | None
+) -> tuple[Workers | None, Runner | CudaRunner, StepRunner, tuple[RankReport, ...]]:
+    """Load everywhere, then make runners everywhere; what one rank cannot do ends the others."""
+    from windowpane.parallel.group import ALONE
+    from windowpane.parallel.job import RankReport
+
+    if len(devices) == 1:
+        runner = _own_runner(job, devices[0], ALONE, console, None)
+        return None, runner, runner, (RankReport.of(runner),)
+    import torch
+
+    from windowpane.parallel.launch import RankRefused, Workers, threads_per_rank
+    from windowpane.parallel.messages import Load, Ready
+    from windowpane.parallel.runner import ParallelRunner
+
+    with busy(console, f"starting {len(devices)} ranks"):
+        workers = Workers(devices)
+    try:
+        if devices[0].type == "cpu":
+            torch.set_num_threads(threads_per_rank(len(devices)))
+        workers.send(Load(job))
+        runner = _own_runner(job, devices[0], workers.group, console, workers)
+        with busy(console, "waiting for all ranks"):
+            others = [ready.report for ready in workers.answers(Ready)]
+    except RuntimeError as error:  # of another rank's end this one may hear in a collective first
+        raise RankRefused(str(workers.explain(error))) from error
+    except BaseException:
+        workers.close()
+        raise
+    parallel = ParallelRunner(runner, workers)
+    weakref.finalize(parallel, workers.close)
+    return workers, runner, parallel, (RankReport.of(runner), *others)
+
+
+def _own_runner(
+    job: RankJob, device: torch.device, group: RankGroup, console: Console | None, workers: Workers | None
 ) -> Runner | CudaRunner:
-    assert plan.capacity is not None
-    spec, layout, slabs = plan.sizing.spec, plan.sizing.layout, plan.capacity.num_slabs
-    slots, length = config.max_num_seqs, plan.max_model_len
-    if device.type == "cpu":
-        from windowpane.runner import Runner
+    """This rank's part of start-up. Runners are made together, so it waits until every rank has loaded."""
+    from windowpane.parallel.messages import Loaded, Start
 
-        return Runner(spec, weights, layout, slabs, slots, length, device=device, dtype=dtype, calibration=calibration)
-    from windowpane.cuda_runner import CudaRunner
+    with _progress(console, "making weights" if job.load_format == "dummy" else "loading weights") as progress:
 
-    with _progress(console, "capturing graphs", bytes_unit=False) as progress:
-        runner = CudaRunner(
-            spec,
-            weights,
-            layout,
-            slabs,
-            slots,
-            length,
-            device=device,
-            dtype=dtype,
-            use_graphs=not config.enforce_eager,
-            calibration=calibration,
-            progress=None if progress is None else lambda done, total: progress("", done, total),
-        )
+        def loaded(name: str, done_bytes: int, total_bytes: int) -> None:
+            if workers is not None:
+                workers.check()  # a rank that has failed is told now
+            if progress is not None:
+                progress(name, done_bytes, total_bytes)
+
+        weights = job.load(device, group.place, loaded)
+    if workers is not None:
+        with busy(console, "waiting for all ranks"):
+            workers.answers(Loaded)
+        workers.send(Start())
+    with _progress(None if device.type == "cpu" else console, "capturing graphs", bytes_unit=False) as progress:
+        counted = None if progress is None else lambda done, total: progress("", done, total)
+        runner = job.make_runner(weights, device, group, counted)
     with busy(console, "running the largest step once"):
-        runner.rehearse(config.batched_tokens)
+        job.rehearse(runner)
     return runner
 
 
@@ -187,8 +235,6 @@ def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
             close = get_close_matches(name, options | engine, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(options | engine))}"
             raise ConfigError(f"unknown argument {name!r}; {hint}")
-    if (flags.get("tensor_parallel_size") or 1) > 1:
-        raise ConfigError(f"--tensor-parallel-size {flags['tensor_parallel_size']}: one device runs for now; use 1")
     given = {name: value for name, value in flags.items() if name in engine}
     config = EngineConfig(**given)
     return StartOptions(**{name: value for name, value in flags.items() if name in options}), config
@@ -212,6 +258,22 @@ def find_model(model: str | Path | None, load_format: str = "auto") -> tuple[Mod
     )
 
 
+def resolve_devices(name: str, ranks: int) -> tuple[torch.device, ...]:
+    """One device per rank: cards one after another from the one that is named, or the CPU for all."""
+    import torch
+
+    first = resolve_device(name)
+    if first.type == "cpu":
+        return (first,) * ranks
+    count = torch.cuda.device_count()
+    if first.index + ranks > count:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} needs {ranks} CUDA devices from {first} on, and this machine has {count}; "
+            f"the most is --tensor-parallel-size {count - first.index}"
+        )
+    return tuple(torch.device("cuda", first.index + rank) for rank in range(ranks))
+
+
 def resolve_device(name: str) -> torch.device:
     import torch
 
@@ -228,24 +290,25 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _resolve_config(config: EngineConfig, flags: Mapping[str, Any], device: torch.device) -> EngineConfig:
+def _resolve_config(config: EngineConfig, flags: Mapping[str, Any], devices: Sequence[torch.device]) -> EngineConfig:
     """What the device decides where the user did not: steps overlap only where the device computes by itself."""
-    on_cpu = device.type == "cpu"
+    on_cpu = devices[0].type == "cpu"
     if "async_scheduling" not in flags:
         config = replace(config, async_scheduling=not on_cpu)
     if on_cpu and config.kv_cache_memory_bytes is None:
-        config = replace(config, kv_cache_memory_bytes=min(CPU_KV_BYTES, free_memory_bytes() // CPU_KV_SHARE))
+        kv_bytes = min(CPU_KV_BYTES, free_memory_bytes() // CPU_KV_SHARE)
+        config = replace(config, kv_cache_memory_bytes=kv_bytes // len(devices))
     return config
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def resolve_plan(spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: str) -> Plan:
-    """The plan that start-up follows; a PlanError says by how much it does not fit, and the longest that would."""
+def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.device], dtype: str) -> Plan:
+    """The plan that every rank follows; a PlanError says by how much it does not fit, and the longest that would."""
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"--dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
-    if device.type == "cpu":
+    if devices[0].type == "cpu":
         if dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"--dtype {dtype}: CPUs compute in float32 here, other types are far slower; leave it out"
@@ -253,19 +316,11 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, device: torch.device, dt
         return make_plan(spec, config, gpu="cpu")
     import torch
 
-    card = torch.cuda.get_device_properties(device)
+    # Ranks are equal, so the smallest card decides.
+    card = min(map(torch.cuda.get_device_properties, devices), key=lambda c: c.total_memory)
     if dtype != "auto":
         spec = replace(spec, dtype=dtype)
     plan = make_plan(spec, config, gpu_memory_bytes=card.total_memory)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    assert plan.capacity is not None and plan.budget is not None
-    need_bytes = plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes
-    if need_bytes > free_bytes:
-        share = 0.95 * free_bytes / card.total_memory
-        raise PlanError(
-            f"the plan needs {format_bytes(need_bytes)} and {format_bytes(free_bytes)} of {card.name} are free; "
-            f"try --gpu-memory-utilization {share:.2f}"
-        )
     return replace(plan, device=Device(card.name, card.total_memory, (card.major, card.minor)))
 
 
@@ -293,34 +348,39 @@ def _lines(path: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One line of the books: what the plan said and what was taken."""
+    """One line of the books: what the plan said of each rank, and what each has taken."""
 
     name: str
     predicted_bytes: int
-    measured_bytes: int
+    rank_bytes: tuple[int, ...]
     note: str = ""
+
+    @property
+    def measured_bytes(self) -> int:
+        return max(self.rank_bytes)
 
 
 def accounts(started: Started) -> list[Account]:
     """Weights and arena as they lie on the device; KV groups as the manager hands them to one longest sequence."""
-    plan, runner = started.plan, started.runner
+    plan, reports = started.plan, started.reports
     assert plan.capacity is not None
     length, layout = plan.max_model_len, plan.sizing.layout
-    arena_bytes = runner.arena.numel() * runner.arena.element_size()
     count = plan.capacity.sequences(length)
+    weights_bytes = tuple(r.weights_bytes for r in reports)
+    arena_bytes = tuple(r.arena_bytes for r in reports)
     rows = [
-        Account("weights", plan.sizing.weights_bytes, runner.weights_bytes, plan.sizing.compute_dtype),
+        Account("weights", plan.sizing.weights_bytes, weights_bytes, plan.sizing.compute_dtype),
         Account("KV arena", plan.capacity.arena_bytes, arena_bytes, f"{count} × {length:,} tokens, each:"),
     ]
-    measured_activations = getattr(runner, "activation_bytes", None)
-    if measured_activations is not None and plan.budget is not None:
-        predicted = plan.budget.activation_bytes
-        rows.insert(1, Account("activations", predicted, measured_activations, "of the largest step"))
+    activations = tuple(r.activation_bytes for r in reports if r.activation_bytes is not None)
+    if activations and plan.budget is not None:
+        rows.insert(1, Account("activations", plan.budget.activation_bytes, activations, "of the largest step"))
     handed_out = _rehearse(layout, plan.capacity.num_slabs, length)
     for group, measured in zip(layout.groups, handed_out, strict=True):
         stored = group.kv_format.name if group.kv_format else "state"
         predicted = group.max_pages(length) * group.page_bytes
-        rows.append(Account(f"  {group.name}", predicted, measured, f"{group.layers} layers, {stored}"))
+        each = (measured,) * len(reports)  # one manager keeps the books of all ranks
+        rows.append(Account(f"  {group.name}", predicted, each, f"{group.layers} layers, {stored}"))
     return rows
 
 
@@ -342,11 +402,14 @@ def print_start(console: Console, started: Started) -> None:
     plan, config = started.plan, started.plan.sizing.config
     assert plan.device is not None
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("", "predicted", "measured", ""):
-        table.add_column(name, justify="right" if name in ("predicted", "measured") else "left", no_wrap=True)
+    ranks = len(started.reports)
+    measured = ("measured",) if ranks == 1 else tuple(f"rank {rank}" for rank in range(ranks))
+    for name in ("", "predicted", *measured, ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in accounts(started):
-        table.add_row(f"  {row.name}", format_bytes(row.predicted_bytes), format_bytes(row.measured_bytes), row.note)
-    console.print(f"{started.spec.name} on {plan.device.name}", style="bold", highlight=False)
+        table.add_row(f"  {row.name}", *map(format_bytes, (row.predicted_bytes, *row.rank_bytes)), row.note)
+    where = plan.device.name if ranks == 1 else f"{ranks} ranks of {plan.device.name}"
+    console.print(f"{started.spec.name} on {where}", style="bold", highlight=False)
     print_trimmed(console, table)
     chosen = f" ({plan.max_model_len_note})" if plan.max_model_len_note else ""
     steps = "overlapping" if config.async_scheduling else "one at a time"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -142,9 +142,14 @@ def run(
     new_tokens: int = NEW_TOKENS,
 ) -> list[list[int]]:
     """Greedy continuations of a few prompts, several windows long, run together."""
+    engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
+    return greedy(engine, lengths, new_tokens)
+
+
+def greedy(engine: Engine, lengths: Sequence[int], new_tokens: int) -> list[list[int]]:
+    """What this engine says to prompts of these lengths, which are the same each time."""
     rng = np.random.default_rng(11)
-    prompts = [rng.integers(3, spec_of(name).vocab_size, size=n) for n in lengths]
-    engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(prompts))
+    prompts = [rng.integers(3, engine.sampler.vocab_size, size=n) for n in lengths]
     requests = [
         Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0)) for i, p in enumerate(prompts)
     ]

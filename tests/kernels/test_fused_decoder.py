@@ -14,8 +14,16 @@ import pytest
 
 @pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4"])
 def test_greedy_tokens_equal_the_plain_decoders(name):
+    run_interpreted("tests.kernels.interpreted_decoder", name)
+
+
+def test_two_ranks_say_what_one_does():
+    """Of the headline's kind: int4, K = V in full layers. Others are run by hand: `interpreted_ranks NAME`."""
+    run_interpreted("tests.kernels.interpreted_ranks", "gemma4 int4")
+
+
+def run_interpreted(module: str, name: str) -> None:
     """In a process of its own: the interpreter is chosen when triton is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.interpreted_decoder", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", module, name], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -21,6 +21,8 @@ PLAIN = Ops()
 @pytest.fixture(scope="module")
 def kernels() -> CpuOps:
     library = build.library()
+    if library is None and "failed" in str(build.why_not()):
+        pytest.fail(str(build.why_not()))
     if library is None:
         pytest.skip(f"no kernels here: {build.why_not()}")
     return CpuOps(library)
@@ -37,9 +39,9 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor, tolerance: float = 2e-
     assert (ours - exact).abs().max() <= tolerance * max(1.0, float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 48, 49])
-@pytest.mark.parametrize(("outputs", "width"), [(1, 16), (50, 48), (97, 640), (640, 2048)])
-def test_products_of_few_rows(kernels: CpuOps, rows: int, outputs: int, width: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 48, 49, 129, 300])
+@pytest.mark.parametrize(("outputs", "width"), [(1, 16), (50, 48), (97, 640), (640, 2048), (1100, 30)])
+def test_products(kernels: CpuOps, rows: int, outputs: int, width: int) -> None:
     x, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
     assert_close(kernels.linear(x, weight, bias), PLAIN.linear(x.double(), weight.double(), bias.double()))
     assert_close(kernels.linear(x, weight), PLAIN.linear(x.double(), weight.double()))
@@ -50,6 +52,10 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_batch(kernels: CpuOps) -> N
     together = kernels.linear(x, weight)
     for rows in FEW_ROWS:
         assert torch.equal(kernels.linear(x[-rows:], weight), together[-rows:])
+    many = torch.randn(700, 640)
+    together = kernels.linear(many, weight)
+    for rows in (max(FEW_ROWS) + 1, 127, 128, 500):
+        assert torch.equal(kernels.linear(many[-rows:], weight), together[-rows:])
 
 
 def test_products_of_strided_rows_and_of_odd_widths(kernels: CpuOps) -> None:
@@ -57,6 +63,55 @@ def test_products_of_strided_rows_and_of_odd_widths(kernels: CpuOps) -> None:
     assert_close(kernels.linear(wide[:, 7:103], weight), PLAIN.linear(wide[:, 7:103].double(), weight.double()))
     odd = torch.randn(30, 37)
     assert_close(kernels.linear(wide[:, :37], odd), PLAIN.linear(wide[:, :37].double(), odd.double()))
+
+
+class Prompt:
+    """Queries, keys and values of one sequence of which a chunk is attended."""
+
+    def __init__(self, tokens: int, query_heads: int, kv_heads: int, dim: int) -> None:
+        self.queries = torch.randn(tokens, query_heads, dim)
+        # As the decoder hands them over: heads first, but the last to vary in memory.
+        self.keys, self.values = (torch.randn(tokens, kv_heads, dim).transpose(0, 1) for _ in range(2))
+        self.scale = dim**-0.5
+
+    def attended(self, ops: Ops, start: int, stop: int, window: int | None, *, exact: bool = False) -> torch.Tensor:
+        first = 0 if window is None else max(0, start - window + 1)
+        q, k, v = self.queries[start:stop], self.keys[:, first:stop], self.values[:, first:stop]
+        if exact:
+            q, k, v = q.double(), k.double(), v.double()
+        return ops.attend_chunk(q, torch.arange(start, stop), k, v, first, window, self.scale)
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(4, 1, 256), (4, 4, 32), (6, 2, 80), (64, 1, 24)])
+@pytest.mark.parametrize("window", [None, 1, 17, 300])
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 250), (239, 241), (77, 600), (500, 501)])
+def test_attention_of_a_chunk(kernels, query_heads, kv_heads, dim, window, start, stop):
+    prompt = Prompt(stop, query_heads, kv_heads, dim)
+    ours = prompt.attended(kernels, start, stop, window)
+    assert_close(ours, prompt.attended(PLAIN, start, stop, window, exact=True))
+
+
+def test_attention_of_some_rows_of_a_chunk(kernels):
+    prompt, asked = Prompt(400, 4, 2, 64), torch.tensor([3, 4, 200, 399])
+    whole = prompt.attended(kernels, 0, 400, 50)
+    some = kernels.attend_chunk(prompt.queries[asked], asked, prompt.keys, prompt.values, 0, 50, prompt.scale)
+    assert torch.equal(some, whole[asked])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_of_a_prompt_has_the_same_bits_however_it_is_cut(kernels, window):
+    prompt = Prompt(600, 4, 2, 64)
+    whole = prompt.attended(kernels, 0, 600, window)
+    for cuts in ([1], [239, 240, 241], [13, 26, 39, 300], [512]):
+        parts = zip([0, *cuts], [*cuts, 600], strict=True)
+        assert torch.equal(torch.cat([prompt.attended(kernels, a, b, window) for a, b in parts]), whole)
+
+
+def test_scores_far_apart_weigh_nothing_or_all(kernels):
+    prompt = Prompt(300, 2, 1, 32)
+    prompt.keys[0, 7] *= 1e4
+    prompt.scale = 1.0
+    assert_close(prompt.attended(kernels, 0, 300, None), prompt.attended(PLAIN, 0, 300, None, exact=True), 1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 640), (300, 640), (3, 5, 32), (4, 37)])

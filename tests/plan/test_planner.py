@@ -133,8 +133,16 @@ class TestBudget:
         assert {group.kv_format.name for group in made.sizing.layout.groups if group.kv_format} == {"float32"}
         assert made.peers == ()
 
-    def test_a_cpu_is_one_rank(self) -> None:
-        assert "--tensor-parallel-size 2 out" in refusal("gemma-3-270m", gpu="cpu", tensor_parallel_size=2)
+    def test_two_3090s_hold_three_long_sequences_of_gemma_in_four_bits(self) -> None:
+        made = plan(GEMMA_INT4, gpu="2x3090", tensor_parallel_size=2, max_model_len=131_072)
+        assert made.sizing.ranks == 2
+        assert capacity_of(made).sequences(131_072) == 3
+        assert made.sizing.weights_bytes / GIB == pytest.approx(8.99, abs=0.01)
+
+    def test_ranks_on_one_cpu_share_its_memory(self) -> None:
+        plans = [plan("gemma-3-270m", gpu="cpu", tensor_parallel_size=ranks) for ranks in (1, 2)]
+        alone, shared = (made.budget.device_bytes for made in plans if made.budget)
+        assert shared == alone // 2
 
     def test_weights_that_do_not_fit_name_cards_that_hold_them(self) -> None:
         message = refusal(GEMMA, gpu="2x3090")

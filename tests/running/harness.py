@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -62,14 +63,28 @@ def generate(name: str, prompts: list[list[int]], max_tokens: int, knobs: Knobs)
 
 
 def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
-    layout = layout_of(list(spec.caches), knobs)
+    def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
+        device = torch.device("cpu")
+        return Runner(spec, weights, layout, slabs, knobs.num_slots, length, device=device, dtype=torch.float32)
+
+    return generate_by(make_runner, list(spec.caches), prompts, max_tokens, knobs)
+
+
+def generate_by(
+    make_runner: Callable[[Layout, int, int], Runner],
+    caches: list[Cache],
+    prompts: list[list[int]],
+    max_tokens: int,
+    knobs: Knobs,
+) -> Run:
+    """As `generate`, by any runner: it is made of a layout of these caches, slabs, and the longest length."""
+    layout = layout_of(caches, knobs)
     longest = max(len(p) for p in prompts) + max_tokens
     slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
     manager = KVManager(layout, slabs, knobs.num_slots, longest)
     restore = RestorePoints(manager) if knobs.keep else None
     scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, restore)
-    device = torch.device("cpu")
-    runner = Runner(spec, weights, layout, slabs, knobs.num_slots, longest, device=device, dtype=torch.float32)
+    runner = make_runner(layout, slabs, longest)
     requests = [
         Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
         for i, p in enumerate(prompts)

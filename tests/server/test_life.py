@@ -135,7 +135,7 @@ class TestStarting:
             (["--chat-template", "/nowhere.jinja"], "/nowhere.jinja cannot be read"),
             (["--port", "99999"], "to 65535"),
             (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid"),
-            (["--tensor-parallel-size", "2"], "use 1"),
+            (["--tensor-parallel-size", "3"], "works with 1, 2"),
         ],
     )
     def test_flags_that_cannot_be_honoured_are_one_line(

@@ -83,12 +83,16 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
 
 
 class CountingRunner:
-    """A runner that adds up what its steps read at least: the weights once, and the past that each sequence sees."""
+    """A runner that adds up what its steps read at least: the weights once, and the past that each sequence sees.
+
+    Bytes are those of one rank, as is the roof they are compared with.
+    """
 
     def __init__(self, started: Started) -> None:
-        self._runner: StepRunner = started.runner
+        self._runner: StepRunner = started.engine.runner
         self._layout: Layout = started.plan.sizing.layout
-        self._weights_bytes = read_weights_bytes(started.spec, started.runner.dtype.itemsize)
+        rank_spec = started.spec.on_rank(started.plan.sizing.ranks)
+        self._weights_bytes = read_weights_bytes(rank_spec, started.runner.dtype.itemsize)
         self.read_bytes = 0
 
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output:

@@ -78,6 +78,7 @@ def figures(started: Started, workload: Workload, timings: list[Timing], roof: f
         "max_model_len": started.plan.max_model_len,
         "kv_cache_bytes": started.plan.kv_bytes,
         "dtype": started.plan.sizing.compute_dtype,
+        "tensor_parallel_size": started.plan.sizing.ranks,
         "device": device_name(started.runner.device),
         "threads": torch.get_num_threads() if started.runner.device.type == "cpu" else None,
         "python": platform.python_version(),
@@ -105,7 +106,8 @@ def print_figures(console: Console, results: dict[str, Any]) -> None:
     ]
     if results["decode_tokens_per_second"]:
         rows.insert(3, ("decoding", f"{results['decode_tokens_per_second']:,.1f} tok/s after the first token"))
-    console.print(f"{results['workload']}: {results['model']}, {results['dtype']}", style="bold")
+    ranks = "" if results["tensor_parallel_size"] == 1 else f", {results['tensor_parallel_size']} ranks"
+    console.print(f"{results['workload']}: {results['model']}, {results['dtype']}{ranks}", style="bold")
     for name, value in rows:
         console.print(f"  {name:<10}{value}", soft_wrap=True)
     machine = f"{results['device']}, Python {results['python']}, torch {results['torch']}"

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from windowpane.attention.pages import KVPages, LayerPages
-from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.reference import attend_decoding
 from windowpane.attention.step import Queries, Segment, Step
 from windowpane.modeling.cpu import ops_for
-from windowpane.modeling.ops import ACTIVATIONS, Ops
+from windowpane.modeling.ops import ACTIVATIONS, Angles, DecodingLayer, LayerParts, Ops
 from windowpane.modeling.quantized import PackedWeight, Weight, stack
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope, rotate
+from windowpane.parallel.group import ALONE, RankGroup, look_up, summed
 
 Weights = dict[str, torch.Tensor | PackedWeight]
 Product = Callable[[torch.Tensor, Weight], torch.Tensor]
@@ -35,27 +35,31 @@ class _Pass:
     query_positions: torch.Tensor
     narrowed: bool = False
     present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    angles: dict[Rope, Angles] = field(default_factory=dict)
 
 
 class Decoder:
-    """Takes its tensors out of `weights`, so that fused copies do not double the memory."""
+    """Takes its tensors out of `weights`, so that fused copies do not double the memory.
 
-    def __init__(self, recipe: Recipe, weights: Weights) -> None:
+    Of several ranks, each has a decoder with its own heads, its own part of each MLP and of the vocabulary.
+    """
+
+    def __init__(self, recipe: Recipe, weights: Weights, group: RankGroup = ALONE) -> None:
         self.recipe = recipe
+        self.group = group
         self._ropes = _RopeTables()
         take = _Taker(weights, recipe)
         self.embedding = take.tensor("embed_tokens.weight")
         self.ops = ops_for(self.embedding)
         self.head: Weight = weights.pop(recipe.head) if recipe.head else self.embedding
         self.final_norm = take.norm("norm")
-        self._per_layer = _PerLayerInputs(recipe, take, self.ops) if recipe.per_layer_width else None
+        self._per_layer = _PerLayerInputs(recipe, take, self.ops, group) if recipe.per_layer_width else None
         shared = {layer.kv_layer for layer in recipe.layers if layer.kv_layer != layer.index}
         self.layers: list[_Layer] = []
         for layer in recipe.layers:
             owner = None if layer.kv_layer == layer.index else self.layers[layer.kv_layer]
             self.layers.append(
-                _Layer(recipe, layer, take, self.ops, self._ropes, owner, is_shared=layer.index in shared)
+                _Layer(recipe, layer, take, self.ops, group, self._ropes, owner, is_shared=layer.index in shared)
             )
 
     def forward(self, step: Step, pages: KVPages) -> torch.Tensor:
@@ -65,7 +69,7 @@ class Decoder:
     def final_hidden(self, step: Step, pages: KVPages) -> torch.Tensor:
         """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
         recipe = self.recipe
-        embedded = F.embedding(step.tokens, self.embedding)
+        embedded = look_up(self.embedding, step.tokens, self.group)
         if recipe.embedding_scale != 1.0:
             embedded = embedded * torch.tensor(recipe.embedding_scale, dtype=embedded.dtype)
         per_layer = self._per_layer(step.tokens, embedded) if self._per_layer else None
@@ -80,7 +84,7 @@ class Decoder:
         return self.ops.norm(hidden, self.final_norm, recipe.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.ops.linear(hidden, self.head).float()
+        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float()
         cap = self.recipe.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -97,6 +101,7 @@ class _Layer:
         recipe: LayerRecipe,
         take: _Taker,
         ops: Ops,
+        group: RankGroup,
         ropes: _RopeTables,
         owner: _Layer | None,
         *,
@@ -105,7 +110,7 @@ class _Layer:
         self.model, self.recipe = model, recipe
         self.owns_kv = owner is None
         self.is_shared = is_shared
-        self.ops, self._ropes = ops, ropes
+        self.ops, self.group, self._ropes = ops, group, ropes
         at = f"layers.{recipe.index}."
         self.input_norm = take.norm(f"{at}input_layernorm")
         self.post_attention_norm = take.norm(f"{at}post_attention_layernorm")
@@ -129,8 +134,11 @@ class _Layer:
             self.per_layer_gate, _ = take.linear(f"{at}per_layer_input_gate")
             self.per_layer_out, _ = take.linear(f"{at}per_layer_projection")
             self.per_layer_norm = take.norm(f"{at}post_per_layer_input_norm")
+        self._at_once: tuple[LayerPages, DecodingLayer | None] | None = None
 
     def __call__(self, hidden: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None) -> torch.Tensor:
+        if not state.step.segments and (at_once := self._decoding_layer(state.pages)) is not None:
+            return at_once(hidden, state.step, self._angles(state))
         normed = self.ops.norm(hidden, self.input_norm, self.model.norm_eps)
         if self.recipe.index == self.model.last_kv_owner and len(state.step.wanted) < len(hidden):
             present = self._store_form(self.ops.linear(normed, *self._kv_weights()), state)
@@ -146,7 +154,7 @@ class _Layer:
             present = state.present[self.recipe.kv_layer]
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[state.step.wanted]
-        attended = self.ops.linear(self._attend(queries, present, state), self.out, self.out_bias)
+        attended = self._summed(self._attend(queries, present, state), self.out, self.out_bias)
         if self.owns_kv:
             self._keep(present, state)
         return self._feed_forward(hidden, attended, per_layer)
@@ -168,8 +176,13 @@ class _Layer:
         return hidden if self.scalar is None else hidden * self.scalar
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.ops.gated(self.ops.linear(x, self.gate_up, self.gate_up_bias), self.model.activation)
-        return self.ops.linear(gated, self.down, self.down_bias)
+        def product(x: torch.Tensor, down: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+            return self.ops.mlp(x, (self.gate_up, self.gate_up_bias), (down, bias), self.model.activation)
+
+        return summed(product, x, self.down, self.down_bias, self.group)
+
+    def _summed(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return summed(self.ops.linear, x, weight, bias, self.group)
 
     def _narrow(self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """From here on only wanted rows go on."""
@@ -230,7 +243,9 @@ class _Layer:
             parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
         positions = torch.arange(past_from, segment.stop, device=queries.device)
         keys, values = self._keys_and_values(parts, positions)
-        return attend(queries, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale)
+        return self.ops.attend_chunk(
+            queries, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale
+        )
 
     def _attend_decoding(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         recipe, step = self.recipe, state.step
@@ -263,11 +278,54 @@ class _Layer:
 
     def _turned_heads(self, x: torch.Tensor, weight: torch.Tensor | None, state: _Pass) -> torch.Tensor:
         """Norm heads of this step's rows, once narrowed of those that still ask, and turn them by their positions."""
+        eps = self.model.norm_eps if self.model.qk_norm else None
+        return self.ops.heads(x, weight, eps, self._angles(state))
+
+    def _angles(self, state: _Pass) -> Angles | None:
         rope = self.recipe.rope
         if rope.kind is not None and rope not in state.angles:
             state.angles[rope] = self._ropes.at(rope, state.query_positions)
-        eps = self.model.norm_eps if self.model.qk_norm else None
-        return self.ops.heads(x, weight, eps, state.angles.get(rope))
+        return state.angles.get(rope)
+
+    def _decoding_layer(self, pages: KVPages) -> DecodingLayer | None:
+        """The layer in one call, where it is a plain one and there is such a call."""
+        if not self.owns_kv or self.is_shared or self.recipe.latent or self.model.per_layer_width:
+            return None
+        if self.group.place.ranks > 1:
+            return None  # ranks add up what they have in the middle of it
+        stored = pages.layers[self.recipe.index]
+        if self._at_once is None or self._at_once[0] is not stored:
+            self._at_once = stored, self.ops.decoding_layer(self._parts(), stored)
+        return self._at_once[1]
+
+    def _parts(self) -> LayerParts:
+        model, recipe = self.model, self.recipe
+        return LayerParts(
+            input_norm=self.input_norm,
+            qkv=self.qkv,
+            qkv_bias=self.qkv_bias,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            out=self.out,
+            out_bias=self.out_bias,
+            post_attention_norm=self.post_attention_norm,
+            pre_mlp_norm=self.pre_mlp_norm if model.sandwich else None,
+            gate_up=self.gate_up,
+            gate_up_bias=self.gate_up_bias,
+            down=self.down,
+            down_bias=self.down_bias,
+            post_mlp_norm=self.post_mlp_norm if model.sandwich else None,
+            scalar=self.scalar,
+            query_heads=recipe.query_heads,
+            kv_heads=recipe.kv_heads,
+            head_dim=recipe.head_dim,
+            window_tokens=recipe.window_tokens,
+            head_norms=model.qk_norm,
+            v_norm=model.v_norm,
+            activation=model.activation,
+            eps=model.norm_eps,
+            scale=recipe.scale,
+        )
 
 
 def _write(ops: Ops, layer: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
@@ -285,8 +343,8 @@ def _write(ops: Ops, layer: LayerPages, step: Step, rows: list[torch.Tensor]) ->
 class _PerLayerInputs:
     """Gemma's per-layer embeddings: a second embedding of each token, one part per layer."""
 
-    def __init__(self, recipe: Recipe, take: _Taker, ops: Ops) -> None:
-        self.recipe, self.ops = recipe, ops
+    def __init__(self, recipe: Recipe, take: _Taker, ops: Ops, group: RankGroup) -> None:
+        self.recipe, self.ops, self.group = recipe, ops, group
         self.table = take.tensor("embed_tokens_per_layer.weight")
         self.projection, _ = take.linear("per_layer_model_projection")
         self.norm = take.norm("per_layer_projection_norm")
@@ -295,7 +353,7 @@ class _PerLayerInputs:
         """[tokens, layers, width]."""
         width = self.recipe.per_layer_width
         shape = (len(tokens), len(self.recipe.layers), width)
-        looked_up = F.embedding(tokens, self.table) * torch.tensor(width**0.5, dtype=embedded.dtype)
+        looked_up = look_up(self.table, tokens, self.group) * torch.tensor(width**0.5, dtype=embedded.dtype)
         projected = (product or self.ops.linear)(embedded, self.projection) * self.recipe.hidden_size**-0.5
         normed = self.ops.norm(projected.view(shape), self.norm, self.recipe.norm_eps)
         return (normed + looked_up.view(shape)) * 2**-0.5

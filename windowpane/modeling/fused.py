@@ -40,6 +40,7 @@ from windowpane.modeling.triton.logits import softcap
 from windowpane.modeling.triton.matvec import gated_matvec, matvec, pays
 from windowpane.modeling.triton.norms import residual_norm, rms_norm
 from windowpane.modeling.triton.packed import SPLIT_ROWS, packed_gated, packed_product
+from windowpane.parallel.group import look_up, summed
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -85,10 +86,16 @@ class FusedDecoder:
         # Rounded as the plain decoder rounds it.
         self._embedding_scale = torch.tensor(self.recipe.embedding_scale, dtype=self.embedding.dtype).item()
         self._per_layer = decoder._per_layer
+        self._group = decoder.group
         self._angles: dict[Rope, Angles] = {}
         self._windows = sorted({layer.window_tokens or 0 for layer in self.recipe.layers})
         device, dtype = self.embedding.device, self.embedding.dtype
-        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
+        # Between ranks' collectives kernels wait for one another as usual.
+        self._pdl = (
+            device.type == "cuda"
+            and self._group.place.ranks == 1
+            and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
+        )
         scratches: dict[tuple[int, ...], DecodeScratch] = {}
         self.layers: list[FusedLayer] = []
         recipes = [layer.recipe for layer in decoder.layers]
@@ -128,7 +135,7 @@ class FusedDecoder:
 
     def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """The normed output of the last layer for the wanted rows; what `logits` takes."""
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = look_up(self.embedding, tokens, self._group)
         if self.recipe.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         per_layer = self._per_layer(tokens, hidden, self._linear) if self._per_layer else None
@@ -147,7 +154,7 @@ class FusedDecoder:
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits of final hidden states, in `out` where it is given."""
-        logits = self._linear(normed, self.head)
+        logits = self._group.all_gather(self._linear(normed, self.head))
         if out is None:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         softcap(logits, out, self.recipe.final_softcap, pdl=self._pdl)
@@ -195,7 +202,7 @@ class FusedLayer:
         dtype: torch.dtype,
         pdl: bool,
     ) -> None:
-        self.model, self.recipe = model, layer.recipe
+        self.model, self.recipe, self._group = model, layer.recipe, layer.group
         self._pdl = pdl
         self.owns_kv, self.is_shared = layer.owns_kv, layer.is_shared
         r = self.recipe
@@ -281,7 +288,7 @@ class FusedLayer:
             return hidden, normed
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[step.wanted]
-        mixed = self._linear(attended, self.out, self.out_bias)
+        mixed = summed(self._linear, attended, self.out, self.out_bias, self._group)
         del queries, present, attended  # the widest point of a layer is yet to come
         return hidden, self._feed_forward(hidden, mixed, per_layer)
 
@@ -312,7 +319,7 @@ class FusedLayer:
             gated_matvec(normed, gate_up, inner, activation, pdl=self._pdl)
         else:
             gated(self._linear(normed, gate_up, self.gate_up_bias), inner, activation, pdl=self._pdl)
-        out = self._linear(inner, self.down, self.down_bias)
+        out = summed(self._linear, inner, self.down, self.down_bias, self._group)
         if per_layer is None:
             residual_norm(hidden, out, self.post_mlp_norm, self.next_norm, self.scalar, eps, normed, pdl=self._pdl)
             return normed

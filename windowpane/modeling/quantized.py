@@ -63,6 +63,25 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return replace(self, units=self.units[start:stop], scales=self.scales[of_scales], zeros=zeros)
 
+    def some_inputs(self, inputs: range) -> PackedWeight:
+        """Some consecutive inputs: whole groups."""
+        if self.order is not None or any(edge % (self.group_inputs or 1) for edge in (inputs.start, inputs.stop)):
+            raise IndexError(f"inputs {inputs.start} to {inputs.stop} cut through groups of {self.group_inputs}")
+        tiles = self._tiles()
+        units = [pack_units(unpack_units(self.units[t])[:, inputs.start : inputs.stop], self.kind) for t in tiles]
+        scales, zeros = self.scales, self.zeros
+        if self.group_inputs is not None:
+            groups = slice(inputs.start // self.group_inputs, inputs.stop // self.group_inputs)
+            scales = scales[:, groups]
+            if zeros is not None:
+                zeros = pack_zeros(unpack_zeros(zeros, self.scales.shape[1])[:, groups])
+        return replace(self, inputs=len(inputs), units=torch.cat(units), scales=scales, zeros=zeros)
+
+    def copy(self) -> PackedWeight:
+        """In memory of its own: a part no longer keeps the whole."""
+        zeros, order = (None if t is None else t.clone() for t in (self.zeros, self.order))
+        return replace(self, units=self.units.clone(), scales=self.scales.clone(), zeros=zeros, order=order)
+
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.units), self.inputs
@@ -300,7 +319,7 @@ def unpack_units(units: torch.Tensor) -> torch.Tensor:
 
 def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
     """uint8 [outputs, groups], 0 to 15, as words of eight."""
-    padded = F.pad(zeros, (0, -zeros.shape[1] % 8))
+    padded = F.pad(zeros, (0, -zeros.shape[1] % 8)).contiguous()  # some schemes store them the other way around
     return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
 
 

@@ -16,7 +16,7 @@ from windowpane.kv.formats import DTYPE_BYTES
 from windowpane.kv.retention import ceil_div
 from windowpane.models.config import Config
 from windowpane.models.packing import PackedForm
-from windowpane.models.spec import ModelError, TensorSpec
+from windowpane.models.spec import ModelError, Shard, TensorSpec
 
 STORED_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "uint8": 1, "int32": 4, "int64": 8}
 
@@ -28,8 +28,8 @@ class WeightFormat(Protocol):
     def scheme(self) -> str: ...
 
     @property
-    def cut(self) -> tuple[int, int]:
-        """The (output, input) multiples at which a weight may be cut over ranks."""
+    def cut(self) -> tuple[int, int | None]:
+        """The (output, input) multiples at which a weight may be cut over ranks; None: inputs cannot be."""
         ...
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]: ...
@@ -70,7 +70,11 @@ class Quantization:
         return None
 
     def stored(self, weight: TensorSpec) -> list[TensorSpec]:
-        """The tensors that stand for `weight` in the checkpoint, or on a rank if that is what was given."""
+        """The tensors that stand for `weight` in the checkpoint, or on a rank if that is what was given.
+
+        Each says how it is split where `weight` does: what a rank reads of them is what its part of `weight` is stored
+        as.
+        """
         form = self.format_of(weight)
         if form is None:
             return [weight]
@@ -88,9 +92,17 @@ class Quantization:
             return None
         # Leading axes hold whole experts; only the matrix itself can be cut inside a group.
         output_axis, input_axis = _matrix_axes(weight)
-        multiple = {output_axis: form.cut[0], input_axis: form.cut[1]}.get(weight.shard.axis, 1)
+        outputs, inputs = form.cut
+        multiple = {output_axis: outputs, input_axis: inputs}.get(weight.shard.axis, 1)
         length = weight.shard.rank_length(ranks)
-        if length == weight.shape[weight.shard.axis] or length % multiple == 0:
+        if length == weight.shape[weight.shard.axis]:
+            return None
+        if multiple is None:
+            return (
+                f"{weight.name}: its inputs are sorted by quantization group (desc_act, actorder), so ranks cannot "
+                "split them; use a checkpoint without that"
+            )
+        if length % multiple == 0:
             return None
         return f"{weight.name}: {length} values per rank cut through quantization groups of {multiple}"
 
@@ -114,16 +126,45 @@ def _rows_and_columns(weight: TensorSpec) -> tuple[int, int]:
     return weight.shape[output_axis], weight.shape[input_axis]
 
 
-def _part(weight: TensorSpec, suffix: str, shape: tuple[int, ...], dtype: str | None) -> TensorSpec:
+# An axis of a stored tensor, and how many outputs or inputs of the weight each entry along it stands for.
+_Place = tuple[int, int]
+
+
+def _part(
+    weight: TensorSpec,
+    suffix: str,
+    shape: tuple[int, ...],
+    dtype: str | None,
+    *,
+    outputs: _Place | None = None,
+    inputs: _Place | None = None,
+) -> TensorSpec:
+    """`outputs` and `inputs` say where those of the weight lie; None: this tensor serves all of them."""
     return replace(
         weight,
         name=f"{weight.module}{suffix}",
         shape=(*weight.shape[:-2], *shape),
         dtype=dtype or weight.dtype,
-        shard=None,
+        shard=_part_shard(weight, outputs, inputs),
         linear=False,
         transposed=False,
     )
+
+
+def _part_shard(weight: TensorSpec, outputs: _Place | None, inputs: _Place | None) -> Shard | None:
+    shard, leading = weight.shard, len(weight.shape) - 2
+    if shard is None or shard.axis < leading:
+        return shard
+    place = outputs if shard.axis == _matrix_axes(weight)[0] else inputs
+    if place is None:
+        return None
+    axis, each = place
+    return Shard(leading + axis, tuple((length // each, units) for length, units in shard.sections))
+
+
+def _by_group(axis: int, group: int | None) -> _Place | None:
+    """Where inputs lie in what is stored once per group; nowhere if one group has them all."""
+    return None if group is None else (axis, group)
 
 
 def _groups(columns: int, group: int | None, weight: TensorSpec) -> int:
@@ -148,22 +189,26 @@ class PackedIntegers:
         return f"int{self.bits}"
 
     @property
-    def cut(self) -> tuple[int, int]:
+    def cut(self) -> tuple[int, int | None]:
         packed = 32 // self.bits
-        return (1 if self.symmetric else packed), max(packed, self.group or 1)
+        return (1 if self.symmetric else packed), None if self.reordered else max(packed, self.group or 1)
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
         packed = 32 // self.bits
         groups = _groups(columns, self.group, weight)
         parts = [
-            _part(weight, ".weight_packed", (rows, ceil_div(columns, packed)), "int32"),
-            _part(weight, ".weight_scale", (rows, groups), None),
+            _part(
+                weight, ".weight_packed", (rows, ceil_div(columns, packed)), "int32", outputs=(0, 1), inputs=(1, packed)
+            ),
+            _part(weight, ".weight_scale", (rows, groups), None, outputs=(0, 1), inputs=_by_group(1, self.group)),
             _part(weight, ".weight_shape", (2,), "int64"),
         ]
         if not self.symmetric:
-            parts.append(_part(weight, ".weight_zero_point", (ceil_div(rows, packed), groups), "int32"))
+            shape = (ceil_div(rows, packed), groups)
+            by_group = _by_group(1, self.group)
+            parts.append(_part(weight, ".weight_zero_point", shape, "int32", outputs=(0, packed), inputs=by_group))
         if self.reordered:
-            parts.append(_part(weight, ".weight_g_idx", (columns,), "int32"))
+            parts.append(_part(weight, ".weight_g_idx", (columns,), "int32", inputs=(0, 1)))
         return parts
 
     def held(self, rows: int, columns: int) -> PackedForm | None:
@@ -181,15 +226,15 @@ class Awq:
     scheme = "int4"
 
     @property
-    def cut(self) -> tuple[int, int]:
+    def cut(self) -> tuple[int, int | None]:
         return 8, self.group or 1
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
-        groups = _groups(columns, self.group, weight)
+        groups, by_group = _groups(columns, self.group, weight), _by_group(0, self.group)
         return [
-            _part(weight, ".qweight", (columns, ceil_div(rows, 8)), "int32"),
-            _part(weight, ".qzeros", (groups, ceil_div(rows, 8)), "int32"),
-            _part(weight, ".scales", (groups, rows), None),
+            _part(weight, ".qweight", (columns, ceil_div(rows, 8)), "int32", outputs=(1, 8), inputs=(0, 1)),
+            _part(weight, ".qzeros", (groups, ceil_div(rows, 8)), "int32", outputs=(1, 8), inputs=by_group),
+            _part(weight, ".scales", (groups, rows), None, outputs=(1, 1), inputs=by_group),
         ]
 
     def held(self, rows: int, columns: int) -> PackedForm:
@@ -214,16 +259,18 @@ class Gptq:
         return f"int{self.bits}"
 
     @property
-    def cut(self) -> tuple[int, int]:
-        return 32 // self.bits, max(32 // self.bits, self.group or 1)
+    def cut(self) -> tuple[int, int | None]:
+        packed = 32 // self.bits
+        return packed, None if self.reordered else max(packed, self.group or 1)
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
-        groups = _groups(columns, self.group, weight)
+        groups, by_group = _groups(columns, self.group, weight), _by_group(0, self.group)
+        packed = 32 // self.bits
         return [
-            _part(weight, ".qweight", (ceil_div(columns * self.bits, 32), rows), "int32"),
-            _part(weight, ".qzeros", (groups, ceil_div(rows * self.bits, 32)), "int32"),
-            _part(weight, ".scales", (groups, rows), None),
-            _part(weight, ".g_idx", (columns,), "int32"),
+            _part(weight, ".qweight", (ceil_div(columns, packed), rows), "int32", outputs=(1, 1), inputs=(0, packed)),
+            _part(weight, ".qzeros", (groups, ceil_div(rows, packed)), "int32", outputs=(1, packed), inputs=by_group),
+            _part(weight, ".scales", (groups, rows), None, outputs=(1, 1), inputs=by_group),
+            _part(weight, ".g_idx", (columns,), "int32", inputs=(0, 1)),
         ]
 
     def held(self, rows: int, columns: int) -> PackedForm | None:
@@ -245,18 +292,21 @@ class Fp8:
     scheme = "fp8"
 
     @property
-    def cut(self) -> tuple[int, int]:
+    def cut(self) -> tuple[int, int | None]:
         return self.block or (1, 1)
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
         scale: tuple[int, ...] = (1,)
+        outputs: _Place | None = None
+        inputs: _Place | None = None
         if self.block:
             scale = (ceil_div(rows, self.block[0]), ceil_div(columns, self.block[1]))
+            outputs, inputs = (0, self.block[0]), (1, self.block[1])
         elif self.per_channel:
-            scale = (rows, 1)
+            scale, outputs = (rows, 1), (0, 1)
         parts = [
-            _part(weight, ".weight", (rows, columns), "fp8_e4m3"),
-            _part(weight, self.scale_suffix, scale, self.scale_dtype),
+            _part(weight, ".weight", (rows, columns), "fp8_e4m3", outputs=(0, 1), inputs=(1, 1)),
+            _part(weight, self.scale_suffix, scale, self.scale_dtype, outputs=outputs, inputs=inputs),
         ]
         if self.static_inputs:
             parts.append(_part(weight, ".input_scale", (1,), self.scale_dtype))
@@ -275,14 +325,14 @@ class Mxfp4:
     scheme = "mxfp4"
 
     @property
-    def cut(self) -> tuple[int, int]:
+    def cut(self) -> tuple[int, int | None]:
         return 1, 32
 
     def stored(self, weight: TensorSpec, rows: int, columns: int) -> list[TensorSpec]:
         blocks = _groups(columns, 32, weight)
         return [
-            _part(weight, "_blocks", (rows, blocks, 16), "uint8"),
-            _part(weight, "_scales", (rows, blocks), "uint8"),
+            _part(weight, "_blocks", (rows, blocks, 16), "uint8", outputs=(0, 1), inputs=(1, 32)),
+            _part(weight, "_scales", (rows, blocks), "uint8", outputs=(0, 1), inputs=(1, 32)),
         ]
 
     def held(self, rows: int, columns: int) -> None:

@@ -19,6 +19,17 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which of how many tensor-parallel ranks this is."""
+
+    rank: int
+    ranks: int
+
+
+ONLY_RANK = RankPlace(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Split `axis` over ranks. `sections` are (length, units) of the parts that lie one after another on that axis.
 
@@ -37,6 +48,27 @@ class Shard:
         if not self.fits(ranks):
             raise ShardingError(f"{self.sections} (length, units) cannot be split evenly over {ranks} ranks")
         return sum(length // min(units, ranks) for length, units in self.sections)
+
+    def ranges(self, place: RankPlace) -> tuple[range, ...]:
+        """Which parts of `axis` this rank holds: one run of each section, together `rank_length` long."""
+        rank, ranks = place.rank, place.ranks
+        self.rank_length(ranks)  # raises where the sections do not divide
+        found, first = [], 0
+        for length, units in self.sections:
+            parts = min(units, ranks)
+            size = length // parts
+            start = first + rank * parts // ranks * size  # neighbouring ranks share what is replicated
+            found.append(range(start, start + size))
+            first += length
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """These runs of one axis of a tensor, one after another: what a rank reads of it."""
+
+    axis: int
+    ranges: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +108,12 @@ class TensorSpec:
         shape[self.shard.axis] = self.shard.rank_length(ranks)
         return replace(self, shape=tuple(shape), shard=None)
 
+    def cut(self, place: RankPlace) -> Cut | None:
+        """Where in the whole tensor that lies for one rank; None where every rank holds all of it."""
+        if self.shard is None or place.ranks == 1:
+            return None
+        return Cut(self.shard.axis, self.shard.ranges(place))
+
     def checkpoint_entries(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in the checkpoint file that this describes."""
         if not self.stacked:
@@ -112,6 +150,18 @@ class ModelSpec:
     quantization: Quantization | None = None
     shared_caches: tuple[TokenCache, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def on_rank(self, ranks: int) -> ModelSpec:
+        """The model as one of `ranks` ranks computes it: its heads, caches and tensors. The vocabulary stays whole."""
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            query_heads=self.query_heads // ranks,
+            caches=tuple(cache.shard(ranks) for cache in self.caches),
+            shared_caches=tuple(cache.shard(ranks) for cache in self.shared_caches),
+            tensors=tuple(tensor.on_rank(ranks) for tensor in self.tensors if tensor.tower is None),
+        )
 
     @property
     def token_caches(self) -> tuple[TokenCache, ...]:

@@ -1,4 +1,4 @@
-"""Builds `kernels.c` once per machine, keeps the library in the user's cache, and loads it.
+"""Builds the C sources beside it once per machine, keeps the library in the user's cache, and loads it.
 
 Everything the result depends on is in the file's name: source, flags, compiler, processor and torch. So a library is
 never taken for another's, and one that is there is whole: it is written beside and then renamed. Without a compiler, or
@@ -25,7 +25,7 @@ import torch
 from windowpane.embedded import cache_directory
 
 SWITCH = "WINDOWPANE_CPU_KERNELS"
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 BUILD_SECONDS = 120
 _COMPILERS = ("gcc", "cc")
 # Scheduling before registers are assigned spills the product's tiles; these processors reorder by themselves.
@@ -78,16 +78,20 @@ def _compiled(compiler: str) -> Path:
     command = [compiler, *_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
     version = _run([compiler, "--version"])
     openmp = _openmp()
-    parts = [SOURCE.read_text(), *command, version, _processor(), torch.__version__, str(openmp)]
+    sources = [source.read_text() for source in SOURCES]
+    parts = [*sources, *command, version, _processor(), torch.__version__, str(openmp)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     directory = cache_directory() / "kernels"
     target = directory / f"{key}.so"
     if not target.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-            _run([*command, "-c", str(SOURCE), "-o", str(compiled)])
-            _run([compiler, "-shared", str(compiled), "-o", str(linked), str(openmp or "-lgomp")])
+            objects = []
+            for source in (s for s in SOURCES if s.suffix == ".c"):
+                objects.append(f"{scratch}/{source.stem}.o")
+                _run([*command, "-c", str(source), "-o", objects[-1]])
+            linked = Path(scratch) / "kernels.so"
+            _run([compiler, "-shared", *objects, "-o", str(linked), str(openmp or "-lgomp")])
             linked.replace(target)
     return target
 

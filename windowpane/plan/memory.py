@@ -7,14 +7,14 @@ The activation estimate counts the tensors that are alive together at the widest
               + the wider of                    (they are never alive at the same time)
                   2 × query width + 2 × KV width    q, attention output, k, v
                   3 × MLP width                     gate, up, their product
-    logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy
+    logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy; whole on every rank
     quantized   64 MiB                          the slice of a weight that is dequantised at a time
     coded KV    one layer's longest past        decoded for chunks that attend it
 
 On a Hopper GPU the scratch of its prefill kernels comes on top (`attention.hopper.sizes`): most of it the rotated dims
 of a latent's keys, 1 KiB per token of the longest sequence for Gemma 4 31B, for all layers together.
 
-Widths are per rank. The engine prints what it measures beside this estimate.
+Other widths are per rank. The engine prints what it measures beside this estimate.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     kv_width = max((_kv_width(c.shard(ranks)) for c in spec.token_caches), default=0)
     widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks)
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
-    logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size // ranks * 4 * 2
+    logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size * 4 * 2
     dequantized = DEQUANTIZED_BYTES if spec.quantization else 0
     return tokens + logits + dequantized
 

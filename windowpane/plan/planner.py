@@ -246,9 +246,8 @@ def _device(config: EngineConfig, gpu: str | None, memory_bytes: int | None) -> 
     if gpu is None:
         return ranks, None if memory_bytes is None else Device("", memory_bytes)
     if gpu.lower() == "cpu":
-        if ranks > 1:
-            raise PlanError(f"--gpu cpu is one rank; leave --tensor-parallel-size {ranks} out")
-        return ranks, Device("this CPU", memory_bytes or _host_memory_bytes(), is_cpu=True)
+        # Ranks on one CPU share its memory.
+        return ranks, Device("this CPU", (memory_bytes or _host_memory_bytes()) // ranks, is_cpu=True)
     count, card = parse_gpus(gpu)
     ranks = config.tensor_parallel_size or count
     if ranks > count:

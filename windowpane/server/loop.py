@@ -21,11 +21,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from windowpane.engine import Engine, TokenOutput
+from windowpane.parallel.launch import RanksLost
 from windowpane.request import FinishReason, Request
 from windowpane.server.job import Job, Piece, Times
 from windowpane.server.meter import Meter
@@ -84,6 +85,11 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def die(self, error: BaseException) -> None:
+        """End the thread with this error, also where it waits for work. Any thread may call this."""
+        with suppress(EngineDied):
+            self._send(lambda: self._raise(error))
+
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._closed
@@ -131,7 +137,8 @@ class EngineLoop:
                 else:
                     self._step()
         except BaseException as error:
-            log.critical("the engine died", exc_info=error)
+            trace = None if isinstance(error, RanksLost) else error  # it says all there is to say
+            log.critical("the engine died: %s", error, exc_info=trace)
             self.error = error
         self._close()
 
@@ -154,8 +161,8 @@ class EngineLoop:
         self._post(posted)
         self.metrics.output_cpu_s += time.thread_time() - cpu_s
         for output in outputs:
-            if isinstance(output.request.error, torch.AcceleratorError):
-                raise output.request.error  # the device answers nothing any more after such an error
+            if isinstance(output.request.error, torch.AcceleratorError | RanksLost):
+                raise output.request.error  # no device, or not every rank's, answers any more after such an error
 
     def _take_in(self, choice: _Choice, output: TokenOutput, now: float) -> Piece | None:
         """Tokens to text; None where nobody wants to hear of this token by itself."""
@@ -225,6 +232,9 @@ class EngineLoop:
 
     def _stop(self) -> None:
         self._stopping = True
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        raise error
 
     def _close(self) -> None:
         """No step follows. Commands that came before this moment still run, and then everybody is told."""

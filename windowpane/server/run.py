@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from rich.console import Console
 
+from windowpane.parallel.launch import RanksLost
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app
 from windowpane.server.loop import EngineLoop
@@ -58,16 +59,20 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
     """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
     console = Console(stderr=True)
     with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
-        service = make_service(start(model, flags, console), options, console)
+        started = start(model, flags, console)
+        service = make_service(started, options, console)
         app = make_app(service, options.api_keys)
         server_log.set_up(options.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"), service)
+        if started.workers is not None:
+            started.workers.when_lost(server.end_without_ranks)
         _greet(console, service, listener.getsockname(), bool(options.api_keys))
         try:
             server.run([listener])
         finally:
             service.loop.stop()
+            started.close()
     return 1 if server.force_exit or service.loop.error is not None else 0
 
 
@@ -113,6 +118,12 @@ class Server(uvicorn.Server):
         running = len(self._service.loop.jobs)
         log.info("shutting down when %d requests have ended; a second signal cuts them off", running)
         self._service.draining = True
+        self.should_exit = True
+
+    def end_without_ranks(self, lost: RanksLost) -> None:
+        """A part of the model is gone. Whoever waits is told, and a supervisor may start it all anew. Any thread."""
+        self._service.draining = True
+        self._service.loop.die(lost)
         self.should_exit = True
 
 

@@ -14,10 +14,10 @@ import torch
 
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.models.gguf import is_gguf
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ONLY_RANK, Cut, ModelSpec, RankPlace, TensorSpec
 from windowpane.models.weights import text_tensors
 from windowpane.native.build import start_building
-from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names
+from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names, stored_tensors
 from windowpane.weights.quantized import check_runs, held_form, read_packed
 
 __all__ = ["LOAD_FORMATS", "LoadedWeights", "WeightsError", "load_kv_scales", "load_weights"]
@@ -36,9 +36,12 @@ def load_weights(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    place: RankPlace = ONLY_RANK,
     progress: Progress | None = None,
 ) -> LoadedWeights:
     """The text tensors of `spec` by their checkpoint names, in `dtype` on `device`; quantized ones stay packed.
+
+    Of several ranks, each reads only its own part of every tensor.
 
     `source` is a Hugging Face directory or a GGUF file; `dummy` needs none. Stacked tensors (experts that the file
     stores one by one) come as one tensor under the spec's name, with its `{}`. `progress` is called after each tensor
@@ -53,12 +56,13 @@ def load_weights(
 
         def make(tensor: TensorSpec) -> torch.Tensor | PackedWeight:
             if _is_packed(tensor, spec):
-                return random_packed(tensor, spec, dtype, device, seed)
-            return random_tensor(tensor, spec, dtype, device, seed)
+                return random_packed(tensor, spec, dtype, device, seed, place)
+            return random_tensor(tensor, spec, dtype, device, seed, place)
 
-        return _make(spec, make, dtype, progress)
+        return _make(spec, make, dtype, place, progress)
     checkpoint = _open(source, spec, load_format)
     stored = match_names(spec, checkpoint.shapes)
+    cuts = {name: part.cut(place) for part in stored_tensors(spec) for name, _ in part.checkpoint_entries()}
 
     def read(tensor: TensorSpec) -> torch.Tensor | PackedWeight:
         if _is_packed(tensor, spec):
@@ -66,17 +70,18 @@ def load_weights(
             return read_packed(
                 tensor,
                 spec.quantization,
-                lambda suffix: _as_stored(checkpoint, stored[tensor.module + suffix], device),
+                lambda suffix: _as_stored(checkpoint, stored[n := tensor.module + suffix], cuts[n], device),
                 dtype,
                 device,
+                place,
             )
-        out = torch.empty(tensor.shape, dtype=dtype, device=device)
+        out = torch.empty(tensor.on_rank(place.ranks).shape, dtype=dtype, device=device)
         slots = out if tensor.stacked else (out,)
         for (name, _), slot in zip(tensor.checkpoint_entries(), slots, strict=True):
-            _fill(slot, checkpoint, stored[name])
+            _fill_from(slot, checkpoint.pieces(stored[name], cuts[name]), stored[name])
         return out
 
-    return _make(spec, read, dtype, progress)
+    return _make(spec, read, dtype, place, progress)
 
 
 def _is_packed(tensor: TensorSpec, spec: ModelSpec) -> bool:
@@ -101,10 +106,11 @@ def _make(
     spec: ModelSpec,
     make: Callable[[TensorSpec], torch.Tensor | PackedWeight],
     dtype: torch.dtype,
+    place: RankPlace,
     progress: Progress | None,
 ) -> LoadedWeights:
     wanted = text_tensors(spec)
-    sizes = [_held_bytes(tensor, spec, dtype) for tensor in wanted]
+    sizes = [_held_bytes(tensor.on_rank(place.ranks), spec, dtype) for tensor in wanted]
     total_bytes, done_bytes = sum(sizes), 0
     out: LoadedWeights = {}
     for tensor, size_bytes in zip(wanted, sizes, strict=True):
@@ -122,18 +128,16 @@ def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
     return tensor.elements * dtype.itemsize
 
 
-def _as_stored(checkpoint: Checkpoint, name: str, device: torch.device) -> torch.Tensor:
-    """A tensor on the device in the dtype that the file has it in."""
-    pieces = iter(checkpoint.pieces(name))
+def _as_stored(checkpoint: Checkpoint, name: str, cut: Cut | None, device: torch.device) -> torch.Tensor:
+    """A tensor, or what `cut` leaves of it, on the device in the dtype that the file has it in."""
+    pieces = iter(checkpoint.pieces(name, cut))
     first = next(pieces)
-    shape = checkpoint.shapes[name] or (1,)
+    shape = list(checkpoint.shapes[name] or (1,))
+    if cut is not None:
+        shape[cut.axis] = sum(map(len, cut.ranges))
     out = torch.empty(shape, dtype=first.dtype, device=device)
     _fill_from(out, chain([first], pieces), name)
     return out
-
-
-def _fill(out: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
-    _fill_from(out, checkpoint.pieces(name), name)
 
 
 def _fill_from(out: torch.Tensor, pieces: Iterator[torch.Tensor], name: str) -> None:

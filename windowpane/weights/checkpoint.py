@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import Cut, ModelSpec, TensorSpec
 from windowpane.models.weights import text_tensors
 
 MAX_NAMES = 20
@@ -53,11 +53,20 @@ class Checkpoint(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor of the file."""
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor on the host, cut along its first axis into consecutive pieces of about `PIECE_BYTES`.
+    def pieces(self, name: str, cut: Cut | None = None) -> Iterator[torch.Tensor]:
+        """A tensor, or what `cut` leaves of it, on the host: consecutive pieces of its first axis of about
+        `PIECE_BYTES`.
 
         A scalar comes as one value.
         """
+
+
+def row_pieces(shape: tuple[int, ...], cut: Cut | None, at_once: int) -> Iterator[range]:
+    """The rows that each piece has: a run of at most `at_once` of those that are wanted."""
+    wanted = cut.ranges if cut is not None and cut.axis == 0 else (range(shape[0]),)
+    for rows in wanted:
+        for start in range(rows.start, rows.stop, at_once):
+            yield range(start, min(start + at_once, rows.stop))
 
 
 def match_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

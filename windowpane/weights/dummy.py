@@ -1,6 +1,7 @@
 """Random weights in real shapes: for measuring without a checkpoint.
 
-The same name and seed give the same tensor on the same kind of device, whatever else is made.
+The same name and seed give the same tensor on the same kind of device, whatever else is made. A rank makes the whole
+tensor and keeps its part, so that all ranks together have what one alone would.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.models.packing import MIDDLE_OF_INT4
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ONLY_RANK, ModelSpec, RankPlace, TensorSpec
 from windowpane.weights.quantized import held_form
 
 # What transformers initialises Linear and Embedding with, in every family here.
@@ -27,16 +28,30 @@ _NORMS_AROUND_ZERO = ("gemma2", "gemma3", "qwen3_next")
 
 
 def random_tensor(
-    tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
+    tensor: TensorSpec,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    place: RankPlace = ONLY_RANK,
 ) -> torch.Tensor:
     """One tensor, made on the device. Linear weights lie around 0, norms and scales around what changes nothing."""
     generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
     out = torch.empty(tensor.shape, dtype=dtype, device=device)
-    return out.normal_(_mean(tensor, spec.family), STANDARD_DEVIATION, generator=generator)
+    out.normal_(_mean(tensor, spec.family), STANDARD_DEVIATION, generator=generator)
+    cut = tensor.cut(place)
+    if cut is None:
+        return out
+    return torch.cat([out.narrow(cut.axis, some.start, len(some)) for some in cut.ranges], dim=cut.axis)
 
 
 def random_packed(
-    tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
+    tensor: TensorSpec,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    place: RankPlace = ONLY_RANK,
 ) -> PackedWeight:
     """One quantized weight, made packed on the device: its values lie around 0 as those of `random_tensor` do."""
     assert spec.quantization is not None
@@ -52,7 +67,12 @@ def random_packed(
         out.zeros.fill_(MIDDLE_OF_INT4 * 0x11111111 - 2**32)
     if out.order is not None:
         out.order.copy_(torch.arange(form.inputs))
-    return out
+    cut = tensor.cut(place)
+    if cut is None:
+        return out
+    parts = [out[some.start : some.stop] if cut.axis == 0 else out.some_inputs(some) for some in cut.ranges]
+    (kept,) = parts  # quantized weights are those of one projection
+    return kept.copy()
 
 
 def _mean(tensor: TensorSpec, family: str) -> float:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from windowpane.models.gguf import GgufTensor, read_header
-from windowpane.models.spec import ModelSpec
-from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError
+from windowpane.models.spec import Cut, ModelSpec
+from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError, row_pieces
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -72,36 +72,44 @@ class GgufCheckpoint:
         self._tensors = {_hf_name(t.name, family): t for t in header.tensors.values() if t.name not in _SKIPPED}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, cut: Cut | None = None) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         projection = name.split(".")[-2]
         if self._interleaved and projection in self._heads:
-            (whole,) = self._rows(tensor, tensor.shape[0])
-            yield _undo_interleaving(whole, self._heads[projection])
+            head_rows = tensor.shape[0] // self._heads[projection]
+            for rows in self._rows(tensor, cut, tensor.shape[0]):  # ranks hold whole heads
+                yield _undo_interleaving(rows, len(rows) // head_rows)
             return
         # Subtracted in float32: in bfloat16, 1 + w has lost most of w.
         offset = 1.0 if self._plus_one and name.endswith("norm.weight") else 0.0
-        for rows in self._rows(tensor, max(1, PIECE_BYTES // (4 * tensor.shape[-1]))):
+        for rows in self._rows(tensor, cut, max(1, PIECE_BYTES // (4 * tensor.shape[-1]))):
             yield rows - offset if offset else rows
 
-    def _rows(self, tensor: GgufTensor, at_once: int) -> Iterator[torch.Tensor]:
-        """Dequantised rows, `at_once` at a time; a vector is one row."""
+    def _rows(self, tensor: GgufTensor, cut: Cut | None, at_once: int) -> Iterator[torch.Tensor]:
+        """Dequantised rows, `at_once` at a time; a vector is one row. Types are packed along rows, so a cut through
+        rows is made once they are dequantised.
+        """
         kind = self._kind(tensor)
         block_values, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
-        row_count, row_values = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape
+        is_vector = len(tensor.shape) == 1
+        row_values = tensor.shape[-1]
         row_bytes = row_values // block_values * block_bytes
+        through_rows = cut is not None and cut.axis == len(tensor.shape) - 1
+        columns = [i for some in cut.ranges for i in some] if cut is not None and through_rows else None
+        row_shape, row_cut = ((1,), None) if is_vector else (tensor.shape, cut)
         with self._path.open("rb") as file:
-            file.seek(tensor.offset)
-            for start in range(0, row_count, at_once):
-                count = min(at_once, row_count - start)
+            for rows in row_pieces(row_shape, row_cut, at_once):
+                count = len(rows)
+                file.seek(tensor.offset + rows.start * row_bytes)
                 raw = file.read(count * row_bytes)
                 if len(raw) < count * row_bytes:
                     raise WeightsError(f"{self._path} is cut short: {tensor.name} passes its end; fetch it again")
                 data = np.frombuffer(raw, np.uint8).reshape(count, row_bytes)
                 values: npt.NDArray[np.float32] = self._gguf.dequantize(data, kind)
-                shape = (count, row_values) if len(tensor.shape) > 1 else tensor.shape
+                shape = tensor.shape if is_vector else (count, row_values)
                 # Unquantized types come as a view of the bytes read, which torch must not take for writable.
-                yield torch.from_numpy(np.require(values, requirements="W").reshape(shape))
+                found = torch.from_numpy(np.require(values, requirements="W").reshape(shape))
+                yield found if columns is None else found[..., columns]
 
     def _kind(self, tensor: GgufTensor) -> Any:
         try:

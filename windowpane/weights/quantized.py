@@ -12,7 +12,7 @@ import torch
 from windowpane.modeling.quantized import TILE_VALUES, PackedWeight, pack_units, pack_zeros
 from windowpane.models.packing import PackedForm
 from windowpane.models.quantization import Awq, Fp8, Gptq, PackedIntegers, Quantization, WeightFormat
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ONLY_RANK, ModelSpec, RankPlace, TensorSpec
 from windowpane.models.weights import text_tensors
 from windowpane.weights.checkpoint import WeightsError
 
@@ -52,13 +52,20 @@ def held_form(quantization: Quantization, weight: TensorSpec) -> PackedForm:
 
 
 def read_packed(
-    weight: TensorSpec, quantization: Quantization, read: Read, dtype: torch.dtype, device: torch.device
+    weight: TensorSpec,
+    quantization: Quantization,
+    read: Read,
+    dtype: torch.dtype,
+    device: torch.device,
+    place: RankPlace = ONLY_RANK,
 ) -> PackedWeight:
-    """`read` gives a stored tensor of this weight by its suffix, as it is, on the device."""
-    form = held_form(quantization, weight)
+    """This rank's part of `weight`. `read` gives what the rank needs of a stored tensor by its suffix, as it is, on the
+    device.
+    """
+    form = held_form(quantization, weight.on_rank(place.ranks))
     stored = quantization.format_of(weight)
     out = PackedWeight.empty(form, dtype, device)
-    values, zeros, scales, group_of = _open(weight, stored, read)
+    values, zeros, scales, group_of = _open(weight, form, stored, read)
     if form.kind == "fp8" and not (isinstance(stored, Fp8) and stored.block):
         scales = scales.reshape(-1, 1).expand(form.outputs, 1)
     if tuple(scales.shape) != tuple(out.scales.shape):
@@ -67,7 +74,7 @@ def read_packed(
     if out.zeros is not None:
         assert zeros is not None
         out.zeros.copy_(pack_zeros(zeros))
-    order = _order(weight, form, group_of)
+    order = _order(weight, form, group_of, _first_input(weight, place))
     if out.order is not None:
         assert order is not None
         out.order.copy_(order)
@@ -80,14 +87,14 @@ def read_packed(
 
 
 def _open(
-    weight: TensorSpec, stored: WeightFormat | None, read: Read
+    weight: TensorSpec, form: PackedForm, stored: WeightFormat | None, read: Read
 ) -> tuple[Values, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """Values by output, zero points [outputs, groups], scales as held, and each input's group where that is stored."""
-    rows, columns = weight.shape
+    rows = form.outputs
     if isinstance(stored, PackedIntegers):
         shape = tuple(read(".weight_shape").tolist())
-        if shape != (rows, columns):
-            raise WeightsError(f"{weight.module}.weight_shape says {list(shape)}, not {[rows, columns]}")
+        if shape != weight.shape:
+            raise WeightsError(f"{weight.module}.weight_shape says {list(shape)}, not {list(weight.shape)}")
         packed = read(".weight_packed")
         zeros = None if stored.symmetric else _unpack(read(".weight_zero_point").t())[:, :rows].t()
         group_of = read(".weight_g_idx") if stored.reordered else None
@@ -122,12 +129,20 @@ def _unpack(words: torch.Tensor, order: tuple[int, ...] = _NATURAL_ORDER) -> tor
     return found.flatten(1)
 
 
-def _order(weight: TensorSpec, form: PackedForm, group_of: torch.Tensor | None) -> torch.Tensor | None:
-    """The order that sorts inputs by group, or None where they lie so already."""
+def _first_input(weight: TensorSpec, place: RankPlace) -> int:
+    """Where a rank's inputs begin in the whole weight."""
+    cut = weight.cut(place)
+    return cut.ranges[0].start if cut is not None and cut.axis == 1 else 0
+
+
+def _order(
+    weight: TensorSpec, form: PackedForm, group_of: torch.Tensor | None, first_input: int
+) -> torch.Tensor | None:
+    """The order that sorts inputs by group, or None where they lie so already. Groups are those of the whole weight."""
     if group_of is None:
         return None
-    size = form.group_inputs or form.inputs
-    in_place = torch.arange(form.inputs, device=group_of.device) // size
+    size = form.group_inputs or weight.shape[1]
+    in_place = (torch.arange(form.inputs, device=group_of.device) + first_input) // size
     # Some writers fill in -1 where they did not reorder.
     if bool((group_of == in_place).all()) or bool((group_of < 0).all()):
         return torch.arange(form.inputs, device=group_of.device)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError
+from windowpane.models.spec import Cut
+from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError, row_pieces
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -36,15 +37,18 @@ class SafetensorsCheckpoint:
                 self._paths[name] = path
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, cut: Cut | None = None) -> Iterator[torch.Tensor]:
         shape = self.shapes[name]
         if not shape:
             yield self._file(self._paths[name]).get_tensor(name)[None]
             return
         # Counted at four bytes a value: a piece may be converted on its way.
         at_once = max(1, PIECE_BYTES // (4 * prod(shape[1:])))
-        for start in range(0, shape[0], at_once):
-            piece: torch.Tensor = self._file(self._paths[name]).get_slice(name)[start : start + at_once]
+        columns = cut.ranges if cut is not None and cut.axis == 1 else (None,)
+        for rows in row_pieces(shape, cut, at_once):
+            stored = self._file(self._paths[name]).get_slice(name)
+            parts = [stored[_index(rows, some)] for some in columns]
+            piece: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             self._read_bytes += piece.nbytes
             yield piece
 
@@ -58,6 +62,11 @@ class SafetensorsCheckpoint:
                 raise WeightsError(f"cannot read {path}: {error}") from None
             self._open_path, self._read_bytes = path, 0
         return self._open_file
+
+
+def _index(rows: range, columns: range | None) -> Any:
+    of_rows = slice(rows.start, rows.stop)
+    return of_rows if columns is None else (of_rows, slice(columns.start, columns.stop))
 
 
 def _files(directory: Path) -> list[tuple[Path, set[str]]]:

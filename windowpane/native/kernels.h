@@ -1,0 +1,28 @@
+/* What kernels of different files call of each other. */
+
+#pragma once
+
+#include "vectors.h"
+
+typedef struct {
+    const char *keys, *values;      /* the arena, at this layer's K and V of the page at offset 0 */
+    const int64_t *offsets;         /* [sequences, blocks] of pages, in units of 256 bytes */
+    const int64_t *starts, *stops;  /* [sequences]: past positions that count */
+    const float *queries;           /* [sequences, query heads, dim] */
+    const float *now_keys, *now_values; /* [sequences, KV heads, dim] */
+    float *partial;                 /* [sequences, KV heads, parts, query heads of a KV head, dim + 16] */
+    float *out;                     /* as queries */
+    int64_t sequences, blocks, parts, block_tokens, query_heads, kv_heads, dim, row_floats;
+    float scale;
+} Attention;
+
+void attend_decoding(const Attention *a, int threads);
+void write_rows(char *to, const int64_t *offsets, const int64_t *within, const float *rows, long sequences, long heads,
+                long dim, long block_tokens, long row_floats);
+void rms_norm(const float *x, const float *weight, const float *residual, float *out, long rows, long width, float eps,
+              int threads);
+void heads(const float *x, long x_stride, int normed, const float *weight, const float *cos, const float *sin,
+           float *out, long rows, long count, long dim, float eps, int threads);
+void gated(const float *gate_up, float *out, long rows, long width, int is_gelu, int threads);
+void product_of_few(const float *x, long x_stride, const float *w, const float *bias, float *out, float *packed,
+                    long rows, long n, long k, int threads);

@@ -1,0 +1,77 @@
+#include "kernels.h"
+
+/* -- a whole decoder layer for decoding tokens ------------------------------------------------------------------------
+ *
+ * The same kernels in the same order as when they are called one by one, so with the same bits; only nobody stands
+ * between them, which for a small model takes longer than some of them do.
+ */
+
+typedef struct {
+    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias; /* biases, head norms: may be missing */
+    const float *post_attention_norm, *pre_mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *post_mlp_norm;
+    char *keys, *values; /* the arena, at this layer's K and V of the page at offset 0 */
+    int64_t hidden, query_heads, kv_heads, dim, mlp, block_tokens, row_floats;
+    int64_t sandwich, head_norms, v_norm, is_gelu;
+    float eps, scale, scalar;
+} Layer;
+
+typedef struct {
+    const int64_t *offsets, *starts, *stops; /* as in Attention */
+    const int64_t *to_offsets, *to_rows;     /* [sequences]: where the new tokens go */
+    const float *cos, *sin;                  /* [sequences, dim / 2], or none */
+    int64_t sequences, blocks, parts;
+} Tokens;
+
+static int threads_for(long elements, int threads) { return elements < 32768 ? 1 : threads; }
+
+static long widest(const Layer *l) {
+    long a = l->hidden, b = l->query_heads * l->dim;
+    a = a > b ? a : b;
+    return a > l->mlp ? a : l->mlp;
+}
+
+/* Floats of scratch per sequence. */
+long layer_scratch_floats(const Layer *l, long parts) {
+    long heads = l->query_heads + 2 * l->kv_heads, query_floats = l->query_heads * l->dim;
+    return 2 * l->hidden + widest(l) + 2 * heads * l->dim + query_floats + 3 * l->mlp
+           + l->query_heads * parts * (l->dim + 16);
+}
+
+/* hidden [sequences, hidden] is changed in place. */
+void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch, int threads) {
+    long n = t->sequences, queries = l->query_heads * l->dim, kv = l->kv_heads * l->dim, projected = queries + 2 * kv;
+    float *normed = scratch, *mixed = normed + n * l->hidden, *packed = mixed + n * l->hidden;
+    float *qkv = packed + n * widest(l), *q = qkv + n * projected, *k = q + n * queries, *v = k + n * kv;
+    float *attended = v + n * kv, *both = attended + n * queries, *one = both + 2 * n * l->mlp, *partial = one + n * l->mlp;
+    int few = threads_for(n * l->hidden, threads), some = threads_for(n * queries, threads);
+
+    rms_norm(hidden, l->input_norm, 0, normed, n, l->hidden, l->eps, few);
+    product_of_few(normed, l->hidden, l->qkv, l->qkv_bias, qkv, packed, n, projected, l->hidden, threads);
+    heads(qkv, projected, l->head_norms, l->q_norm, t->cos, t->sin, q, n, l->query_heads, l->dim, l->eps, some);
+    heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps, 1);
+    heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, 1);
+    Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended,
+                   n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale};
+    attend_decoding(&a, threads);
+    write_rows(l->keys, t->to_offsets, t->to_rows, k, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
+    write_rows(l->values, t->to_offsets, t->to_rows, v, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
+    product_of_few(attended, queries, l->out, l->out_bias, mixed, packed, n, l->hidden, queries, threads);
+
+    const float *before_mlp = l->pre_mlp_norm;
+    if (l->sandwich) {
+        rms_norm(mixed, l->post_attention_norm, hidden, hidden, n, l->hidden, l->eps, few);
+    } else {
+        for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
+        before_mlp = l->post_attention_norm;
+    }
+    rms_norm(hidden, before_mlp, 0, normed, n, l->hidden, l->eps, few);
+    product_of_few(normed, l->hidden, l->gate_up, l->gate_up_bias, both, packed, n, 2 * l->mlp, l->hidden, threads);
+    gated(both, one, n, l->mlp, l->is_gelu, threads_for(n * l->mlp, threads));
+    product_of_few(one, l->mlp, l->down, l->down_bias, mixed, packed, n, l->hidden, l->mlp, threads);
+    if (l->sandwich)
+        rms_norm(mixed, l->post_mlp_norm, hidden, hidden, n, l->hidden, l->eps, few);
+    else
+        for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
+    if (l->scalar != 1)
+        for (long i = 0; i < n * l->hidden; i++) hidden[i] *= l->scalar;
+}

@@ -1,0 +1,71 @@
+#include "kernels.h"
+
+/* -- norms, rotation, activations: one pass over each row ---------------------------------------------------------- */
+
+INLINE float inverse_rms(const float *x, long width, float eps) {
+    vec squares = {0};
+    for (long i = 0; i < width; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
+    return 1.0f / __builtin_sqrtf(sum(squares) / width + eps);
+}
+
+/* out = norm(x) · weight, plus residual where there is one. width is a multiple of 16. */
+void rms_norm(const float *x, const float *weight, const float *residual, float *out, long rows, long width, float eps,
+              int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const float *from = x + row * width;
+        float scale = inverse_rms(from, width, eps);
+        for (long i = 0; i < width; i += LANES) {
+            vec y = LOAD(from + i) * scale * LOAD(weight + i);
+            if (residual) y += LOAD(residual + row * width + i);
+            STORE(out + row * width + i, y);
+        }
+    }
+}
+
+/* Heads of each row: normed (with a weight, without one, or not at all) and turned by the row's angles (or not).
+ * cos and sin are [rows, dim / 2]; dim is a multiple of 32. */
+void heads(const float *x, long x_stride, int normed, const float *weight, const float *cos, const float *sin,
+           float *out, long rows, long count, long dim, float eps, int threads) {
+    long half = dim / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < count; head++) {
+            const float *from = x + row * x_stride + head * dim;
+            float *to = out + (row * count + head) * dim;
+            float scale = normed ? inverse_rms(from, dim, eps) : 1.0f;
+            for (long i = 0; i < half; i += LANES) {
+                vec a = LOAD(from + i) * scale, b = LOAD(from + half + i) * scale;
+                if (weight) a *= LOAD(weight + i), b *= LOAD(weight + half + i);
+                if (cos) {
+                    vec c = LOAD(cos + row * half + i), s = LOAD(sin + row * half + i), turned = a * c - b * s;
+                    b = b * c + a * s;
+                    a = turned;
+                }
+                STORE(to + i, a);
+                STORE(to + half + i, b);
+            }
+        }
+}
+
+/* out = activation(gate) · up, of rows [gate | up]. Both activations are g / (1 + e^-z). */
+void gated(const float *gate_up, float *out, long rows, long width, int is_gelu, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const float *gate = gate_up + row * 2 * width, *up = gate + width;
+        for (long i = 0; i < width; i += LANES) {
+            vec g = LOAD(gate + i), z = g;
+            if (is_gelu) z = 1.5957691216057308f * (g + 0.044715f * g * g * g); /* 2 · √(2/π) */
+            STORE(out + row * width + i, g / (1.0f + exponential(-z)) * LOAD(up + i));
+        }
+    }
+}
+
+/* Rows [sequences, heads, dim] into pages: one row of each sequence, at its page's offset and row. */
+void write_rows(char *to, const int64_t *offsets, const int64_t *within, const float *rows, long sequences, long heads,
+                long dim, long block_tokens, long row_floats) {
+    for (long s = 0; s < sequences; s++)
+        for (long h = 0; h < heads; h++)
+            memcpy((float *)(to + offsets[s] * 256) + (h * block_tokens + within[s]) * row_floats,
+                   rows + (s * heads + h) * dim, 4 * dim);
+}

@@ -1,0 +1,65 @@
+/* What all kernels are made of: the compiler's own vectors, so that one source serves NEON, AVX2 and AVX-512.
+ *
+ * Kernels are for float32 on CPUs and compiled on the machine they run on (see build.py). All rows are independent: a
+ * row's result has the same bits whatever rows stand beside it and however many threads run.
+ */
+
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define LOAD(p) (*(const vec *)(p))
+#define STORE(p, v) (*(vec *)(p) = (v))
+
+INLINE float sum(vec v) {
+#if defined(__aarch64__) && LANES == 4
+    return vaddvq_f32(v);
+#else
+    float total = 0;
+    UNROLL for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+#endif
+}
+
+INLINE vec choose(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
+
+INLINE vec clamp(vec x, float low, float high) {
+    vec lows = low + (vec){0}, highs = high + (vec){0};
+    x = choose(x < lows, lows, x);
+    return choose(x > highs, highs, x);
+}
+
+/* e^x to about one unit in the last place: 2^n times a polynomial in what is left. */
+INLINE vec exponential(vec x) {
+    x = clamp(x, -87.0f, 88.0f);
+    vec n = x * 1.44269504088896341f + 12582912.0f; /* rounds to whole numbers */
+    n -= 12582912.0f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = 1.9875691500e-4f + (vec){0};
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return p * (vec)power;
+}

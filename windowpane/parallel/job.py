@@ -1,0 +1,117 @@
+"""What a rank has to do, and the two things it does at start-up: load its part of the weights, make its runner.
+
+One rank alone has a job too: there is no other way to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from windowpane.config import ConfigError
+from windowpane.kv.layout import Layout
+from windowpane.models.spec import ModelSpec, RankPlace
+from windowpane.plan.sizes import format_bytes
+from windowpane.weights import LoadedWeights, load_weights
+
+if TYPE_CHECKING:
+    from windowpane.cuda_runner import CudaRunner
+    from windowpane.modeling.scales import Calibration
+    from windowpane.parallel.group import RankGroup
+    from windowpane.runner import Runner
+
+LoadProgress = Callable[[str, int, int], None]
+GraphProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """The same for all ranks: sizes are the plan's, which are those of one rank. `spec` is the whole model.
+
+    `need_bytes` is what a card must have free before anything is loaded; `calibration` is for coded KV formats.
+    """
+
+    spec: ModelSpec
+    source: Path | None
+    load_format: str
+    seed: int
+    dtype: str
+    layout: Layout
+    num_slabs: int
+    num_slots: int
+    max_model_len: int
+    batched_tokens: int
+    use_graphs: bool
+    need_bytes: int
+    calibration: Calibration | None = None
+
+    def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
+        self._check_free(device)
+        return load_weights(
+            self.source,
+            self.spec,
+            dtype=getattr(torch, self.dtype),
+            device=device,
+            load_format=self.load_format,
+            seed=self.seed,
+            place=place,
+            progress=progress,
+        )
+
+    def make_runner(
+        self, weights: LoadedWeights, device: torch.device, group: RankGroup, progress: GraphProgress | None = None
+    ) -> Runner | CudaRunner:
+        """All ranks do this together: capturing graphs, they run steps."""
+        sizes = (self.spec, weights, self.layout, self.num_slabs, self.num_slots, self.max_model_len)
+        dtype = getattr(torch, self.dtype)
+        if device.type == "cpu":
+            from windowpane.runner import Runner
+
+            return Runner(*sizes, device=device, dtype=dtype, group=group, calibration=self.calibration)
+        from windowpane.cuda_runner import CudaRunner
+
+        return CudaRunner(
+            *sizes,
+            device=device,
+            dtype=dtype,
+            use_graphs=self.use_graphs,
+            group=group,
+            calibration=self.calibration,
+            progress=progress,
+        )
+
+    def rehearse(self, runner: Runner | CudaRunner) -> None:
+        """Run the largest step once where it is worth it, all ranks together."""
+        from windowpane.runner import Runner
+
+        if not isinstance(runner, Runner):
+            runner.rehearse(self.batched_tokens)
+
+    def _check_free(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            return
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        if self.need_bytes > free_bytes:
+            share = 0.95 * free_bytes / total_bytes
+            raise ConfigError(
+                f"the plan needs {format_bytes(self.need_bytes)} and {format_bytes(free_bytes)} of "
+                f"{torch.cuda.get_device_name(device)} are free; try --gpu-memory-utilization {share:.2f}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What a rank has taken. `activation_bytes` is None where they are not measured."""
+
+    weights_bytes: int
+    arena_bytes: int
+    activation_bytes: int | None
+
+    @classmethod
+    def of(cls, runner: Runner | CudaRunner) -> RankReport:
+        arena_bytes = runner.arena.numel() * runner.arena.element_size()
+        return cls(runner.weights_bytes, arena_bytes, getattr(runner, "activation_bytes", None))

@@ -1,0 +1,72 @@
+"""What a rank does with each order of rank 0's. Orders come in the order in which rank 0 makes its own calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from windowpane.parallel.job import RankJob, RankReport
+from windowpane.parallel.messages import (
+    Answer,
+    Forward,
+    Join,
+    Load,
+    Loaded,
+    Order,
+    PromptLogits,
+    Ready,
+    Start,
+    TakeSampled,
+)
+from windowpane.parallel.process_group import ProcessGroup, join_store
+from windowpane.runner import Runner, StepOutput
+from windowpane.scheduler import Batch
+from windowpane.transfer import to_device
+from windowpane.weights import LoadedWeights
+
+if TYPE_CHECKING:
+    from windowpane.cuda_runner import CudaRunner
+
+
+class Rank:
+    """One rank other than 0: its group and, once it was told which, its part of a model."""
+
+    def __init__(self, join: Join) -> None:
+        self._device = torch.device(join.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._group = ProcessGroup(join.place, join.backend, join_store(join.port))
+        self._job: RankJob | None = None
+        self._runner: Runner | CudaRunner | None = None
+        self._weights: LoadedWeights = {}
+        self._last: Batch | None = None
+        self._output: StepOutput | None = None
+
+    @torch.inference_mode()
+    def do(self, order: Order) -> Answer | None:
+        match order:
+            case Load(job):
+                self._runner = None  # a model that ran before makes room
+                self._job, self._weights = job, job.load(self._device, self._group.place)
+                return Loaded()
+            case Start():
+                assert self._job is not None
+                self._runner = self._job.make_runner(self._weights, self._device, self._group)
+                self._job.rehearse(self._runner)
+                return Ready(RankReport.of(self._runner))
+            case Forward(batch, all_logits_slots):
+                assert self._runner is not None
+                self._last = batch
+                self._output = self._runner.forward(batch, all_logits_slots=all_logits_slots)
+            case TakeSampled():
+                assert self._runner is not None and self._last is not None
+                slots = to_device(self._last.sampling_slots, self._device)
+                tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+                self._runner.take_sampled(slots, self._group.broadcast(tokens))
+            case PromptLogits(slot, rows):
+                assert self._output is not None
+                self._output.prompt_logits[slot](rows)
+            case Join():
+                raise RuntimeError("this rank has joined its group already")
+        return None

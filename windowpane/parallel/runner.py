@@ -1,0 +1,61 @@
+"""The runner of several ranks: rank 0's own, with every call told to the others first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from windowpane.interrupts import interrupts_later
+from windowpane.parallel.launch import Workers
+from windowpane.parallel.messages import Forward, PromptLogits, TakeSampled
+from windowpane.runner import StepOutput
+from windowpane.scheduler import Batch
+
+if TYPE_CHECKING:
+    from windowpane.cuda_runner import CudaRunner
+    from windowpane.runner import Runner
+
+
+class ParallelRunner:
+    """What the engine asks of a runner, asked of all ranks. Raises RanksLost once any of them has failed."""
+
+    def __init__(self, own: Runner | CudaRunner, workers: Workers) -> None:
+        self._own = own
+        self._workers = workers
+
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
+        with self._in_step():
+            self._workers.send(Forward(batch, all_logits_slots))
+            output = self._own.forward(batch, all_logits_slots=all_logits_slots)
+        prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {
+            slot: partial(self._prompt_logits, slot, logits_of) for slot, logits_of in output.prompt_logits.items()
+        }
+        return StepOutput(output.logits, prompt_logits)
+
+    def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tokens go to the other ranks as they are on the device: nobody waits for them here."""
+        with self._in_step():
+            self._workers.send(TakeSampled())
+            self._workers.group.broadcast(tokens)
+            self._own.take_sampled(slots, tokens)
+
+    def _prompt_logits(self, slot: int, logits_of: Callable[[slice], torch.Tensor], rows: slice) -> torch.Tensor:
+        with self._in_step():
+            self._workers.send(PromptLogits(slot, rows))
+            return logits_of(rows)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """From its first order to its last collective, a call ends well or takes the ranks with it: halfway through,
+        the others would wait for ever.
+        """
+        with interrupts_later():
+            try:
+                yield
+            except Exception as error:
+                lost = self._workers.explain(error)
+                raise lost from (error if lost is not error else None)
