@@ -27,6 +27,7 @@ from windowpane.server.protocol import (
     TokenizeCompletion,
 )
 from windowpane.server.service import ClientGone, Service
+from windowpane.server.turnstile import Turnstile
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorDocument, "description": "A field is wrong or not supported; `param` names it."},
@@ -74,6 +75,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.include_router(stats.router(snapshot))
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes)
+    app.add_middleware(Turnstile)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     return app

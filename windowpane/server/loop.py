@@ -17,6 +17,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from windowpane.server.metrics import Metrics
 from windowpane.text.answer import Answer
 
 T = TypeVar("T")
+DELIVERED_AT_ONCE = 32  # pieces of text that one turn of the event loop hands out
 Command = Callable[[], None]
 
 log = logging.getLogger("windowpane.server")
@@ -70,6 +72,7 @@ class EngineLoop:
         self._coming = 0  # requests in commands that were not taken yet; under the lock too
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._outbox: deque[tuple[Job, Piece]] = deque()  # of the event loop's alone
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- for the event loop ----------------------------------------------------------------------------------------
@@ -250,7 +253,22 @@ class EngineLoop:
 
     def _post(self, posted: list[tuple[Job, Piece]]) -> None:
         if posted:
-            self._call(_deliver, posted)
+            self._call(self._deliver, posted)
+
+    def _deliver(self, posted: list[tuple[Job, Piece]]) -> None:
+        """On the event loop: what a step gave goes into the mailboxes, behind what is still waiting to."""
+        is_idle = not self._outbox
+        self._outbox.extend(posted)
+        if is_idle:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        """Each piece wakes a stream, and all that are awake run before the loop looks at anything else."""
+        for _ in range(min(DELIVERED_AT_ONCE, len(self._outbox))):
+            job, piece = self._outbox.popleft()
+            job.mailbox.put(piece)
+        if self._outbox:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
@@ -259,11 +277,6 @@ class EngineLoop:
         except RuntimeError:
             if not self._loop.is_closed():  # a loop that is gone has nobody left to tell
                 raise
-
-
-def _deliver(posted: list[tuple[Job, Piece]]) -> None:
-    for job, piece in posted:
-        job.mailbox.put(piece)
 
 
 def _settle(answered: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

@@ -26,6 +26,8 @@ from windowpane.text.grammar import Grammars
 
 # How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
 # wait for it whenever the engine computes in Python.
+QUEUED_CONNECTIONS = 2048
+ACCEPTED_AT_ONCE = 32
 SWITCH_INTERVAL_S = 0.0005
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -64,7 +66,10 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
         app = make_app(service, options.api_keys)
         server_log.set_up(options.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"), service)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="on", ws="none", backlog=ACCEPTED_AT_ONCE
+        )
+        server = Server(config, service)
         if started.workers is not None:
             started.workers.when_lost(server.end_without_ranks)
         _greet(console, service, listener.getsockname(), bool(options.api_keys))
@@ -110,6 +115,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """To asyncio a backlog is also how many connections it accepts before it does anything else, so it is told a
+        small one; the system keeps the long queue.
+        """
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(QUEUED_CONNECTIONS)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             log.warning("a second signal: %d requests are cut off", len(self._service.loop.jobs))
@@ -130,7 +143,7 @@ class Server(uvicorn.Server):
 def _listen(options: ServerOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+        return socket.create_server((options.host, options.port), family=family, backlog=QUEUED_CONNECTIONS)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
