@@ -104,13 +104,13 @@ class Engine:
     def _plain_step(self) -> list[TokenOutput]:
         if not self._flights:  # one is left over where an interrupt ended a step
             self._schedule()
-        return self._land_whole() if self._flights else []
+        return self._land() if self._flights else []
 
     def _overlapped_step(self) -> list[TokenOutput]:
         failed = any(flight.error is not None for flight in self._flights)  # nothing is built on such a step
         scheduled = not failed and self._schedule()
         if self._flights and (len(self._flights) > 1 or not scheduled):
-            return self._land_whole()
+            return self._land()
         return []
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -183,11 +183,7 @@ class Engine:
                 flight.stuck[request] = error
         return masks
 
-    def _land_whole(self) -> list[TokenOutput]:
-        """An interrupt must not come between the engine's flights and the scheduler's."""
-        with interrupts_later():
-            return self._land()
-
+    @interrupts_later()  # one must not come between the engine's flights and the scheduler's
     def _land(self) -> list[TokenOutput]:
         """Take in what the oldest step sampled."""
         flight = self._flights.popleft()

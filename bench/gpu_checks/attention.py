@@ -64,11 +64,11 @@ def checks() -> list[Check]:
     for name, layer in LAYERS.items():
         for dtype in (torch.bfloat16, torch.float16) if layer is QWEN3 else (torch.bfloat16,):
             kind = str(dtype).removeprefix("torch.")
-            found.append((f"attention decode {name} {kind}", lambda a=layer, b=dtype: _decode(a, b)))
+            found.append((f"attention decode {name} {kind}", lambda a=layer, b=dtype: check_decode(a, b)))
             found.append((f"attention prefill {name} {kind}", lambda a=layer, b=dtype: _prefill(a, b)))
             found.append((f"attention write {name} {kind}", lambda a=layer, b=dtype: _write(a, b)))
     for name, layer in (("pair", Layer(2, 4, 64, window_tokens=70)), ("latent", Layer(2, 4, 128, rotary=16))):
-        found.append((f"attention decode {name} float32", lambda a=layer: _decode(a, torch.float32)))
+        found.append((f"attention decode {name} float32", lambda a=layer: check_decode(a, torch.float32)))
         found.append((f"attention prefill {name} float32", lambda a=layer: _prefill(a, torch.float32)))
     for name in ("31B window", "31B full, latent"):
         found.append((f"attention replays {name}", lambda a=LAYERS[name]: _replays(a)))
@@ -86,7 +86,7 @@ def judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> str:
     return f"{mine:.2e}, torch {torchs:.2e}"
 
 
-def _decode(layer: Layer, dtype: torch.dtype) -> str:
+def check_decode(layer: Layer, dtype: torch.dtype) -> str:
     told = []
     # One row, few, and more rows than programs: all shares of a line.
     for lengths in ([9000], LENGTHS, [100, 3, 0], [70] * 300):

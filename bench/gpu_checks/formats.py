@@ -23,9 +23,11 @@ from bench.gpu_checks.attention import (
     WINDOW_31B,
     Bare,
     DecodeStep,
+    check_decode,
+    judge,
     random_arena,
 )
-from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill
+from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_prefill
 from bench.gpu_checks.engine import forced_logits
 from bench.spike.measure import microseconds
 from tests.running.small_models import CONFIGS
@@ -47,8 +49,6 @@ LAYERS = {
     "latent, 1/4 of 128 dims, 3 stripes": Layer(1, 16, 128, rotary=32, stripes=3),
     "64 dims, 32-token blocks": Layer(5, 3, 64, block_tokens=32),
 }
-# Products of 16-bit operands: what plain torch in bfloat16 is off by, and no more.
-MOST_ERROR = 1.5
 MODELS = ("gemma3", "gemma4 everything", "gemma4 K = V", "llama with biases")
 TEACHER_TOKENS = 400
 
@@ -58,44 +58,26 @@ def checks() -> list[Check]:
     for fmt in CODED:
         for name, layer in LAYERS.items():
             coded = replace(layer, kv_format=fmt)
-            found.append((f"formats decode {fmt} {name}", partial(_decode, coded, torch.bfloat16)))
+            found.append((f"formats decode {fmt} {name}", partial(check_decode, coded, torch.bfloat16)))
             found.append((f"formats prefill {fmt} {name}", partial(_prefill, coded, torch.bfloat16)))
         small = Layer(2, 4, 64, window_tokens=70, kv_format=fmt)
-        found.append((f"formats decode {fmt} float32", partial(_decode, small, torch.float32)))
+        found.append((f"formats decode {fmt} float32", partial(check_decode, small, torch.float32)))
         found += [(f"formats model {fmt} {name}", partial(_model, name, fmt)) for name in MODELS]
     return found
-
-
-def _judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> str:
-    if not bool(got.isfinite().all()):
-        raise AssertionError("the output has NaN or Inf")
-    mine, torchs = error(got, exact), error(rounded, exact)
-    limit = 1e-5 if got.dtype == torch.float32 else MOST_ERROR * torchs
-    if not mine <= limit:
-        raise AssertionError(f"relative error {mine:.2e} exceeds {limit:.2e} (torch: {torchs:.2e})")
-    return f"{mine:.2e}, torch {torchs:.2e}"
-
-
-def _decode(layer: Layer, dtype: torch.dtype) -> str:
-    told = []
-    for lengths in ([9000], LENGTHS, [100, 3, 0], [70] * 300):
-        paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=8, arena_bytes=ARENA_BYTES)
-        told.append(_judge(*run_decode(paged, padding=3)))
-    return told[1]
 
 
 def _prefill(layer: Layer, dtype: torch.dtype) -> str:
     """Small chunks by the plain kernel; where Hopper kernels take large ones, those too."""
     chunks = [(n % 700 + 1, n % 700 + 1) for n in range(0, 170 * len(LENGTHS), 170)]
     paged = make_pages(layer, LENGTHS, DEVICE, dtype, room_tokens=2048, arena_bytes=ARENA_BYTES)
-    told = _judge(*run_prefill(paged, chunks))
+    told = judge(*run_prefill(paged, chunks))
     heads = hopper.heads_of(layer)
     if not (hopper.is_hopper() and heads.has_kernel):
         return told
     lengths, chunks = [0, 37, 5003], [(heads.least_queries + 77,) * 2, (5, 5), (heads.least_queries + 200,) * 2]
     paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=2 * heads.least_queries, arena_bytes=ARENA_BYTES)
     scratch = PrefillScratch([heads], 5003 + 2 * heads.least_queries, torch.device(DEVICE))
-    return f"{told}; hopper {_judge(*run_prefill(paged, chunks, scratch))}"
+    return f"{told}; hopper {judge(*run_prefill(paged, chunks, scratch))}"
 
 
 def _model(name: str, fmt: str) -> str:

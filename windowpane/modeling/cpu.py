@@ -148,7 +148,14 @@ class CpuOps(Ops):
         out = torch.empty_like(x)
         rows = x.numel() // width
         self._norm(
-            x.data_ptr(), weight.data_ptr(), _address(residual), out.data_ptr(), rows, width, eps, _threads(x.numel())
+            x.data_ptr(),
+            weight.data_ptr(),
+            _address(residual),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+            torch.get_num_threads(),
         )
         return out
 
@@ -172,7 +179,7 @@ class CpuOps(Ops):
             count,
             dim,
             eps or 0.0,
-            _threads(out.numel()),
+            torch.get_num_threads(),
         )
         return out
 
@@ -182,7 +189,7 @@ class CpuOps(Ops):
             return super().gated(gate_up, activation)
         out = gate_up.new_empty(rows, width)
         is_gelu = int(activation == "gelu_pytorch_tanh")
-        self._gated(gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu, _threads(out.numel()))
+        self._gated(gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu, torch.get_num_threads())
         return out
 
     def mlp(
@@ -393,8 +400,3 @@ def _count(library: ctypes.CDLL, name: str, arguments: int) -> Callable[..., int
 
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
-
-
-def _threads(elements: int) -> int:
-    """Waking a thread costs more than a few rows do."""
-    return 1 if elements < 32768 else torch.get_num_threads()

@@ -22,8 +22,6 @@ typedef struct {
     int64_t sequences, blocks, parts;
 } Tokens;
 
-static int threads_for(long elements, int threads) { return elements < 32768 ? 1 : threads; }
-
 static long widest(const Layer *l) {
     long a = l->hidden, b = l->query_heads * l->dim;
     a = a > b ? a : b;
@@ -43,13 +41,13 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     float *normed = scratch, *mixed = normed + n * l->hidden, *packed = mixed + n * l->hidden;
     float *qkv = packed + n * widest(l), *q = qkv + n * projected, *k = q + n * queries, *v = k + n * kv;
     float *attended = v + n * kv, *both = attended + n * queries, *one = both + 2 * n * l->mlp, *partial = one + n * l->mlp;
-    int few = threads_for(n * l->hidden, threads), some = threads_for(n * queries, threads);
 
-    rms_norm(hidden, l->input_norm, 0, normed, n, l->hidden, l->eps, few);
+    rms_norm(hidden, l->input_norm, 0, normed, n, l->hidden, l->eps, threads);
     product_of_few(normed, l->hidden, l->qkv, l->qkv_bias, qkv, packed, n, projected, l->hidden, threads);
-    heads(qkv, projected, l->head_norms, l->q_norm, t->cos, t->sin, q, n, l->query_heads, l->dim, l->eps, some);
-    heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps, 1);
-    heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, 1);
+    heads(qkv, projected, l->head_norms, l->q_norm, t->cos, t->sin, q, n, l->query_heads, l->dim, l->eps, threads);
+    heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps,
+          threads);
+    heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, threads);
     Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended,
                    n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale};
     attend_decoding(&a, threads);
@@ -59,17 +57,17 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
 
     const float *before_mlp = l->pre_mlp_norm;
     if (l->sandwich) {
-        rms_norm(mixed, l->post_attention_norm, hidden, hidden, n, l->hidden, l->eps, few);
+        rms_norm(mixed, l->post_attention_norm, hidden, hidden, n, l->hidden, l->eps, threads);
     } else {
         for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
         before_mlp = l->post_attention_norm;
     }
-    rms_norm(hidden, before_mlp, 0, normed, n, l->hidden, l->eps, few);
+    rms_norm(hidden, before_mlp, 0, normed, n, l->hidden, l->eps, threads);
     product_of_few(normed, l->hidden, l->gate_up, l->gate_up_bias, both, packed, n, 2 * l->mlp, l->hidden, threads);
-    gated(both, one, n, l->mlp, l->is_gelu, threads_for(n * l->mlp, threads));
+    gated(both, one, n, l->mlp, l->is_gelu, threads);
     product_of_few(one, l->mlp, l->down, l->down_bias, mixed, packed, n, l->hidden, l->mlp, threads);
     if (l->sandwich)
-        rms_norm(mixed, l->post_mlp_norm, hidden, hidden, n, l->hidden, l->eps, few);
+        rms_norm(mixed, l->post_mlp_norm, hidden, hidden, n, l->hidden, l->eps, threads);
     else
         for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
     if (l->scalar != 1)

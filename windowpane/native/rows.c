@@ -2,6 +2,9 @@
 
 /* -- norms, rotation, activations: one pass over each row ---------------------------------------------------------- */
 
+/* Waking a thread costs more than a few rows do. */
+static int threads_for(long elements, int threads) { return elements < 32768 ? 1 : threads; }
+
 INLINE float inverse_rms(const float *x, long width, float eps) {
     vec squares = {0};
     for (long i = 0; i < width; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
@@ -11,7 +14,7 @@ INLINE float inverse_rms(const float *x, long width, float eps) {
 /* out = norm(x) · weight, plus residual where there is one. width is a multiple of 16. */
 void rms_norm(const float *x, const float *weight, const float *residual, float *out, long rows, long width, float eps,
               int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(rows * width, threads)) schedule(static)
     for (long row = 0; row < rows; row++) {
         const float *from = x + row * width;
         float scale = inverse_rms(from, width, eps);
@@ -28,7 +31,7 @@ void rms_norm(const float *x, const float *weight, const float *residual, float 
 void heads(const float *x, long x_stride, int normed, const float *weight, const float *cos, const float *sin,
            float *out, long rows, long count, long dim, float eps, int threads) {
     long half = dim / 2;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(rows * count * dim, threads)) schedule(static)
     for (long row = 0; row < rows; row++)
         for (long head = 0; head < count; head++) {
             const float *from = x + row * x_stride + head * dim;
@@ -50,7 +53,7 @@ void heads(const float *x, long x_stride, int normed, const float *weight, const
 
 /* out = activation(gate) · up, of rows [gate | up]. Both activations are g / (1 + e^-z). */
 void gated(const float *gate_up, float *out, long rows, long width, int is_gelu, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(rows * width, threads)) schedule(static)
     for (long row = 0; row < rows; row++) {
         const float *gate = gate_up + row * 2 * width, *up = gate + width;
         for (long i = 0; i < width; i += LANES) {

@@ -26,9 +26,10 @@ from windowpane.text.grammar import Grammars
 
 # How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
 # wait for it whenever the engine computes in Python.
+SWITCH_INTERVAL_S = 0.0005
+# Connections that the system keeps for us, and those that the event loop accepts before it does anything else.
 QUEUED_CONNECTIONS = 2048
 ACCEPTED_AT_ONCE = 32
-SWITCH_INTERVAL_S = 0.0005
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
