@@ -1,36 +1,66 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.test_scheduler import engine_for, request, solo_output
 from windowpane.pace import FEWEST_TOKENS, FIRST_TOKENS, MOST_GROWTH, Pace
 
 
-def steps_of(pace: Pace, base: float, per_token: float, per_past: float, prompt: int) -> list[tuple[int, float]]:
-    """Tokens and seconds of each step that a long prompt takes on a machine that costs this much."""
+def steps_of(pace: Pace, cost: Callable[[int, int], float], prompt: int) -> list[tuple[int, float]]:
+    """Tokens and seconds of each step of a long prompt, where `tokens` after `done` cost so much.
+
+    As in the engine, a chunk is chosen while the one before it runs.
+    """
     done, steps = 0, []
     while done < prompt:
         tokens = min(pace.tokens(), prompt - done)
-        seconds = base + tokens * (per_token + per_past * done)
-        pace.observe(8, tokens, seconds)
-        steps.append((tokens, seconds))
+        if steps:
+            pace.observe(8, *steps[-1])
+        steps.append((tokens, cost(tokens, done)))
         done += tokens
     return steps
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
-def test_steps_settle_at_the_time_asked_for_on_slow_and_fast_machines(scale):
-    """The cost of a token grows fourfold along the prompt, as attention over a long past makes it."""
-    pace = Pace(200 * scale)
+@pytest.mark.parametrize("limit", [100, 200, 400])
+@pytest.mark.parametrize("warmed_up", [False, True])
+def test_steps_keep_within_the_time_asked_for_on_slow_and_fast_machines(scale, limit, warmed_up):
+    """A step reads weights in 17, and its tokens cost 0.1 each when there are many, twice that at the end."""
+
+    def cost(tokens, done):
+        return scale * (2 + max(15, tokens * 0.1) + tokens * 0.1 * done / 65_536)
+
+    pace = Pace(limit * scale)
     for _ in range(5):
-        pace.observe(8, 0, 20 * scale)
-    steps = steps_of(pace, 20 * scale, 0.1 * scale, 0.3 * scale / 65_536, 65_536)
-    settled = [seconds for _, seconds in steps[5:-1]]
-    assert max(seconds for _, seconds in steps) <= 1.15 * 200 * scale
-    assert min(settled) >= 0.85 * 200 * scale
+        pace.observe(8, 0, cost(8, 0))
+    if warmed_up:
+        pace.observe(0, 8192, cost(8192, 0))
+    steps = steps_of(pace, cost, 65_536)
+    assert max(seconds for _, seconds in steps) <= limit * scale
+    assert min(seconds for _, seconds in steps[5:-1]) >= 0.8 * limit * scale
+
+
+@given(
+    st.floats(0.01, 100), st.floats(0, 1), st.floats(1e-3, 1), st.floats(0, 1), st.integers(1, 8192), st.booleans()
+)
+def test_no_step_is_much_longer_than_asked_for_on_any_machine(reading, fixed, per_token, growth, ending, alone):
+    """Whatever reads, computes and attends how fast, give or take what a token's cost grows by within a chunk."""
+
+    def cost(tokens, done):
+        return fixed + max(reading, tokens * per_token) + tokens * per_token * growth * done / 65_536
+
+    pace = Pace(max(2 * cost(FIRST_TOKENS, 65_536), 4 * (fixed + reading)))
+    pace.observe(8, 0, cost(1, 0))
+    if alone:
+        pace.observe(0, ending, cost(ending, 0))
+    for _, seconds in steps_of(pace, cost, 30_000):
+        assert seconds <= 1.1 * pace.step_seconds
 
 
 def test_the_first_steps_feel_their_way():
@@ -45,6 +75,8 @@ def test_a_prompt_goes_on_however_slow_the_machine():
     pace.observe(4, 0, 5.0)
     pace.observe(4, 256, 100.0)
     assert pace.tokens() == FEWEST_TOKENS
+    pace.observe(4, 128, 20.0)
+    assert pace.tokens() == 42  # a third of 128: (20 - 5) / 3 on top of 5 is twice what decoding takes
 
 
 def test_a_prompt_alone_takes_the_whole_budget_and_beside_others_its_share():
@@ -57,10 +89,10 @@ def test_a_prompt_alone_takes_the_whole_budget_and_beside_others_its_share():
     for _ in range(3):
         _next(engine)
     engine.scheduler.pace.observe(1, 0, 0.1)
-    engine.scheduler.pace.observe(1, 200, 0.5)  # 0.002 s a token
+    engine.scheduler.pace.observe(1, 200, 0.5)  # 0.0025 s a token
     engine.scheduler.add(long[1])
     beside = list(itertools.islice((len(c.tokens) for _ in range(4) for c in _next(engine).chunks), 4))
-    assert beside == [450] * 4
+    assert beside == [360] * 4
     engine.run()
     assert [r.output for r in long] == [solo_output(r) for r in long]
 

@@ -126,7 +126,8 @@ def _engine_flags(
     max_itl_ms: Annotated[
         float | None,
         typer.Option(
-            help="Cut prompts so that a step others decode in takes about this long.", rich_help_panel=SCHEDULING
+            help="Cut prompts so that a step others decode in takes no longer; 0: do not (serve: 200).",
+            rich_help_panel=SCHEDULING,
         ),
     ] = None,
     enable_prefix_caching: Annotated[

@@ -18,8 +18,8 @@ class EngineConfig:
 
     `kv_cache_dtype` is `auto`, one format, or one per group (`full=int8_per_token_head,window=bfloat16`). `swa_full`
     keeps sliding layers at full length. `max_itl_ms` is how long a step may take that others decode in: prompts are cut
-    to that. `enforce_eager` runs a GPU's steps launch by launch, without graphs. `fit` (`16x131072`) chooses the least
-    lossy KV formats with which so many sequences of that length fit.
+    to that (0 or None: not at all). `enforce_eager` runs a GPU's steps launch by launch, without graphs. `fit`
+    (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -50,8 +50,8 @@ class EngineConfig:
             )
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
-        if self.max_itl_ms is not None and self.max_itl_ms <= 0:
-            raise ConfigError(f"--max-itl-ms is a time above 0, not {self.max_itl_ms}; leave it out for no limit")
+        if self.max_itl_ms is not None and self.max_itl_ms < 0:
+            raise ConfigError(f"--max-itl-ms is a time, not {self.max_itl_ms}; 0 is no limit")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, not {self.gpu_memory_utilization}; try 0.9"

@@ -1,7 +1,9 @@
 """How much of a prompt a step takes while others decode: as much as keeps the step within the time that was asked for.
 
-A step takes about `base` seconds, as one without a prompt does, and `per_token` more for each prompt token. Both are
-followed as steps land: the second grows with the past that a prompt attends to, and no formula knows every machine.
+What a step with n prompt tokens takes is not a line. A few tokens are nearly free while weights are being read, and
+many cost the same each; the cost of each grows with the past that it attends to. So each chunk is sized by the last
+one, on the safe side of any such curve: a larger chunk is taken to cost as much per token as that one did in all, and
+a smaller one to lie on the line between that one and a step without a prompt.
 """
 
 from __future__ import annotations
@@ -9,36 +11,44 @@ from __future__ import annotations
 FIRST_TOKENS = 256  # taken before anything was measured
 FEWEST_TOKENS = 16  # a prompt goes on, however short the time
 MOST_GROWTH = 4.0  # of a chunk over all before it: one lucky measurement does not make a long step
-FOLLOW = 0.5  # how much the last measurement counts against all before it
+FOLLOW = 0.5  # how much the last step without a prompt counts against all before it
+AIM = 0.9  # of the time asked for: chunks cost a little more each time, and no two steps take the same
+TELLING = 0.5  # a chunk shorter than this share of what was allowed (a prompt's last) says little about long ones
 
 
 class Pace:
-    """Chunks of prompts sized so that a step that others decode in takes about `step_seconds`."""
+    """Chunks of prompts sized so that a step that others decode in takes at most about `step_seconds`.
+
+    Where decoding alone takes most of that, twice as long as decoding: a prompt would hardly get on otherwise.
+    """
 
     def __init__(self, step_seconds: float) -> None:
         self.step_seconds = step_seconds
-        self._base: float | None = None
-        self._per_token: float | None = None
+        self._base = 0.0  # seconds of a step without a prompt
+        self._last: tuple[int, float] | None = None  # tokens and seconds of a step with one
         self._most_tokens = FIRST_TOKENS / MOST_GROWTH  # of a step so far
 
     def tokens(self) -> int:
         """Prompt tokens for the next step."""
         allowed = MOST_GROWTH * self._most_tokens
-        if self._per_token is not None:
-            allowed = min(allowed, (self.step_seconds - (self._base or 0.0)) / self._per_token)
+        if self._last is not None:
+            allowed = min(allowed, self._within(max(AIM * self.step_seconds, 2 * self._base), *self._last))
         return max(FEWEST_TOKENS, int(allowed))
+
+    def _within(self, seconds: float, tokens: int, took: float) -> float:
+        """Tokens that a step of so many seconds has time for, if one of `tokens` took `took`."""
+        base = min(self._base, took)
+        if took <= seconds:
+            return tokens * seconds / took
+        return tokens * max(seconds - base, 0.0) / (took - base)
 
     def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """A step with so many decoding sequences and prompt tokens took so long."""
+        seconds = max(seconds, 1e-9)
         if prompt_tokens == 0:
-            self._base = _follow(self._base, seconds, FOLLOW)
+            self._base = seconds if self._base == 0.0 else self._base + FOLLOW * (seconds - self._base)
             return
-        # A short chunk, such as a prompt's last one, is mostly base: what it costs a token says little.
-        share = FOLLOW * min(1.0, prompt_tokens / self.tokens())
-        self._per_token = _follow(self._per_token, max(seconds - (self._base or 0.0), 1e-9) / prompt_tokens, share)
+        if self._last is None or prompt_tokens >= TELLING * self.tokens() or seconds > self.step_seconds:
+            self._last = (prompt_tokens, seconds)
         if decoding:
             self._most_tokens = max(self._most_tokens, prompt_tokens)
-
-
-def _follow(believed: float | None, measured: float, share: float) -> float:
-    return measured if believed is None else believed + share * (measured - believed)

@@ -109,7 +109,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     assert plan.capacity is not None
     manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
     restore = RestorePoints(manager) if config.enable_prefix_caching else None
-    pace = None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1e3)
+    pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
     scheduler = Scheduler(manager, config.batched_tokens, restore=restore, pace=pace)
     workers, runner, step_runner, reports = _start_ranks(_job(plan, options, source), devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)

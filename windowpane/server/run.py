@@ -31,6 +31,9 @@ SWITCH_INTERVAL_S = 0.0005
 QUEUED_CONNECTIONS = 2048
 ACCEPTED_AT_ONCE = 32
 
+# Somebody reads what a server decodes, so prompts may hold a step up for no longer, unless --max-itl-ms says otherwise.
+MAX_ITL_MS = 200.0
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger("windowpane.server")
@@ -62,7 +65,7 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
     """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
     console = Console(stderr=True)
     with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
-        started = start(model, flags, console)
+        started = start(model, {"max_itl_ms": MAX_ITL_MS, **flags}, console)
         service = make_service(started, options, console)
         app = make_app(service, options.api_keys)
         server_log.set_up(options.log_level)
