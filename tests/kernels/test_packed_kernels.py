@@ -68,7 +68,7 @@ def weights() -> list[PackedWeight]:
 def check_few_rows() -> None:
     for weight in weights():
         matrix = weight.dequantize(torch.float32)
-        for rows, launch in ((1, None), (3, Launch(16, 8, 2, 2)), (11, Launch(64, 16, 1, 2))):
+        for rows, launch in ((1, None), (3, Launch(16, 8, 2, 2)), (11, Launch(64, 16, 1, 2, 3)), (2, Launch(16, 8, 1, 2, 5))):
             x, out = strided(rows, weight.inputs), nans(rows, len(weight))
             bias = torch.randn(len(weight)) if rows == 3 else None
             packed_linear(x, weight, out, bias, launch=launch)

@@ -23,7 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.gated import gate_times_up, is_gelu
+from windowpane.modeling.triton.gated import is_gelu
+from windowpane.modeling.triton.split import LINES, MOST_PROGRAMS, handover, split_kernel
 from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_of
 from windowpane.models.packing import DEQUANTIZED_BYTES
 
@@ -32,8 +33,6 @@ MOST_ROWS = 256
 # Up to these, warps share the inputs.
 SPLIT_ROWS = 16
 MANY_OUTPUTS = 16_384
-# Lines of 128 bytes of each output that are fetched into L2 before the kernel before has ended: some 20 MB in all.
-LINES_OF_MANY, LINES_OF_FEW = 8, 32
 
 
 class Launch(NamedTuple):
@@ -59,7 +58,7 @@ def plan_launch(rows: int, outputs: int, inputs: int, processors: int) -> Launch
     if rows <= SPLIT_ROWS:
         # More outputs to a program decode with fewer instructions, but few outputs must go round.
         tile_rows = 8 if rows <= 8 else 16
-        return Launch(32, tile_rows, 4, 4) if outputs >= MANY_OUTPUTS else Launch(16, tile_rows, 8, 3)
+        return Launch(32, tile_rows, 4, 4, 4)
     tile_rows = min(128, max(32, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(outputs, 128) * triton.cdiv(rows, tile_rows)
     # Two programs fit on a multiprocessor: one multiplies while the other decodes.
@@ -155,9 +154,9 @@ def _launch(
     """`gelu` None: not gated."""
     x = weight.in_order(x)
     rows, (outputs, inputs) = len(x), weight.shape
+    on_cuda = x.device.type == "cuda"
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if on_cuda else 4
     if launch is None:
-        on_cuda = x.device.type == "cuda"
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if on_cuda else 4
         is_half = x.element_size() == 2
         launch = plan_launch(rows, outputs, inputs, processors) if is_half else _plan_float32(rows)
     scales, in_words = _as_words(weight, x.dtype)
@@ -177,10 +176,13 @@ def _launch(
     sizes = (x.stride(0), weight.units.stride(0), scales.stride(0), _stride(weight.zeros))
     extent = (rows, outputs, inputs, weight.scales.shape[1])
     if launch.is_split:
-        _split_kernel[(triton.cdiv(outputs, launch.outputs),)](
-            *operands, bias, out, *sizes, out.stride(0), *extent,
-            SPLIT=launch.warps, LINES=LINES_OF_MANY if outputs >= MANY_OUTPUTS else LINES_OF_FEW,
-            GATED=gelu is not None, GELU=bool(gelu), **common,
+        work = triton.cdiv(outputs, launch.outputs) * triton.cdiv(triton.cdiv(inputs, 128), launch.warps)
+        grid = (min(MOST_PROGRAMS, processors * launch.programs, work),)
+        per_tile = launch.outputs if gelu is None else launch.outputs // 2
+        split_kernel[grid](
+            *operands, bias, out, *handover(x.device), *sizes, out.stride(0), *extent,
+            SPLIT=launch.warps, LINES=LINES, GATED=gelu is not None, GELU=bool(gelu),
+            FITS=(outputs if gelu is None else outputs // 2) % per_tile == 0, **common,
         )  # fmt: skip
         return
     assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
@@ -235,95 +237,8 @@ def _output(outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr, program):
 
 
 @triton.jit
-def _prefetch(at, LINES: tl.constexpr, LINE: tl.constexpr, length):
-    """The first LINES lines, of LINE elements each, of rows [rows, 1] that are `length` elements long."""
-    line = (at + tl.minimum(tl.arange(0, LINES) * LINE, length - 1)[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
-
-
-@triton.jit
 def _four(x):
     return (x, x, x, x)
-
-
-@triton.jit
-def _split_kernel(
-    X, U, S, Z, BIAS, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs, groups,
-    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-    IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs."""
-    DTYPE: tl.constexpr = X.dtype.element_ty
-    n = _output(outputs, OUTPUTS, GATED, tl.program_id(0))
-    part = tl.arange(0, SPLIT)
-    j = tl.arange(0, 32)
-    row = tl.arange(0, TILE_ROWS)
-    at = U + n[None, :, None] * u_stride + (part[:, None, None] * 32 + j[None, None, :])
-    if PDL:
-        gdc_launch_dependents()
-        if USES_ASM:
-            # Nobody writes weights: their first lines may come while the kernel before still runs.
-            LINE: tl.constexpr = 64 if IS_INT4 else 32
-            _prefetch(U + n[:, None] * u_stride, LINES, LINE, u_stride)
-            if WORDS and GROUP == 32:
-                # Eight lines of units have one line of scales.
-                _prefetch(S + n[:, None] * s_stride, LINES // 8, 16, s_stride)
-        gdc_wait()
-    blocks = tl.cdiv(inputs, 128)
-    s_at = S + (n // SCALE_OUTPUTS)[None, :] * s_stride
-    z_at = Z
-    if Z is not None:
-        z_at = Z + n[None, :] * z_stride
-    x_at = X + row[None, None, :] * x_stride + (part[:, None, None] * 128 + j[None, :, None])
-    is_row = row[None, None, :] < rows
-    # Zero points are taken away from sums: (q - z)·x is (q - 8)·x and (8 - z) times the sum of x.
-    HAS_ZEROS: tl.constexpr = Z is not None
-    ones = tl.full([SPLIT, OUTPUTS, 32], 1.0, DTYPE)
-    sums = tl.zeros([SPLIT, OUTPUTS, TILE_ROWS], tl.float32)
-    x_sums = tl.zeros([SPLIT, OUTPUTS, TILE_ROWS], tl.float32)
-    for first in tl.range(0, blocks, SPLIT, num_stages=STAGES):
-        inside = (first + part < blocks)[:, None, None]
-        u = tl.load(at + first * 32, mask=inside, other=0, eviction_policy="evict_first")
-        w = decode(u, (), DTYPE, False, GROUP, False, IS_INT4, USES_ASM)
-        if GROUP != 0:
-            scales, zeros = fetch(s_at, z_at, (first + part)[:, None], groups, GROUP, WORDS)
-        for span in tl.static_range(4):
-            mask = is_row & inside
-            if not IS_WHOLE:
-                mask = mask & ((first + part[:, None, None]) * 128 + span * 32 + j[None, :, None] < inputs)
-            x = tl.load(x_at + (first * 128 + span * 32), mask=mask, other=0.0)
-            if GROUP == 0:
-                sums = tl.dot(w[span], x, sums, input_precision="ieee")
-                if HAS_ZEROS:
-                    x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
-            else:
-                products = tl.dot(w[span], x, input_precision="ieee")
-                if HAS_ZEROS:
-                    zero = zero_of(zeros, span, GROUP, WORDS)
-                    products += (8 - zero).to(tl.float32)[:, :, None] * tl.dot(ones, x, input_precision="ieee")
-                scale = scale_of(scales, span, DTYPE, GROUP, WORDS)
-                sums += products * scale.to(tl.float32)[:, :, None]
-    total = tl.sum(sums, 0)
-    if GROUP == 0:
-        if HAS_ZEROS:
-            zero = tl.load(Z + n * z_stride) & 15
-            total += (8 - zero).to(tl.float32)[:, None] * tl.sum(x_sums, 0)
-        total *= tl.load(S + n // SCALE_OUTPUTS * s_stride).to(tl.float32)[:, None]
-    if GATED:
-        # [pairs, 2, rows] with the 2 last, where it can be split.
-        pairs = tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, TILE_ROWS]), [0, 2, 1])
-        gate, up = tl.split(pairs)
-        m = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
-        kept = (m[:, None] < outputs // 2) & (row[None, :] < rows)
-        tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=kept)
-    else:
-        if BIAS is not None:
-            total += tl.load(BIAS + n).to(tl.float32)[:, None]
-        m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-        kept = (m[:, None] < outputs) & (row[None, :] < rows)
-        tl.store(OUT + row[None, :] * out_stride + m[:, None], total.to(DTYPE), mask=kept)
 
 
 @triton.jit
