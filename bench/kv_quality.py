@@ -10,8 +10,8 @@ the next token from that with float32 KV) is what the perplexity change would be
 never negative and far more exact.
 
 K and V go through their format exactly as the engine's present does. Results are kept in a file, so that a run that was
-cut short goes on where it stopped, and a longer run adds to a shorter one. `--keep` makes the figures those that
-`--fit` chooses by.
+cut short goes on where it stopped, and a longer run adds to a shorter one; formats may be scored over more or fewer
+contexts than others. `--keep` makes the figures those that `--fit` chooses by.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import math
 import pydoc_data.topics
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -134,13 +135,13 @@ def main() -> None:
     scorer = Scorer()
     began = time.perf_counter()
     for index in track(range(len(cuts)), "contexts", console=console):
-        missing = [name for name in asked.formats if _key(name, asked, index) not in scores]
-        if not missing and _key(BASELINE, asked, index) in scores:
+        missing = [name for name in asked.formats if _key(name, asked.every, index) not in scores]
+        if not missing and _key(BASELINE, asked.every, index) in scores:
             continue
         for name, score in scorer.scores(missing, cuts[index], asked.every):
-            scores[_key(name, asked, index)] = score
+            scores[_key(name, asked.every, index)] = score
             asked.results.write_text(json.dumps(scores))
-    figures = summary(scores, asked, len(cuts))
+    figures = summary(scores, asked.every)
     console.print(f"{machine_line()}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s")
     report(console, figures)
     if asked.keep:
@@ -148,40 +149,52 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def _key(name: str, asked: argparse.Namespace, index: int) -> str:
-    return f"{name} {asked.every} {index}"
+def _key(name: str, every: int, index: int) -> str:
+    return f"{name} {every} {index}"
 
 
-def summary(scores: dict[str, Score], asked: argparse.Namespace, count: int) -> dict[str, Any]:
-    base = [scores[_key(BASELINE, asked, i)][0] for i in range(count)]
+def summary(scores: dict[str, Score], every: int) -> dict[str, Any]:
+    """Of all that was measured: each format over its own contexts, always the first ones of the text."""
+    scored_tokens = len(range(SCORED_FROM, CONTEXT_TOKENS - 1, every))
+    base = _of_format(scores, BASELINE, every)
     found = {}
-    for name in asked.formats:
-        mine = [scores[_key(name, asked, i)] for i in range(count)]
-        changes = [score[0] - b for score, b in zip(mine, base, strict=True)]
+    for name in (*FORMATS, *BY_GROUP):
+        mine = _of_format(scores, name, every)
+        if not mine:
+            continue
+        changes = [score[0] - b[0] for score, b in zip(mine, base, strict=False)]
         found[name] = {
+            "contexts": len(mine),
+            "scored_tokens": len(mine) * scored_tokens,
             "perplexity_change": round(math.expm1(mean(changes)), 6),
-            "standard_error": round(stdev(changes) / math.sqrt(count), 6) if count > 1 else None,
+            "standard_error": round(stdev(changes) / math.sqrt(len(mine)), 6) if len(mine) > 1 else None,
             "divergence": round(mean(score[1] for score in mine), 6),
         }
     return {
         "model": MODEL,
-        "contexts": count,
         "context_tokens": CONTEXT_TOKENS,
-        "scored_tokens": count * len(range(SCORED_FROM, CONTEXT_TOKENS - 1, asked.every)),
-        "perplexity": round(math.exp(mean(base)), 3),
+        "contexts": len(base),
+        "perplexity": round(math.exp(mean(score[0] for score in base)), 3),
         "formats": found,
     }
 
 
+def _of_format(scores: dict[str, Score], name: str, every: int) -> list[Score]:
+    """Of contexts from the first on, without a gap."""
+    keys = takewhile(scores.__contains__, (_key(name, every, index) for index in count()))
+    return [scores[key] for key in keys]
+
+
 def report(console: Console, figures: dict[str, Any]) -> None:
     console.print(
-        f"{figures['model']}, {figures['contexts']} contexts of {figures['context_tokens']:,} tokens, "
-        f"{figures['scored_tokens']:,} scored, perplexity with float32 KV {figures['perplexity']}"
+        f"{figures['model']}, contexts of {figures['context_tokens']:,} tokens, perplexity with float32 KV "
+        f"{figures['perplexity']} over {figures['contexts']}"
     )
-    table = Table("KV format", "perplexity change", "standard error", "divergence")
+    table = Table("KV format", "contexts", "scored", "perplexity change", "standard error", "divergence")
     for name, found in figures["formats"].items():
         error = "" if found["standard_error"] is None else f"{found['standard_error']:.2%}"
-        table.add_row(name, f"{found['perplexity_change']:+.2%}", error, f"{found['divergence']:.3%}")
+        counts = (f"{found['contexts']}", f"{found['scored_tokens']:,}")
+        table.add_row(name, *counts, f"{found['perplexity_change']:+.2%}", error, f"{found['divergence']:.3%}")
     console.print(table)
 
 

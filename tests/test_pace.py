@@ -46,9 +46,7 @@ def test_steps_keep_within_the_time_asked_for_on_slow_and_fast_machines(scale, l
     assert min(seconds for _, seconds in steps[5:-1]) >= 0.8 * limit * scale
 
 
-@given(
-    st.floats(0.01, 100), st.floats(0, 1), st.floats(1e-3, 1), st.floats(0, 1), st.integers(1, 8192), st.booleans()
-)
+@given(st.floats(0.01, 100), st.floats(0, 1), st.floats(1e-3, 1), st.floats(0, 1), st.integers(1, 8192), st.booleans())
 def test_no_step_is_much_longer_than_asked_for_on_any_machine(reading, fixed, per_token, growth, ending, alone):
     """Whatever reads, computes and attends how fast, give or take what a token's cost grows by within a chunk."""
 

@@ -68,7 +68,8 @@ def weights() -> list[PackedWeight]:
 def check_few_rows() -> None:
     for weight in weights():
         matrix = weight.dequantize(torch.float32)
-        for rows, launch in ((1, None), (3, Launch(16, 8, 2, 2)), (11, Launch(64, 16, 1, 2, 3)), (2, Launch(16, 8, 1, 2, 5))):
+        launches = (None, Launch(16, 8, 2, 2), Launch(64, 16, 1, 2, 3), Launch(16, 8, 1, 2, 5))
+        for rows, launch in zip((1, 3, 11, 2), launches, strict=True):
             x, out = strided(rows, weight.inputs), nans(rows, len(weight))
             bias = torch.randn(len(weight)) if rows == 3 else None
             packed_linear(x, weight, out, bias, launch=launch)

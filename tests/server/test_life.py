@@ -21,6 +21,8 @@ import httpx
 import pytest
 
 from windowpane.cli import main
+from windowpane.config import ConfigError
+from windowpane.server import run
 
 PATIENCE_S = 60
 COMMAND = [sys.executable, "-c", "import sys; from windowpane.cli import main; sys.exit(main())", "serve"]
@@ -157,3 +159,19 @@ class TestStarting:
         assert (done.returncode, done.stdout) == (2, "")
         assert f"port {port}" in done.stderr and "choose another with --port" in done.stderr
         assert "KV arena" not in done.stderr
+
+
+@pytest.mark.parametrize(("asked", "given"), [("", 200.0), ("--max-itl-ms 50", 50.0), ("--max-itl-ms 0", 0.0)])
+def test_prompts_hold_decoding_up_for_a_fifth_of_a_second_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: str, given: float
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def started(_model: str | None, flags: dict[str, Any], _console: object) -> None:
+        seen.append(flags)
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr(run, "start", started)
+    monkeypatch.setattr(sys, "argv", ["windowpane", "serve", *SMALL, "--port", "0", *asked.split()])
+    assert main() == 2
+    assert [flags["max_itl_ms"] for flags in seen] == [given]

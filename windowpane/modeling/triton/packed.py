@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.gated import is_gelu
 from windowpane.modeling.triton.split import LINES, MOST_PROGRAMS, handover, split_kernel
-from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_of
+from windowpane.modeling.triton.unpacking import decode, fetch, scale_of
 from windowpane.models.packing import DEQUANTIZED_BYTES
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.

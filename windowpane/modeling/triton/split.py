@@ -1,11 +1,12 @@
 """Products of few rows with quantized weights: reading is all that takes time, so the device reads without a pause.
 
-As many programs run as fit at once. The work is a row of steps, tile of outputs by tile of outputs and within a tile along
-the inputs, and each program has an equal share of it, wherever tiles begin and end; loads run ahead across tiles. A tile
-that two or more shares have parts of is finished by the share that begins it, as the last thing it does; for the others it
-was the first, and they have left their sums. No sum depends on timing.
+As many programs run as fit at once. The work is a row of steps, tile of outputs by tile of outputs and within a tile
+along the inputs, and each program has an equal share of it, wherever tiles begin and end; loads run ahead across tiles.
+A tile that two or more shares have parts of is finished by the share that begins it, as the last thing it does; for the
+others it was the first, and they have left their sums. No sum depends on timing.
 
-The warps of a program share the inputs of a step; their sums meet at a tile's end. Scales are applied to sums, in float32.
+The warps of a program share the inputs of a step; their sums meet at a tile's end. Scales are applied to sums, in
+float32.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -66,11 +67,11 @@ def _prefetch(at, LINES: tl.constexpr, LINE: tl.constexpr, length):
 
 @triton.jit
 def split_kernel(
-    X, U, S, Z, BIAS, OUT, SUMS, DONE, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs, groups,
-    SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-    IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr,
-    WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
-    FITS: tl.constexpr,
+    X, U, S, Z, BIAS, OUT, SUMS, DONE, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs,
+    groups, SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    LINES: tl.constexpr, IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    PDL: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs. FITS: all tiles are full."""
     DTYPE: tl.constexpr = X.dtype.element_ty
@@ -154,8 +155,8 @@ def split_kernel(
         is_last = step == steps - 1
         step = tl.where(is_last, 0, step + 1)
         tile += is_last.to(tl.int32)
-    # What is left begins a tile that others end, or is the middle of one. Sums of a tile that another began are told only
-    # now: loads would not run ahead in a loop with barriers.
+    # What is left begins a tile that others end, or is the middle of one. Sums of a tile that another began are told
+    # only now: loads would not run ahead in a loop with barriers.
     if step > 0:
         total = _total(sums, x_sums, S, Z, tile, s_stride, z_stride, outputs, OUTPUTS, GATED, GROUP, SCALE_OUTPUTS)
         if tile * steps < begin:
