@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.dequantize import dequantize_into
 from windowpane.modeling.triton.gated import gate_times_up, is_gelu
+from windowpane.modeling.triton.hopper_tiled import Shares, has_hopper_kernel, hopper_product, plan_shares
 from windowpane.modeling.triton.launch import SPLIT_ROWS, Launch, as_words, fixed_by, processors_of, stride_of
 from windowpane.modeling.triton.tiled import plan_tiles, tiled_product
 from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_of
@@ -31,6 +32,8 @@ __all__ = [
     "MOST_ROWS",
     "SPLIT_ROWS",
     "Launch",
+    "Shares",
+    "choose_launch",
     "dequantize_into",
     "packed_gated",
     "packed_linear",
@@ -52,6 +55,16 @@ def plan_launch(rows: int, outputs: int, inputs: int, processors: int) -> Launch
         tile_rows = 8 if rows <= 8 else 16
         return Launch(32, tile_rows, 4, 4) if outputs >= MANY_OUTPUTS else Launch(16, tile_rows, 8, 3)
     return plan_tiles(rows, outputs, inputs, processors)
+
+
+def choose_launch(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> Launch | Shares:
+    """What runs where nothing else is asked for."""
+    rows, (outputs, inputs) = len(x), weight.shape
+    if x.element_size() != 2:
+        return _plan_float32(rows)
+    if rows > SPLIT_ROWS and has_hopper_kernel(x, weight, out):
+        return plan_shares(rows, outputs, inputs, processors_of(x.device))
+    return plan_launch(rows, outputs, inputs, processors_of(x.device))
 
 
 def _plan_float32(rows: int) -> Launch:
@@ -90,7 +103,7 @@ def packed_linear(
     bias: torch.Tensor | None = None,
     *,
     pdl: bool = False,
-    launch: Launch | None = None,
+    launch: Launch | Shares | None = None,
 ) -> None:
     """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MOST_ROWS rows; sums in float32."""
     _launch(x, weight, bias, out, None, pdl, launch)
@@ -103,7 +116,7 @@ def packed_gated(
     activation: str,
     *,
     pdl: bool = False,
-    launch: Launch | None = None,
+    launch: Launch | Shares | None = None,
 ) -> None:
     """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ), for at most SPLIT_ROWS rows; `gate_up` is stacked."""
     _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
@@ -116,14 +129,16 @@ def _launch(
     out: torch.Tensor,
     gelu: bool | None,
     pdl: bool,
-    launch: Launch | None,
+    launch: Launch | Shares | None,
 ) -> None:
     """`gelu` None: not gated."""
     x = weight.in_order(x)
     rows, (outputs, inputs) = len(x), weight.shape
-    if launch is None:
-        is_half = x.element_size() == 2
-        launch = plan_launch(rows, outputs, inputs, processors_of(x.device)) if is_half else _plan_float32(rows)
+    launch = choose_launch(x, weight, out) if launch is None else launch
+    if isinstance(launch, Shares):
+        assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
+        hopper_product(x, weight, bias, out, launch, pdl=pdl)
+        return
     if not launch.is_split:
         assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
         tiled_product(x, weight, bias, out, launch, pdl=pdl)

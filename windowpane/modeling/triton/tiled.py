@@ -2,7 +2,8 @@
 
 A program has a tile of outputs by rows. Scales are applied to weights, which are rounded as those of a dequantised
 matrix are. Where outputs are too few to keep the device busy, programs share the inputs, and `_add_kernel` adds what
-they found. No sum depends on timing.
+they found. No sum depends on timing. What other kernels have written is read past the L1 cache: where launches overlap,
+it may hold what the kernel before the one before has read.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -101,7 +102,7 @@ def _tile_kernel(
             mask = is_row
             if not IS_WHOLE:
                 mask = mask & (block * 128 + span * 32 + j[:, None] < inputs)
-            x = tl.load(x_at + (block * 128 + span * 32), mask=mask, other=0.0)
+            x = tl.load(x_at + (block * 128 + span * 32), mask=mask, other=0.0, cache_modifier=".cg")
             if GROUP == 0:
                 scaled = w[span]
             elif WORDS or S.dtype.element_ty == DTYPE:
@@ -132,7 +133,7 @@ def _add_kernel(
     m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for program in tl.static_range(PROGRAMS):
-        total += tl.load(SUMS + (program * rows + row) * outputs + m, mask=m < outputs, other=0.0)
+        total += tl.load(SUMS + (program * rows + row) * outputs + m, mask=m < outputs, other=0.0, cache_modifier=".cg")
     if BIAS is not None:
         total += tl.load(BIAS + m, mask=m < outputs, other=0.0).to(tl.float32)
     tl.store(OUT + row * out_stride + m, total.to(OUT.dtype.element_ty), mask=m < outputs)
