@@ -29,6 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+MOST_PARTS = 8  # pieces that a tile may fall into
+_MOST_PARTS = gl.constexpr(MOST_PARTS)
+
 # A mask and a magic exponent turn two values q into 128 + q (bfloat16) or 1024 + q (float16), exactly. Taking 8 more
 # than that away is exact too, and the product with the scale is rounded as in a dequantised matrix.
 _DECODE = """{{
@@ -174,7 +177,7 @@ def _store(out, buffer, sums, BIAS, output, row, outputs, DTYPE: gl.constexpr):
 @gluon.jit
 def _add_part(
     OUT, SUMS, BIAS, flags, part, parts, first_slot, output, row, rows, outputs, out_stride, which: gl.constexpr,
-    ROWS: gl.constexpr, MOST: gl.constexpr, DTYPE: gl.constexpr,
+    ROWS: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Part `part` of `parts` of this warp group's half of a tile, once all programs have written theirs.
 
@@ -189,12 +192,12 @@ def _add_part(
         half = unit // (ROWS // COUNT)
         rows_before = unit % (ROWS // COUNT) * COUNT
         found = ()
-        for p in gl.static_range(MOST):
+        for p in gl.static_range(_MOST_PARTS):
             slot = first_slot if p == 0 else (first_slot // 2 + p) * 2
             at = ((slot * 2 + which) * 2 + half).to(gl.int64) * (64 * ROWS) + rows_before * 64
             found = found + (gl.load(SUMS + at + places, mask=p < parts, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
         total = found[0]
-        for p in gl.static_range(1, MOST):
+        for p in gl.static_range(1, _MOST_PARTS):
             total += found[p]
         m = output + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
         n = row + rows_before + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
@@ -211,7 +214,7 @@ def _add_part(
 @gluon.jit
 def _multiply(
     which: gl.constexpr, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, buffer, full, empty, tiles,
-    blocks, work, rows, outputs, out_stride, MOST: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    blocks, work, rows, outputs, out_stride, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Half `which` of the program's tiles: 2 × 64 outputs."""
     STAGES: gl.constexpr = x_tiles.type.shape[0]
@@ -278,17 +281,16 @@ def _multiply(
             first_slot = begin * 2 + gl.where(_piece(begin, programs, work) < tile * blocks, 1, 0)
             _add_part(
                 OUT, SUMS, BIAS, FLAGS + tile * 2 + which, program - begin, end - begin + 1, first_slot,
-                tile % tiles * 256 + which * 128, tile // tiles * ROWS, rows, outputs, out_stride, which, ROWS, MOST,
-                DTYPE,
+                tile % tiles * 256 + which * 128, tile // tiles * ROWS, rows, outputs, out_stride, which, ROWS, DTYPE,
             )  # fmt: skip
 
 
 @gluon.jit
 def int4_kernel(
     x, units, scales, out, OUT, SUMS, FLAGS, BIAS, tiles, blocks, work, rows, outputs, out_stride, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, MOST: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`tiles`: of outputs, for every `ROWS` rows. `work`: blocks of all tiles. `MOST`: programs that share a tile."""
+    """`tiles`: of outputs, for every `ROWS` rows. `work`: blocks of all tiles."""
     if PDL:
         gdc_launch_dependents()
     unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES, 256, 32], units.layout)
@@ -306,14 +308,14 @@ def int4_kernel(
                 _multiply,
                 (
                     0, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, buffers.index(0), full, empty,
-                    tiles, blocks, work, rows, outputs, out_stride, MOST, DTYPE, PDL,
+                    tiles, blocks, work, rows, outputs, out_stride, DTYPE, PDL,
                 ),
             ),
             (
                 _multiply,
                 (
                     1, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, buffers.index(1), full, empty,
-                    tiles, blocks, work, rows, outputs, out_stride, MOST, DTYPE, PDL,
+                    tiles, blocks, work, rows, outputs, out_stride, DTYPE, PDL,
                 ),
             ),
             (_bring_weights, (units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work)),

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.hopper_int4 import int4_kernel
+from windowpane.modeling.triton.hopper_int4 import MOST_PARTS, int4_kernel
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
 HOPPER = (9, 0)
@@ -27,6 +27,7 @@ TILE_PROGRAMS = 6
 REGISTERS = 168  # of each thread at launch; warp groups then trade them
 # Counters that are 0 between launches, two to a tile.
 FLAGS = 2**16
+_FLAGS: dict[torch.device, torch.Tensor] = {}
 
 
 class Shares(NamedTuple):
@@ -44,7 +45,7 @@ class Shares(NamedTuple):
 
     @property
     def most_parts(self) -> int:
-        """Into how many pieces a tile may fall."""
+        """Into how many pieces a tile falls at most."""
         return max(self.parts(tile) for tile in range(self.work // self.blocks))
 
     def parts(self, tile: int) -> int:
@@ -59,9 +60,9 @@ class Shares(NamedTuple):
 
 
 @cache
-def plan_shares(rows: int, outputs: int, inputs: int, processors: int) -> Shares:
+def plan_shares(rows: int, outputs: int, inputs: int, processors: int, tile_rows: int | None = None) -> Shares:
     """`processors`: multiprocessors of the device, each of which holds one program."""
-    tile_rows = next((size for size in STAGES if rows <= size), max(STAGES))
+    tile_rows = tile_rows or next((size for size in STAGES if rows <= size), max(STAGES))
     tiles, blocks = ceil_div(outputs, TILE_OUTPUTS), ceil_div(inputs, BLOCK_INPUTS)
     all_tiles = tiles * ceil_div(rows, tile_rows)
     programs = min(processors, TILE_PROGRAMS * all_tiles, all_tiles * blocks)
@@ -98,7 +99,7 @@ def hopper_product(
     # Each program writes the sums of at most two tiles that it shares.
     slots = 2 * shares.programs if parts > 1 else 0
     sums = torch.empty(slots * TILE_OUTPUTS * shares.rows, dtype=torch.float32, device=x.device)
-    most = next(size for size in (1, 2, 4, 8) if parts <= size)
+    assert parts <= MOST_PARTS, f"a tile in {parts} pieces"
     assert 2 * shares.work // shares.blocks <= FLAGS, f"a product with {shares.work // shares.blocks} tiles"
     int4_kernel[(shares.programs,)](
         _described(x, [shares.rows, BLOCK_INPUTS], 128),
@@ -106,14 +107,19 @@ def hopper_product(
         _described(weight.scales, [TILE_OUTPUTS, 8], 0),
         _described(out, [shares.rows // 2, 64], 128),
         out, sums, _flags(x.device), bias, shares.tiles, shares.blocks, shares.work, rows, outputs, out.stride(0),
-        ROWS=shares.rows, STAGES=shares.stages, MOST=most, DTYPE=DTYPES[x.dtype], PDL=pdl,
+        ROWS=shares.rows, STAGES=shares.stages, DTYPE=DTYPES[x.dtype], PDL=pdl,
         num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
 
 
-@cache
 def _flags(device: torch.device) -> torch.Tensor:
-    return torch.zeros(FLAGS, dtype=torch.int32, device=device)
+    found = _FLAGS.get(device)
+    if found is None:
+        found = torch.zeros(FLAGS, dtype=torch.int32, device=device)
+        # What a graph zeroes is not 0 before it has run: others must not rely on it.
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _FLAGS[device] = found
+    return found
 
 
 def _described(rows: torch.Tensor, box: list[int], swizzle_bytes: int) -> TensorDescriptor:

@@ -35,6 +35,7 @@ __all__ = [
     "Shares",
     "choose_launch",
     "dequantize_into",
+    "dequantized_product",
     "packed_gated",
     "packed_linear",
     "packed_product",
@@ -75,18 +76,22 @@ def _plan_float32(rows: int) -> Launch:
 def packed_product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, pdl: bool = False
 ) -> torch.Tensor:
-    """x [rows, inputs] · weightᵀ + bias for any number of rows.
-
-    Many rows are multiplied by a dequantised slice of the weight after another, in one piece of memory that is used
-    again; its size is part of the plan.
-    """
+    """x [rows, inputs] · weightᵀ + bias for any number of rows."""
+    if len(x) > MOST_ROWS:
+        return dequantized_product(x, weight, bias)
     out = x.new_empty(len(x), len(weight))
-    if len(x) == 0:
-        return out
-    if len(x) <= MOST_ROWS:
+    if len(x):
         packed_linear(x, weight, out, bias, pdl=pdl)
-        return out
+    return out
+
+
+def dequantized_product(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """`packed_product` by a dequantised slice of the weight after another.
+
+    They take one piece of memory that is used again; its size is part of the plan.
+    """
     x = weight.in_order(x)
+    out = x.new_empty(len(x), len(weight))
     at_once = max(1, DEQUANTIZED_BYTES // (weight.inputs * x.element_size()))
     scratch = x.new_empty(min(at_once, len(weight)), weight.inputs)
     for start in range(0, len(weight), at_once):
