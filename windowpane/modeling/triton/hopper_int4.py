@@ -98,7 +98,9 @@ def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, b
 
 
 @gluon.jit
-def _bring_inputs(x, x_tiles, full, empty, tiles, blocks, work, PDL: gl.constexpr):
+def _bring_inputs(
+    x, more_x, x_tiles, more_x_tiles, full, empty, tiles, blocks, work, EXTRA: gl.constexpr, PDL: gl.constexpr
+):
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     if PDL:
@@ -107,11 +109,14 @@ def _bring_inputs(x, x_tiles, full, empty, tiles, blocks, work, PDL: gl.constexp
     last = _piece(gl.program_id(0) + 1, gl.num_programs(0), work)
     for i in range(last - first):
         item = first + i
-        row = item // (blocks * tiles) * ROWS
+        row = item // (blocks * tiles) * (ROWS + EXTRA)
+        column = item % blocks * 128
         buf = i % STAGES
         mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
-        mbarrier.expect(full.index(buf), ROWS * 128 * 2)
-        tma.async_copy_global_to_shared(x, [row, item % blocks * 128], full.index(buf), x_tiles.index(buf))
+        mbarrier.expect(full.index(buf), (ROWS + EXTRA) * 128 * 2)
+        tma.async_copy_global_to_shared(x, [row, column], full.index(buf), x_tiles.index(buf))
+        if EXTRA != 0:
+            tma.async_copy_global_to_shared(more_x, [row + ROWS, column], full.index(buf), more_x_tiles.index(buf))
 
 
 @gluon.jit
@@ -149,8 +154,8 @@ def _operand(units, words, tile, DTYPE: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _places(ROWS: gl.constexpr, COUNT: gl.constexpr):
-    """Where sums [64, COUNT rows] go in memory so that warps write 128 bytes at a time, whatever registers hold."""
+def _places(COUNT: gl.constexpr):
+    """Where sums [64, COUNT rows] go in memory: warps write 128 bytes at a time, and 16 rows are one piece."""
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     m = gl.arange(0, 64, gl.SliceLayout(1, sums))[:, None]
     n = gl.arange(0, COUNT, gl.SliceLayout(0, sums))[None, :]
@@ -175,6 +180,18 @@ def _store(out, buffer, sums, BIAS, output, row, outputs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _store_directly(OUT, sums, BIAS, output, row, rows, outputs, out_stride, DTYPE: gl.constexpr):
+    """For few sums: no more than 16 bytes of a row are written together."""
+    layout: gl.constexpr = sums.type.layout
+    m = output + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    n = row + gl.arange(0, sums.type.shape[1], gl.SliceLayout(0, layout))
+    if BIAS is not None:
+        sums += gl.load(BIAS + m, mask=m < outputs, other=0.0).to(gl.float32)[:, None]
+    to = OUT + n.to(gl.int64)[None, :] * out_stride + m[:, None]
+    gl.store(to, sums.to(DTYPE), mask=(m < outputs)[:, None] & (n < rows)[None, :])
+
+
+@gluon.jit
 def _add_part(
     OUT, SUMS, BIAS, flags, part, parts, first_slot, output, row, rows, outputs, out_stride, which: gl.constexpr,
     ROWS: gl.constexpr, DTYPE: gl.constexpr,
@@ -184,8 +201,7 @@ def _add_part(
     What they found is in consecutive slots but for the first, which found it last and has it in its second slot.
     """
     COUNT: gl.constexpr = 16
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
-    places = _places(ROWS, COUNT)
+    places = _places(COUNT)
     while gl.atomic_add(flags, 0, sem="acquire", scope="gpu") < parts:
         pass
     for unit in range(part, 2 * ROWS // COUNT, parts):
@@ -199,12 +215,7 @@ def _add_part(
         total = found[0]
         for p in gl.static_range(1, _MOST_PARTS):
             total += found[p]
-        m = output + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        n = row + rows_before + gl.arange(0, COUNT, gl.SliceLayout(0, layout))
-        if BIAS is not None:
-            total += gl.load(BIAS + m, mask=m < outputs, other=0.0).to(gl.float32)[:, None]
-        to = OUT + n.to(gl.int64)[None, :] * out_stride + m[:, None]
-        gl.store(to, total.to(DTYPE), mask=(m < outputs)[:, None] & (n < rows)[None, :])
+        _store_directly(OUT, total, BIAS, output + half * 64, row + rows_before, rows, outputs, out_stride, DTYPE)
     # The last to come leaves the flag as it was found.
     gl.thread_barrier()
     if gl.atomic_add(flags, 1, sem="acq_rel", scope="gpu") == 2 * parts - 1:
@@ -213,8 +224,8 @@ def _add_part(
 
 @gluon.jit
 def _multiply(
-    which: gl.constexpr, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, buffer, full, empty, tiles,
-    blocks, work, rows, outputs, out_stride, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    which: gl.constexpr, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles, buffer, full,
+    empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Half `which` of the program's tiles: 2 × 64 outputs."""
     STAGES: gl.constexpr = x_tiles.type.shape[0]
@@ -228,7 +239,12 @@ def _multiply(
     programs = gl.num_programs(0)
     first = _piece(program, programs, work)
     last = _piece(program + 1, programs, work)
+    TILE_ROWS: gl.constexpr = ROWS + EXTRA
+    MORE: gl.constexpr = EXTRA if EXTRA else 16  # sums that nobody uses are not kept
+    more_operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16]), 2)
+    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16])
     zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
+    more_zero = gl.full([64, MORE], 0.0, gl.float32, more_layout)
     i = 0
     mbarrier.wait(full.index(0), 0)
     w0 = _operand(units, words, which * 2, DTYPE, ROWS)
@@ -238,31 +254,51 @@ def _multiply(
         count = gl.minimum((tile + 1) * blocks, last) - item
         sums0 = zero
         sums1 = zero
+        more0 = more_zero
+        more1 = more_zero
         for _ in range(count):
             # One product is in flight while the operand of the next is made ready.
             buf = i % STAGES
             x = x_tiles.index(buf).permute((1, 0))
             s0 = warpgroup_mma(w0, x, sums0, is_async=True)
+            if EXTRA != 0:
+                more_x = more_x_tiles.index(buf).permute((1, 0))
+                m0 = warpgroup_mma(gl.convert_layout(w0, more_operand), more_x, more0, is_async=True)
             w1 = _operand(units, words, buf * 4 + which * 2 + 1, DTYPE, ROWS)
             s1 = warpgroup_mma(w1, x, sums1, is_async=True)
-            sums0, w0 = warpgroup_mma_wait(1, deps=[s0, w0])
+            if EXTRA != 0:
+                m1 = warpgroup_mma(gl.convert_layout(w1, more_operand), more_x, more1, is_async=True)
+                more0, sums0, w0 = warpgroup_mma_wait(2, deps=[m0, s0, w0])
+            else:
+                sums0, w0 = warpgroup_mma_wait(1, deps=[s0, w0])
             i += 1
             # After the last block, what was there before is decoded and never used.
             mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=i < last - first)
             w0 = _operand(units, words, i % STAGES * 4 + which * 2, DTYPE, ROWS)
-            sums1, w1 = warpgroup_mma_wait(0, deps=[s1, w1])
+            if EXTRA != 0:
+                more1, sums1, w1 = warpgroup_mma_wait(0, deps=[m1, s1, w1])
+            else:
+                sums1, w1 = warpgroup_mma_wait(0, deps=[s1, w1])
             mbarrier.arrive(empty.index(buf), count=1)
         output = tile % tiles * 256 + which * 128
-        row = tile // tiles * ROWS
+        row = tile // tiles * TILE_ROWS
         if count == blocks:
             _store(out, buffer, sums0, BIAS, output, row, outputs, DTYPE)
             _store(out, buffer, sums1, BIAS, output + 64, row, outputs, DTYPE)
+            if EXTRA != 0:
+                row += ROWS
+                _store_directly(OUT, more0, BIAS, output, row, rows, outputs, out_stride, DTYPE)
+                _store_directly(OUT, more1, BIAS, output + 64, row, rows, outputs, out_stride, DTYPE)
         else:
             slot = program * 2 + gl.where(item == first, 0, 1)
-            at = SUMS + (slot * 2 + which).to(gl.int64) * (128 * ROWS)
-            places = _places(ROWS, ROWS)
+            at = SUMS + (slot * 2 + which).to(gl.int64) * (128 * TILE_ROWS)
+            places = _places(ROWS)
             gl.store(at + places, sums0)
-            gl.store(at + 64 * ROWS + places, sums1)
+            gl.store(at + 64 * TILE_ROWS + places, sums1)
+            if EXTRA != 0:
+                more_places = 64 * ROWS + _places(MORE)
+                gl.store(at + more_places, more0)
+                gl.store(at + 64 * TILE_ROWS + more_places, more1)
             gl.thread_barrier()
             gl.atomic_add(FLAGS + tile * 2 + which, 1, sem="release", scope="gpu")
         item += count
@@ -281,20 +317,24 @@ def _multiply(
             first_slot = begin * 2 + gl.where(_piece(begin, programs, work) < tile * blocks, 1, 0)
             _add_part(
                 OUT, SUMS, BIAS, FLAGS + tile * 2 + which, program - begin, end - begin + 1, first_slot,
-                tile % tiles * 256 + which * 128, tile // tiles * ROWS, rows, outputs, out_stride, which, ROWS, DTYPE,
+                tile % tiles * 256 + which * 128, tile // tiles * TILE_ROWS, rows, outputs, out_stride, which,
+                TILE_ROWS, DTYPE,
             )  # fmt: skip
 
 
 @gluon.jit
 def int4_kernel(
-    x, units, scales, out, OUT, SUMS, FLAGS, BIAS, tiles, blocks, work, rows, outputs, out_stride, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    x, more_x, units, scales, out, OUT, SUMS, FLAGS, BIAS, tiles, blocks, work, rows, outputs, out_stride,
+    ROWS: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`tiles`: of outputs, for every `ROWS` rows. `work`: blocks of all tiles."""
+    """`tiles`: of outputs, for every ROWS + EXTRA rows, both powers of two or EXTRA 0. `work`: blocks of all tiles."""
     if PDL:
         gdc_launch_dependents()
     unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES, 256, 32], units.layout)
     x_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, 128], x.layout)
+    more_x_tiles = x_tiles
+    if EXTRA != 0:
+        more_x_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, EXTRA, 128], more_x.layout)
     buffers = gl.allocate_shared_memory(DTYPE, [2, ROWS // 2, 64], out.layout)
     scale_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 256, 8], scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -307,19 +347,19 @@ def int4_kernel(
             (
                 _multiply,
                 (
-                    0, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, buffers.index(0), full, empty,
-                    tiles, blocks, work, rows, outputs, out_stride, DTYPE, PDL,
+                    0, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles,
+                    buffers.index(0), full, empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA, DTYPE, PDL,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, buffers.index(1), full, empty,
-                    tiles, blocks, work, rows, outputs, out_stride, DTYPE, PDL,
+                    1, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles,
+                    buffers.index(1), full, empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA, DTYPE, PDL,
                 ),
             ),
             (_bring_weights, (units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work)),
-            (_bring_inputs, (x, x_tiles, full, empty, tiles, blocks, work, PDL)),
+            (_bring_inputs, (x, more_x, x_tiles, more_x_tiles, full, empty, tiles, blocks, work, EXTRA, PDL)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -21,7 +21,7 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 GROUP_INPUTS = 32
 TILE_OUTPUTS = 256
 # Blocks that are on their way or being multiplied, as many as fit into shared memory, by the rows of a tile.
-STAGES = {32: 6, 64: 5, 128: 4}
+STAGES = {32: 6, 48: 6, 64: 5, 80: 5, 96: 4, 128: 4}
 # More programs to a tile would write and add more than they multiply.
 TILE_PROGRAMS = 6
 REGISTERS = 168  # of each thread at launch; warp groups then trade them
@@ -62,7 +62,9 @@ class Shares(NamedTuple):
 @cache
 def plan_shares(rows: int, outputs: int, inputs: int, processors: int, tile_rows: int | None = None) -> Shares:
     """`processors`: multiprocessors of the device, each of which holds one program."""
-    tile_rows = tile_rows or next((size for size in STAGES if rows <= size), max(STAGES))
+    if tile_rows is None:
+        needed = ceil_div(rows, ceil_div(rows, max(STAGES)))
+        tile_rows = next(size for size in STAGES if needed <= size)
     tiles, blocks = ceil_div(outputs, TILE_OUTPUTS), ceil_div(inputs, BLOCK_INPUTS)
     all_tiles = tiles * ceil_div(rows, tile_rows)
     programs = min(processors, TILE_PROGRAMS * all_tiles, all_tiles * blocks)
@@ -95,6 +97,8 @@ def hopper_product(
 ) -> None:
     """out = x · weightᵀ + bias; `x` has its inputs in the order of the units. Launches on a device run in turn."""
     rows, outputs = out.shape
+    main = 2 ** (shares.rows.bit_length() - 1)
+    extra = shares.rows - main
     parts = shares.most_parts
     # Each program writes the sums of at most two tiles that it shares.
     slots = 2 * shares.programs if parts > 1 else 0
@@ -102,12 +106,13 @@ def hopper_product(
     assert parts <= MOST_PARTS, f"a tile in {parts} pieces"
     assert 2 * shares.work // shares.blocks <= FLAGS, f"a product with {shares.work // shares.blocks} tiles"
     int4_kernel[(shares.programs,)](
-        _described(x, [shares.rows, BLOCK_INPUTS], 128),
+        _described(x, [main, BLOCK_INPUTS], 128),
+        _described(x, [extra or main, BLOCK_INPUTS], 128),
         _described(weight.units, [TILE_OUTPUTS, BLOCK_UNITS], 64),
         _described(weight.scales, [TILE_OUTPUTS, 8], 0),
-        _described(out, [shares.rows // 2, 64], 128),
+        _described(out, [main // 2, 64], 128),
         out, sums, _flags(x.device), bias, shares.tiles, shares.blocks, shares.work, rows, outputs, out.stride(0),
-        ROWS=shares.rows, STAGES=shares.stages, DTYPE=DTYPES[x.dtype], PDL=pdl,
+        ROWS=main, EXTRA=extra, STAGES=shares.stages, DTYPE=DTYPES[x.dtype], PDL=pdl,
         num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.dequantize import dequantize_into
 from windowpane.modeling.triton.gated import gate_times_up, is_gelu
@@ -40,10 +41,13 @@ __all__ = [
     "packed_linear",
     "packed_product",
     "plan_launch",
+    "slice_outputs",
 ]
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
 MOST_ROWS = 256
+# What slices of a dequantised matrix are cut between.
+TILE_OUTPUTS = 128
 MANY_OUTPUTS = 16_384
 # Lines of 128 bytes of each output that are fetched into L2 before the kernel before has ended: some 20 MB in all.
 LINES_OF_MANY, LINES_OF_FEW = 8, 32
@@ -85,20 +89,32 @@ def packed_product(
     return out
 
 
-def dequantized_product(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def dequantized_product(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, slice_bytes: int | None = None
+) -> torch.Tensor:
     """`packed_product` by a dequantised slice of the weight after another.
 
     They take one piece of memory that is used again; its size is part of the plan.
     """
     x = weight.in_order(x)
     out = x.new_empty(len(x), len(weight))
-    at_once = max(1, DEQUANTIZED_BYTES // (weight.inputs * x.element_size()))
-    scratch = x.new_empty(min(at_once, len(weight)), weight.inputs)
+    at_once = slice_outputs(len(weight), (slice_bytes or DEQUANTIZED_BYTES) // (weight.inputs * x.element_size()))
+    scratch = x.new_empty(at_once, weight.inputs)
     for start in range(0, len(weight), at_once):
         part = weight[start : start + at_once]
         dequantize_into(part, scratch)
         torch.mm(x, scratch[: len(part)].t(), out=out[:, start : start + at_once])
     return out if bias is None else out.add_(bias)
+
+
+def slice_outputs(outputs: int, most: int) -> int:
+    """Slices as even as whole tiles of cuBLAS allow, which are slow where they begin between 16 bytes."""
+    if outputs <= most:
+        return outputs
+    if most < TILE_OUTPUTS:
+        return max(1, most)
+    slices = ceil_div(outputs, most // TILE_OUTPUTS * TILE_OUTPUTS)
+    return ceil_div(ceil_div(outputs, slices), TILE_OUTPUTS) * TILE_OUTPUTS
 
 
 def packed_linear(
