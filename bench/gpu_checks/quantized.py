@@ -49,6 +49,9 @@ PRODUCTS = [(5376, 43008), (21504, 5376), (5376, 16384), (8192, 5376), (5376, 18
 # How often each product occurs in a step of Gemma 4 31B.
 TIMES = [60, 60, 50, 50, 10, 10]
 
+# Sizes of slices that are dequantised at once, to choose by: an H200 has 50 MB of L2.
+SLICE_BYTES = (16 << 20, 32 << 20, 64 << 20)
+
 # (kind, group, block of outputs, zero points)
 SCHEMES: dict[str, tuple[str, int | None, int, bool]] = {
     "int4 g32": ("int4", 32, 1, False),
@@ -266,49 +269,57 @@ def sweep(rows: int, name: str = "int4 g32") -> None:
 
 
 def share_launches(rows: int, outputs: int, inputs: int) -> list[Shares]:
-    """Tiles of other heights, fewer stages, and programs that no tile is shared by more than so many of."""
+    """Lower tiles, fewer stages, fewer programs, and as many as share no more than one tile each."""
+    planned = plan_shares(rows, outputs, inputs, _processors())
     found = []
-    for tile_rows, stages in STAGES.items():
-        if tile_rows <= max(2 * rows, min(STAGES)):
-            for programs in sorted({_processors(), _processors() // 2}):
-                shares = plan_shares(rows, outputs, inputs, programs, tile_rows)
-                found += [shares, shares._replace(stages=stages - 2)]
+    for tile_rows in {planned.rows, planned.rows // 2} & STAGES.keys():
+        shares = plan_shares(rows, outputs, inputs, _processors(), tile_rows)
+        tiles = shares.work // shares.blocks
+        whole = shares.programs // tiles * tiles or shares.programs
+        for programs in {shares.programs, whole, min(3 * tiles, shares.programs)}:
+            stages = range(max(2, shares.stages - 2), shares.stages + 1)
+            found += [shares._replace(programs=programs, stages=count) for count in stages]
     return found
 
 
 def ways(all_rows: list[int], name: str = "int4 g32") -> None:
     """Each product of Gemma 4 31B by the kernels of few rows, dequantised, and in bf16: where one begins to pay."""
-    print(f"\n{name:16} {'rows':>4} {'launch':>20} {'µs':>8} {'TFLOP/s':>7} {'dequantised':>11} {'bf16':>8}")
+    print(
+        f"\n{name:16} {'rows':>4} {'launch':>20} {'µs':>8} {'TFLOP/s':>7} {'bf16':>8}  dequantised in "
+        f"{', '.join(f'{size >> 20}' for size in SLICE_BYTES)} MB"
+    )
     for rows in all_rows:
-        totals = [0.0, 0.0, 0.0]
+        totals = [0.0] * (2 + len(SLICE_BYTES))
         for (inputs, outputs), times in zip(PRODUCTS, TIMES, strict=True):
             weights, plain = copies(name, outputs, inputs), plain_copies(outputs, inputs)
             x, out = values(rows, inputs), nans(rows, outputs)
             steps = [
                 in_turn(weights, partial(_linear, x, out, None)),
-                in_turn(weights, partial(_dequantized, x)),
                 in_turn(plain, partial(_cublas, x, out)),
+                *(in_turn(weights, partial(_dequantized, x, size)) for size in SLICE_BYTES),
             ]
             took = [microseconds(step, repeat=max(3, len(weights))) for step in steps]
             totals = [total + times * each for total, each in zip(totals, took, strict=True)]
             flops = 2 * rows * inputs * outputs / took[0] / 1e6
             launch = short(choose_launch(x, weights[0], out))
             print(
-                f"{f'{inputs} → {outputs}':16} {rows:4} {launch:>20} {took[0]:8.1f} {flops:7.0f} {took[1]:11.1f} "
-                f"{took[2]:8.1f}",
+                f"{f'{inputs} → {outputs}':16} {rows:4} {launch:>20} {took[0]:8.1f} {flops:7.0f} {took[1]:8.1f} "
+                + " ".join(f"{each:8.1f}" for each in took[2:]),
                 flush=True,
             )
             del weights, plain, steps
             torch.cuda.empty_cache()
-        print(f"{'a step':16} {rows:4} {'':20} {totals[0]:8.0f} {'':7} {totals[1]:11.0f} {totals[2]:8.0f}")
+        print(
+            f"{'a step':16} {rows:4} {'':20} {totals[0]:8.0f} {'':7} " + " ".join(f"{each:8.0f}" for each in totals[1:])
+        )
 
 
 def _processors() -> int:
     return torch.cuda.get_device_properties(CUDA).multi_processor_count
 
 
-def _dequantized(x: torch.Tensor, weight: PackedWeight) -> None:
-    dequantized_product(x, weight, None)
+def _dequantized(x: torch.Tensor, slice_bytes: int, weight: PackedWeight) -> None:
+    dequantized_product(x, weight, None, slice_bytes)
 
 
 def _linear(x: torch.Tensor, out: torch.Tensor, launch: Launch | Shares | None, weight: PackedWeight) -> None:

@@ -46,7 +46,7 @@ class Shares(NamedTuple):
     @property
     def most_parts(self) -> int:
         """Into how many pieces a tile falls at most."""
-        return max(self.parts(tile) for tile in range(self.work // self.blocks))
+        return _most_parts(self)
 
     def parts(self, tile: int) -> int:
         first, last = tile * self.blocks, (tile + 1) * self.blocks - 1
@@ -57,6 +57,11 @@ class Shares(NamedTuple):
 
     def program_of(self, item: int) -> int:
         return ((item + 1) * self.programs - 1) // self.work
+
+
+@cache
+def _most_parts(shares: Shares) -> int:
+    return max(shares.parts(tile) for tile in range(shares.work // shares.blocks))
 
 
 @cache
@@ -73,11 +78,12 @@ def plan_shares(rows: int, outputs: int, inputs: int, processors: int, tile_rows
 
 def has_hopper_kernel(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bool:
     """Symmetric int4 in groups of 32 with scales in the inputs' dtype, all of which TMA can copy."""
-    return (
-        x.device.type == "cuda"
-        and torch.cuda.get_device_capability(x.device) == HOPPER
-        and is_described(x, weight, out)
-    )
+    return _is_hopper(x.device) and is_described(x, weight, out)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
 
 
 def is_described(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bool:
