@@ -296,7 +296,7 @@ def ways(all_rows: list[int], name: str = "int4 g32") -> None:
             steps = [
                 in_turn(weights, partial(_linear, x, out, None)),
                 in_turn(plain, partial(_cublas, x, out)),
-                *(in_turn(weights, partial(_dequantized, x, size)) for size in SLICE_BYTES),
+                *(in_turn(weights, partial(_dequantized, x, out, size)) for size in SLICE_BYTES),
             ]
             took = [microseconds(step, repeat=max(3, len(weights))) for step in steps]
             totals = [total + times * each for total, each in zip(totals, took, strict=True)]
@@ -318,8 +318,8 @@ def _processors() -> int:
     return torch.cuda.get_device_properties(CUDA).multi_processor_count
 
 
-def _dequantized(x: torch.Tensor, slice_bytes: int, weight: PackedWeight) -> None:
-    dequantized_product(x, weight, None, slice_bytes)
+def _dequantized(x: torch.Tensor, out: torch.Tensor, slice_bytes: int, weight: PackedWeight) -> None:
+    dequantized_product(x, weight, out, slice_bytes)
 
 
 def _linear(x: torch.Tensor, out: torch.Tensor, launch: Launch | Shares | None, weight: PackedWeight) -> None:

@@ -240,9 +240,9 @@ def _multiply(
     first = _piece(program, programs, work)
     last = _piece(program + 1, programs, work)
     TILE_ROWS: gl.constexpr = ROWS + EXTRA
-    MORE: gl.constexpr = EXTRA if EXTRA else 16  # sums that nobody uses are not kept
-    more_operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16]), 2)
+    MORE: gl.constexpr = EXTRA if EXTRA else 16  # of none there are sums too, which cost nothing
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16])
+    more_operand: gl.constexpr = gl.DotOperandLayout(0, more_layout, 2)
     zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
     more_zero = gl.full([64, MORE], 0.0, gl.float32, more_layout)
     i = 0

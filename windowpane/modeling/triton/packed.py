@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
-MOST_ROWS = 256
+MOST_ROWS = HOPPER_ROWS = 256
 # What slices of a dequantised matrix are cut between.
 TILE_OUTPUTS = 128
 MANY_OUTPUTS = 16_384
@@ -81,30 +81,29 @@ def packed_product(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, pdl: bool = False
 ) -> torch.Tensor:
     """x [rows, inputs] · weightᵀ + bias for any number of rows."""
-    if len(x) > MOST_ROWS:
-        return dequantized_product(x, weight, bias)
     out = x.new_empty(len(x), len(weight))
+    if len(x) > (HOPPER_ROWS if has_hopper_kernel(x, weight, out) else MOST_ROWS):
+        dequantized_product(x, weight, out)
+        return out if bias is None else out.add_(bias)
     if len(x):
         packed_linear(x, weight, out, bias, pdl=pdl)
     return out
 
 
 def dequantized_product(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, slice_bytes: int | None = None
-) -> torch.Tensor:
-    """`packed_product` by a dequantised slice of the weight after another.
+    x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, slice_bytes: int | None = None
+) -> None:
+    """out = x · weightᵀ by a dequantised slice of the weight after another.
 
     They take one piece of memory that is used again; its size is part of the plan.
     """
     x = weight.in_order(x)
-    out = x.new_empty(len(x), len(weight))
     at_once = slice_outputs(len(weight), (slice_bytes or DEQUANTIZED_BYTES) // (weight.inputs * x.element_size()))
     scratch = x.new_empty(at_once, weight.inputs)
     for start in range(0, len(weight), at_once):
         part = weight[start : start + at_once]
         dequantize_into(part, scratch)
         torch.mm(x, scratch[: len(part)].t(), out=out[:, start : start + at_once])
-    return out if bias is None else out.add_(bias)
 
 
 def slice_outputs(outputs: int, most: int) -> int:
@@ -126,7 +125,7 @@ def packed_linear(
     pdl: bool = False,
     launch: Launch | Shares | None = None,
 ) -> None:
-    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MOST_ROWS rows; sums in float32."""
+    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias by a kernel that reads units; sums in float32."""
     _launch(x, weight, bias, out, None, pdl, launch)
 
 
