@@ -58,7 +58,7 @@ class TestShares:
                     slot = 2 * p + (begin != piece.start)
                     assert slot not in written
                     written[slot] = (tile, p)
-        # As `_add_part` looks for them.
+        # As `add_part` looks for them.
         for tile in {tile for tile, _ in written.values()}:
             first = shares.program_of(tile * shares.blocks)
             slots = [2 * first + (shares.piece(first).start < tile * shares.blocks)]

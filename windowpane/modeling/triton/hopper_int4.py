@@ -21,7 +21,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -29,8 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MOST_PARTS = 8  # pieces that a tile may fall into
-_MOST_PARTS = gl.constexpr(MOST_PARTS)
+from windowpane.modeling.triton.hopper_sums import (
+    add_part,
+    piece_start,
+    places_of,
+    program_of,
+    store_directly,
+    store_tile,
+)
 
 # A mask and a magic exponent turn two values q into 128 + q (bfloat16) or 1024 + q (float16), exactly. Taking 8 more
 # than that away is exact too, and the product with the scale is rounded as in a dequantised matrix.
@@ -69,23 +74,11 @@ prmt.b32 $3, high, high, 0x3232;
 
 
 @gluon.jit
-def _piece(program, programs, work):
-    """Where the piece of a program begins; that of the next begins where it ends."""
-    return program * work // programs
-
-
-@gluon.jit
-def _program_of(item, programs, work):
-    """Whose piece an item of the list is in."""
-    return ((item + 1) * programs - 1) // work
-
-
-@gluon.jit
 def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work):
     """For each block of the piece. Scales come 16 bytes at a time, the least that TMA copies: those of two blocks."""
     STAGES: gl.constexpr = unit_tiles.type.shape[0]
-    first = _piece(gl.program_id(0), gl.num_programs(0), work)
-    last = _piece(gl.program_id(0) + 1, gl.num_programs(0), work)
+    first = piece_start(gl.program_id(0), gl.num_programs(0), work)
+    last = piece_start(gl.program_id(0) + 1, gl.num_programs(0), work)
     for i in range(last - first):
         item = first + i
         output = item // blocks % tiles * 256
@@ -105,8 +98,8 @@ def _bring_inputs(
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     if PDL:
         gdc_wait()
-    first = _piece(gl.program_id(0), gl.num_programs(0), work)
-    last = _piece(gl.program_id(0) + 1, gl.num_programs(0), work)
+    first = piece_start(gl.program_id(0), gl.num_programs(0), work)
+    last = piece_start(gl.program_id(0) + 1, gl.num_programs(0), work)
     for i in range(last - first):
         item = first + i
         row = item // (blocks * tiles) * (ROWS + EXTRA)
@@ -140,86 +133,17 @@ def _operand(units, words, tile, DTYPE: gl.constexpr, ROWS: gl.constexpr):
     s3, _u = gl.broadcast(gl.expand_dims(spread[3], 1), u)
     if DTYPE == gl.bfloat16:  # noqa: SIM300 - a parameter, whatever its case
         w = gl.inline_asm_elementwise(
-            _DECODE_BFLOAT16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
+            _DECODE_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         w = gl.inline_asm_elementwise(
-            _DECODE_FLOAT16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
+            _DECODE_FLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     # Input 32 · span + unit: registers change their names, nothing moves.
     spans = gl.join(gl.join(w[0], w[1]), gl.join(w[2], w[3]))
     return gl.convert_layout(gl.reshape(gl.permute(spans, (0, 3, 2, 1)), [64, 128]), operand)
-
-
-@gluon.jit
-def _places(COUNT: gl.constexpr):
-    """Where sums [64, COUNT rows] go in memory: warps write 128 bytes at a time, and 16 rows are one piece."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
-    m = gl.arange(0, 64, gl.SliceLayout(1, sums))[:, None]
-    n = gl.arange(0, COUNT, gl.SliceLayout(0, sums))[None, :]
-    thread = m // 16 * 32 + m % 8 * 4 + n % 8 // 2
-    return (n // 8 * 4 + m // 8 % 2 * 2 + n % 2) * 128 + thread
-
-
-@gluon.jit
-def _store(out, buffer, sums, BIAS, output, row, outputs, DTYPE: gl.constexpr):
-    """A half at a time through shared memory; TMA leaves out what is beyond the last row or output."""
-    ROWS: gl.constexpr = sums.type.shape[1]
-    if BIAS is not None:
-        m = output + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-        sums += gl.load(BIAS + m, mask=m < outputs, other=0.0).to(gl.float32)[:, None]
-    halves = gl.split(gl.permute(gl.reshape(sums.to(DTYPE), [64, 2, ROWS // 2]), (0, 2, 1)))
-    for half in gl.static_range(2):
-        tma.store_wait(0)
-        gl.thread_barrier()
-        buffer.permute((1, 0)).store(halves[half])
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out, [row + half * (ROWS // 2), output], buffer)
-
-
-@gluon.jit
-def _store_directly(OUT, sums, BIAS, output, row, rows, outputs, out_stride, DTYPE: gl.constexpr):
-    """For few sums: no more than 16 bytes of a row are written together."""
-    layout: gl.constexpr = sums.type.layout
-    m = output + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    n = row + gl.arange(0, sums.type.shape[1], gl.SliceLayout(0, layout))
-    if BIAS is not None:
-        sums += gl.load(BIAS + m, mask=m < outputs, other=0.0).to(gl.float32)[:, None]
-    to = OUT + n.to(gl.int64)[None, :] * out_stride + m[:, None]
-    gl.store(to, sums.to(DTYPE), mask=(m < outputs)[:, None] & (n < rows)[None, :])
-
-
-@gluon.jit
-def _add_part(
-    OUT, SUMS, BIAS, flags, part, parts, first_slot, output, row, rows, outputs, out_stride, which: gl.constexpr,
-    ROWS: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    """Part `part` of `parts` of this warp group's half of a tile, once all programs have written theirs.
-
-    What they found is in consecutive slots but for the first, which found it last and has it in its second slot.
-    """
-    COUNT: gl.constexpr = 16
-    places = _places(COUNT)
-    while gl.atomic_add(flags, 0, sem="acquire", scope="gpu") < parts:
-        pass
-    for unit in range(part, 2 * ROWS // COUNT, parts):
-        half = unit // (ROWS // COUNT)
-        rows_before = unit % (ROWS // COUNT) * COUNT
-        found = ()
-        for p in gl.static_range(_MOST_PARTS):
-            slot = first_slot if p == 0 else (first_slot // 2 + p) * 2
-            at = ((slot * 2 + which) * 2 + half).to(gl.int64) * (64 * ROWS) + rows_before * 64
-            found = found + (gl.load(SUMS + at + places, mask=p < parts, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
-        total = found[0]
-        for p in gl.static_range(1, _MOST_PARTS):
-            total += found[p]
-        _store_directly(OUT, total, BIAS, output + half * 64, row + rows_before, rows, outputs, out_stride, DTYPE)
-    # The last to come leaves the flag as it was found.
-    gl.thread_barrier()
-    if gl.atomic_add(flags, 1, sem="acq_rel", scope="gpu") == 2 * parts - 1:
-        gl.atomic_xchg(flags, 0, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -237,8 +161,8 @@ def _multiply(
         gdc_wait()
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    first = _piece(program, programs, work)
-    last = _piece(program + 1, programs, work)
+    first = piece_start(program, programs, work)
+    last = piece_start(program + 1, programs, work)
     TILE_ROWS: gl.constexpr = ROWS + EXTRA
     MORE: gl.constexpr = EXTRA if EXTRA else 16  # of none there are sums too, which cost nothing
     more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16])
@@ -283,20 +207,20 @@ def _multiply(
         output = tile % tiles * 256 + which * 128
         row = tile // tiles * TILE_ROWS
         if count == blocks:
-            _store(out, buffer, sums0, BIAS, output, row, outputs, DTYPE)
-            _store(out, buffer, sums1, BIAS, output + 64, row, outputs, DTYPE)
+            store_tile(out, buffer, sums0, BIAS, output, row, outputs, DTYPE)
+            store_tile(out, buffer, sums1, BIAS, output + 64, row, outputs, DTYPE)
             if EXTRA != 0:
                 row += ROWS
-                _store_directly(OUT, more0, BIAS, output, row, rows, outputs, out_stride, DTYPE)
-                _store_directly(OUT, more1, BIAS, output + 64, row, rows, outputs, out_stride, DTYPE)
+                store_directly(OUT, more0, BIAS, output, row, rows, outputs, out_stride, DTYPE)
+                store_directly(OUT, more1, BIAS, output + 64, row, rows, outputs, out_stride, DTYPE)
         else:
             slot = program * 2 + gl.where(item == first, 0, 1)
             at = SUMS + (slot * 2 + which).to(gl.int64) * (128 * TILE_ROWS)
-            places = _places(ROWS)
+            places = places_of(ROWS)
             gl.store(at + places, sums0)
             gl.store(at + 64 * TILE_ROWS + places, sums1)
             if EXTRA != 0:
-                more_places = 64 * ROWS + _places(MORE)
+                more_places = 64 * ROWS + places_of(MORE)
                 gl.store(at + more_places, more0)
                 gl.store(at + 64 * TILE_ROWS + more_places, more1)
             gl.thread_barrier()
@@ -312,10 +236,10 @@ def _multiply(
             tile = (last - 1) // blocks
             is_shared = (last > first) & (last % blocks != 0) & (tile != first // blocks)
         if is_shared:
-            begin = _program_of(tile * blocks, programs, work)
-            end = _program_of((tile + 1) * blocks - 1, programs, work)
-            first_slot = begin * 2 + gl.where(_piece(begin, programs, work) < tile * blocks, 1, 0)
-            _add_part(
+            begin = program_of(tile * blocks, programs, work)
+            end = program_of((tile + 1) * blocks - 1, programs, work)
+            first_slot = begin * 2 + gl.where(piece_start(begin, programs, work) < tile * blocks, 1, 0)
+            add_part(
                 OUT, SUMS, BIAS, FLAGS + tile * 2 + which, program - begin, end - begin + 1, first_slot,
                 tile % tiles * 256 + which * 128, tile // tiles * TILE_ROWS, rows, outputs, out_stride, which,
                 TILE_ROWS, DTYPE,

@@ -13,7 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.hopper_int4 import MOST_PARTS, int4_kernel
+from windowpane.modeling.triton.hopper_int4 import int4_kernel
+from windowpane.modeling.triton.hopper_sums import MOST_PARTS
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
 HOPPER = (9, 0)
