@@ -5,6 +5,7 @@ outputs hold NaN before.
 
     python3 -m bench.gpu_checks.quantized             timings
     python3 -m bench.gpu_checks.quantized 1 8 128     every launch with so many rows
+    python3 -m bench.gpu_checks.quantized ways 64 512 every way to multiply so many rows
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from bench.gpu_checks.fused import ALLOWED, CUDA, Checks, nans, values
 from bench.spike.measure import microseconds
 from windowpane.modeling.ops import ACTIVATIONS
 from windowpane.modeling.quantized import PackedWeight
+from windowpane.modeling.triton.hopper_tiled import STAGES, plan_shares
 from windowpane.modeling.triton.packed import (
     MOST_ROWS,
     SPLIT_ROWS,
     Launch,
+    Shares,
+    choose_launch,
     dequantize_into,
+    dequantized_product,
     packed_gated,
     packed_linear,
     packed_product,
@@ -44,6 +49,9 @@ PRODUCTS = [(5376, 43008), (21504, 5376), (5376, 16384), (8192, 5376), (5376, 18
 # How often each product occurs in a step of Gemma 4 31B.
 TIMES = [60, 60, 50, 50, 10, 10]
 
+# Sizes of slices that are dequantised at once, to choose by: an H200 has 50 MB of L2.
+SLICE_BYTES = (16 << 20, 32 << 20, 64 << 20)
+
 # (kind, group, block of outputs, zero points)
 SCHEMES: dict[str, tuple[str, int | None, int, bool]] = {
     "int4 g32": ("int4", 32, 1, False),
@@ -56,6 +64,7 @@ SCHEMES: dict[str, tuple[str, int | None, int, bool]] = {
 }
 SHAPES = [(1, 5376, 4000), (2, 1000, 333), (5, 2560, 256), (8, 21504, 5376), (16, 640, 1111), (17, 5376, 700)]
 SHAPES += [(64, 1000, 333), (128, 5376, 5376), (200, 2560, 1000), (300, 5376, 7000)]
+SHAPES += [(33, 2560, 4000), (70, 21504, 1000), (96, 8192, 5376)]
 
 SPLIT_LAUNCHES = [
     Launch(outputs, 8, warps, stages, programs)
@@ -99,17 +108,20 @@ def scheme(name: str) -> str:
 def dtypes(dtype: torch.dtype) -> str:
     worst = (0.0, 0.0)
     for name in ("int4 g32 zeros", "fp8 block"):
-        for rows, inputs, outputs in SHAPES[:-1]:
+        for rows, inputs, outputs in SHAPES:
             if inputs % 32 == 0:
                 worst = max(worst, compare(rows, random_weight(name, outputs, inputs, dtype), dtype=dtype))
     return f"{worst[0]:.1e} (torch {worst[1]:.1e})"
 
 
 def launches() -> str:
-    weight = random_weight("int4 g32", 4100, 1024)
+    weight = random_weight("int4 g32", 4104, 1024)
     zeros = random_weight("int4 g32 zeros", 4100, 1024)
+    cases: list[tuple[int, PackedWeight, Launch | Shares]]
     cases = [(rows, packed, launch) for launch in SPLIT_LAUNCHES for rows, packed in ((7, weight), (3, zeros))]
     cases += [(130, weight, launch) for launch in TILE_LAUNCHES]
+    if isinstance(choose_launch(values(40, 1024), weight, nans(40, 4104)), Shares):
+        cases += [(rows, weight, shares) for rows in (40, 130) for shares in share_launches(rows, 4104, 1024)]
     fit = 0
     for rows, packed, launch in cases:
         with suppress(OutOfResources):
@@ -119,7 +131,7 @@ def launches() -> str:
 
 
 def compare(
-    rows: int, weight: PackedWeight, launch: Launch | None = None, dtype: torch.dtype = BF16
+    rows: int, weight: PackedWeight, launch: Launch | Shares | None = None, dtype: torch.dtype = BF16
 ) -> tuple[float, float]:
     """Errors of the kernels and of plain torch, for the product and its gated form."""
     outputs, inputs = weight.shape
@@ -217,8 +229,7 @@ def timings() -> None:
 def table(name: str) -> None:
     """Each product of Gemma 4 31B as planned, gated where that is how it runs, beside bf16; and a step's sum."""
     print(f"\n{name:16} {'rows':>4} {'launch':>16} {'µs':>8} {'TB/s':>5} {'TFLOP/s':>7} {'bf16 µs':>8} {'ratio':>6}")
-    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048):
+    for rows in (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 2048):
         totals = [0.0, 0.0]
         for (inputs, outputs), times in zip(PRODUCTS, TIMES, strict=True):
             weights, plain = copies(name, outputs, inputs), plain_copies(outputs, inputs)
@@ -228,7 +239,7 @@ def table(name: str) -> None:
             took = microseconds(in_turn(weights, step), repeat=max(5, len(weights)))
             beside = microseconds(in_turn(plain, partial(_cublas, x, out)), repeat=max(5, len(plain)))
             totals = [totals[0] + times * took, totals[1] + times * beside]
-            launch = short(plan_launch(rows, outputs, inputs, processors)) if rows <= MOST_ROWS else "dequantised"
+            launch = short(choose_launch(x, weights[0], out)) if rows <= MOST_ROWS else "dequantised"
             flops = 2 * rows * inputs * outputs / took / 1e6
             rate = weights[0].nbytes / took / 1e6
             print(
@@ -244,12 +255,17 @@ def table(name: str) -> None:
 def sweep(rows: int, name: str = "int4 g32") -> None:
     """Every launch for each product, to choose the plan by: microseconds, best first, the planned one marked."""
     tile_rows = 8 if rows <= 8 else 16
-    candidates = [launch._replace(rows=tile_rows) for launch in SPLIT_LAUNCHES] if rows <= SPLIT_ROWS else TILE_LAUNCHES
-    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
     for inputs, outputs in PRODUCTS[:4]:
         weights = copies(name, outputs, inputs)
         x, out = values(rows, inputs), nans(rows, outputs)
-        planned = plan_launch(rows, outputs, inputs, processors)
+        planned = choose_launch(x, weights[0], out)
+        candidates: list[Launch | Shares]
+        if rows <= SPLIT_ROWS:
+            candidates = [launch._replace(rows=tile_rows) for launch in SPLIT_LAUNCHES]
+        elif isinstance(planned, Shares):
+            candidates = [*share_launches(rows, outputs, inputs), plan_launch(rows, outputs, inputs, _processors())]
+        else:
+            candidates = [*TILE_LAUNCHES]
         found = []
         for launch in dict.fromkeys([planned, *candidates]):
             with suppress(OutOfResources):
@@ -263,7 +279,61 @@ def sweep(rows: int, name: str = "int4 g32") -> None:
         torch.cuda.empty_cache()
 
 
-def _linear(x: torch.Tensor, out: torch.Tensor, launch: Launch, weight: PackedWeight) -> None:
+def share_launches(rows: int, outputs: int, inputs: int) -> list[Shares]:
+    """Lower tiles, fewer stages, fewer programs, and as many as share no more than one tile each."""
+    planned = plan_shares(rows, outputs, inputs, _processors())
+    found = []
+    for tile_rows in {planned.rows, planned.rows // 2} & STAGES.keys():
+        shares = plan_shares(rows, outputs, inputs, _processors(), tile_rows)
+        tiles = shares.work // shares.blocks
+        whole = shares.programs // tiles * tiles or shares.programs
+        for programs in {shares.programs, whole, min(3 * tiles, shares.programs)}:
+            stages = range(max(2, shares.stages - 2), shares.stages + 1)
+            found += [shares._replace(programs=programs, stages=count) for count in stages]
+    return found
+
+
+def ways(all_rows: list[int], name: str = "int4 g32") -> None:
+    """Each product of Gemma 4 31B by the kernels of few rows, dequantised, and in bf16: where one begins to pay."""
+    print(
+        f"\n{name:16} {'rows':>4} {'launch':>20} {'µs':>8} {'TFLOP/s':>7} {'bf16':>8}  dequantised in "
+        f"{', '.join(f'{size >> 20}' for size in SLICE_BYTES)} MB"
+    )
+    for rows in all_rows:
+        totals = [0.0] * (2 + len(SLICE_BYTES))
+        for (inputs, outputs), times in zip(PRODUCTS, TIMES, strict=True):
+            weights, plain = copies(name, outputs, inputs), plain_copies(outputs, inputs)
+            x, out = values(rows, inputs), nans(rows, outputs)
+            steps = [
+                in_turn(weights, partial(_linear, x, out, None)),
+                in_turn(plain, partial(_cublas, x, out)),
+                *(in_turn(weights, partial(_dequantized, x, out, size)) for size in SLICE_BYTES),
+            ]
+            took = [microseconds(step, repeat=max(3, len(weights))) for step in steps]
+            totals = [total + times * each for total, each in zip(totals, took, strict=True)]
+            flops = 2 * rows * inputs * outputs / took[0] / 1e6
+            launch = short(choose_launch(x, weights[0], out))
+            print(
+                f"{f'{inputs} → {outputs}':16} {rows:4} {launch:>20} {took[0]:8.1f} {flops:7.0f} {took[1]:8.1f} "
+                + " ".join(f"{each:8.1f}" for each in took[2:]),
+                flush=True,
+            )
+            del weights, plain, steps
+            torch.cuda.empty_cache()
+        print(
+            f"{'a step':16} {rows:4} {'':20} {totals[0]:8.0f} {'':7} " + " ".join(f"{each:8.0f}" for each in totals[1:])
+        )
+
+
+def _processors() -> int:
+    return torch.cuda.get_device_properties(CUDA).multi_processor_count
+
+
+def _dequantized(x: torch.Tensor, out: torch.Tensor, slice_bytes: int, weight: PackedWeight) -> None:
+    dequantized_product(x, weight, out, slice_bytes)
+
+
+def _linear(x: torch.Tensor, out: torch.Tensor, launch: Launch | Shares | None, weight: PackedWeight) -> None:
     packed_linear(x, weight, out, launch=launch)
 
 
@@ -324,13 +394,18 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def short(launch: Launch) -> str:
+def short(launch: Launch | Shares) -> str:
+    if isinstance(launch, Shares):
+        return f"hopper ×{launch.rows} s{launch.stages} p{launch.programs}"
     tile = f"{launch.outputs}×{launch.rows}"
     return f"{tile} w{launch.warps} s{launch.stages}" + (f" p{launch.programs}" if launch.programs > 1 else "")
 
 
 if __name__ == "__main__":
-    for rows in sys.argv[1:]:
-        sweep(int(rows))
+    if sys.argv[1:2] == ["ways"]:
+        ways([int(rows) for rows in sys.argv[2:]])
+    else:
+        for rows in sys.argv[1:]:
+            sweep(int(rows))
     if not sys.argv[1:]:
         timings()

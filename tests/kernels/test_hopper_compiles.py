@@ -23,7 +23,13 @@ from windowpane.attention.triton.view import LayerView
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 FEW_SPILLED_BYTES = 32
-POINTERS = {torch.int32: "*i32", torch.float32: "*fp32"}
+TYPES = {
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 LAYERS = {
@@ -42,7 +48,7 @@ class Recorder:
         self.launched: dict[str, object] = {}
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, maxnreg=None, **constants):
+        def launch(*args, num_warps, maxnreg=None, launch_pdl=False, **constants):
             self.launched = inspect.signature(self.kernel.fn).bind(*args, **constants).arguments
             self.options = {"num_warps": num_warps, "maxnreg": maxnreg}
 
@@ -50,7 +56,7 @@ class Recorder:
 
     def compile(self):
         names = self.kernel.arg_names
-        constant = {p.name for p in self.kernel.params if p.is_constexpr}
+        constant = {p.name for p in self.kernel.params if p.is_constexpr or self.launched[p.name] is None}
         signature = {name: "constexpr" if name in constant else _type(x) for name, x in self.launched.items()}
         constants = {(names.index(name),): x for name, x in self.launched.items() if name in constant}
         return triton.compile(GluonASTSource(self.kernel, signature, constants), target=HOPPER, options=self.options)
@@ -58,9 +64,9 @@ class Recorder:
 
 def _type(x):
     if isinstance(x, TensorDescriptor):
-        return f"tensordesc<bf16{list(x.block_shape)},{x.layout!r}>"
+        return f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)},{x.layout!r}>"
     if isinstance(x, torch.Tensor):
-        return POINTERS[x.dtype]
+        return f"*{TYPES[x.dtype]}"
     return "fp32" if isinstance(x, float) else "i32"
 
 
@@ -93,10 +99,10 @@ def test_a_launch_compiles_for_hopper_within_its_memory(name, monkeypatch, tmp_p
     compiled = recorder.compile()
     assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_BYTES
-    assert _stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
+    assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
 
 
-def _stack_bytes(cubin, folder):
+def stack_bytes(cubin, folder):
     """What a thread spills. Nearly nothing: a kernel that spills in its loop loses its point."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)

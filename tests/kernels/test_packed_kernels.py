@@ -123,11 +123,25 @@ def check_slices_of_outputs_and_reordered_inputs() -> None:
     close(out, F.linear(x, shuffled.dequantize(torch.float32)))
 
 
+def check_slices_of_a_dequantized_matrix() -> None:
+    assert packed.slice_outputs(5376, 6000) == 5376
+    assert packed.slice_outputs(43008, 6241) == 6144
+    assert packed.slice_outputs(5376, 1560) == 1408, "four slices, nearly even, of whole tiles"
+    assert packed.slice_outputs(5376, 100) == 100
+    assert packed.slice_outputs(5376, 0) == 1
+
+
 def check_dequantized() -> None:
     for weight in weights():
         out = nans(*weight.shape)
         dequantize_into(weight, out)
         assert torch.equal(out, weight.dequantize(torch.float32))
+    for group, zeros in ((32, False), (64, True), (128, True)):
+        weight = random_weight("int4", 40, 768, group, zeros=zeros)
+        weight = replace(weight, scales=(weight.scales / 64).half())
+        halves = nans(*weight.shape).half()
+        dequantize_into(weight, halves)
+        assert torch.equal(halves, weight.dequantize(torch.float16)), "scales that are read as words"
 
 
 def check_many_rows_go_through_slices_of_the_matrix() -> None:

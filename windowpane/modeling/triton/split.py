@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.gated import gate_times_up
+from windowpane.modeling.triton.launch import Launch, as_words, fixed_by, processors_of, stride_of
 from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_of
 
 MOST_PROGRAMS = 2048
@@ -37,6 +39,51 @@ def handover(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """
     sums = torch.empty(MOST_PROGRAMS * MOST_SUMS, dtype=torch.float32, device=device)
     return sums, torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+
+
+def plan_split(rows: int) -> Launch:
+    """Launches that measured best on an H200. `programs` to a multiprocessor are as many as run at once, and their
+    warps a multiple of its four schedulers.
+    """
+    tile_rows = 8 if rows <= 8 else 16
+    return Launch(32, tile_rows, 2, 3, 6) if rows <= 2 else Launch(64, tile_rows, 2, 3, 4)
+
+
+def split_product(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gelu: bool | None,
+    launch: Launch,
+    *,
+    pdl: bool,
+) -> None:
+    """`gelu` None: not gated."""
+    rows, (outputs, inputs) = len(x), weight.shape
+    scales, in_words = as_words(weight, x.dtype)
+    gated = gelu is not None
+    work = triton.cdiv(outputs, launch.outputs) * triton.cdiv(triton.cdiv(inputs, 128), launch.warps)
+    split_kernel[(min(MOST_PROGRAMS, processors_of(x.device) * launch.programs, work),)](
+        x, weight.units, scales, weight.zeros, bias, out, *handover(x.device),
+        x.stride(0), weight.units.stride(0), scales.stride(0), stride_of(weight.zeros), out.stride(0),
+        rows, outputs, inputs, weight.scales.shape[1],
+        **fixed_by(weight),
+        IS_WHOLE=inputs % 128 == 0,
+        WORDS=in_words,
+        USES_ASM=x.device.type == "cuda" and x.dtype.itemsize == 2,
+        SPLIT=launch.warps,
+        OUTPUTS=launch.outputs,
+        TILE_ROWS=launch.rows,
+        STAGES=launch.stages,
+        LINES=LINES,
+        GATED=gated,
+        GELU=bool(gelu),
+        FITS=outputs % launch.outputs == 0,
+        PDL=pdl,
+        num_warps=launch.warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
