@@ -156,3 +156,17 @@ def test_making_storing_and_widening(fmt, latent, monkeypatch):
     widening.widen(arena, view, table, segments, plan, torch.zeros(2**24, dtype=torch.uint8), torch.bfloat16, None)
     assert storing.compiled is not None and kernel.compiled is not None
     assert view.dim // (4 if view.code == INT4 else 2) == writing.CodedRows.empty(1, view, CPU).k.shape[2]
+
+
+@pytest.mark.parametrize("fmt", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_queries_of_a_layer_that_attends_what_another_coded(fmt, balanced, monkeypatch):
+    view = view_of(fmt)
+    making = record(monkeypatch, preparing, "_heads_kernel")
+    nothing = numbers(ROWS, 0, view.dim)
+    preparing.prepare_heads(
+        numbers(ROWS, 32 * view.dim), ints(ROWS), torch.zeros(view.dim), None, numbers(ROWS, 32, view.dim), nothing,
+        nothing, v_norm=True, angles=(torch.zeros(4096, view.dim // 2),) * 2, pair_distance=view.dim // 2, eps=1e-6,
+        latent=False, view=view, balance=torch.zeros(2, view.kv_heads, view.dim) if balanced else None,
+    )  # fmt: skip
+    assert making.compiled is not None
