@@ -84,16 +84,10 @@ def coded_pair_item(
         if CODE == 4:
             on_base = on_base * alpha + weight * v_base[:, None]
         a0, a1, a2, a3 = _add_values(V, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
-    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, tl.sum(norm, 0), scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
-    shared = tl.sum(on_base, 0)[None, :]
-    at = slot * G + g
-    _leave(PART, OUT, V_PRESENT, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V_PRESENT, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
-    if FOUR:
-        _leave(PART, OUT, V_PRESENT, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V_PRESENT, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
-    if not whole:
-        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+    _end(
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
+        W, THIRD, FOUR, OPERAND, G, D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -204,16 +198,10 @@ def coded_latent_item(
         if CODE == 4:
             on_base = on_base * alpha + weight * x_base[:, None]
         a0, a1, a2, a3 = _add_values(X, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
-    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, tl.sum(norm, 0), scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
-    shared = tl.sum(on_base, 0)[None, :]
-    at = slot * G + g
-    _leave(PART, OUT, V_PRESENT, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V_PRESENT, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
-    if FOUR:
-        _leave(PART, OUT, V_PRESENT, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V_PRESENT, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
-    if not whole:
-        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+    _end(
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
+        W, THIRD, FOUR, OPERAND, G, D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -261,24 +249,32 @@ def _probabilities(s, v_scale, ok, m, OPERAND: tl.constexpr):
 
 @triton.jit
 def _end(
-    Q, K, m, total, scale_log2, whole, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
+    Q, K, V, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole, W: tl.constexpr,
+    THIRD: tl.constexpr, FOUR: tl.constexpr, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The present token's weight where nobody else has a part of the item (else 0), what the sums so far count for, and
-    their total, with the shift of probabilities taken back.
-    """
-    shift = tl.exp2(-_shift(OPERAND))
-    weight = tl.zeros([GROUP_ROWS], tl.float32)
-    alpha = weight + 1.0
+    """Leave an item's result, with the present token where nobody else has a part of the item."""
+    g = tl.arange(0, m.shape[0])
+    d = tl.arange(0, a0.shape[0])
+    # The shift of probabilities is taken back.
+    alpha = m * 0.0 + tl.exp2(-_shift(OPERAND))
+    weight = m * 0.0
     if whole:
-        g = tl.arange(0, GROUP_ROWS)[:, None]
-        d = tl.arange(0, D)[None, :]
-        q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
-        s = tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2
+        dims = tl.arange(0, D)[None, :]
+        q = tl.load(Q + g[:, None] * D + dims, mask=g[:, None] < G, other=0.0).to(tl.float32)
+        s = tl.sum(q * tl.load(K + dims).to(tl.float32), 1) * scale_log2
         m_new = tl.maximum(m, s)
         weight = tl.exp2(s - m_new)
-        alpha = tl.exp2(m - m_new)
-    return weight, alpha * shift, total * alpha * shift + weight
+        alpha *= tl.exp2(m - m_new)
+    total = tl.sum(norm, 0) * alpha + weight
+    shared = tl.sum(on_base, 0)[None, :]
+    at = slot * G + g
+    _leave(PART, OUT, V, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
+    if FOUR:
+        _leave(PART, OUT, V, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
+        _leave(PART, OUT, V, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
+    if not whole:
+        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
 
 
 @triton.jit
