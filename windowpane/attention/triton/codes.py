@@ -59,8 +59,8 @@ _INSTRUCTIONS = {
         _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112),
     ),
     INT8: (  # 1024 + 128
-        _integers("prmt.b32 t, $1, 0x64646464, 0x4240;", 0x6480),
-        _integers("prmt.b32 t, $1, 0x64646464, 0x4341;", 0x6480),
+        _integers("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", 0x6480),
+        _integers("prmt.b32 t, $1, 0x64006400, 0x5351;", 0x6480),
     ),
     INT4: tuple(_integers(f"shr.u32 t, $1, {4 * place}; {_NIBBLE}", 0x6400) for place in range(4)),
 }

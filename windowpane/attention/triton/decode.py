@@ -167,7 +167,8 @@ def decode(
         *((view.layer_scales * 2)[:2] or (1.0, 1.0)), scale * LOG2E, window_tokens or NO_WINDOW, D=dim,
         R=rotary_pairs(view, rope), P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
         STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
-        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS, PDL=pdl,
+        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=8 if view.code and group <= 8 else GROUP_ROWS,
+        PDL=pdl,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](

@@ -56,26 +56,42 @@ def coded_pair_item(
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
     on_base = tl.zeros([N, GROUP_ROWS], tl.float32)  # what all dims of V share: bases times probabilities
+    # A tile that lies in one page has it looked up once, a tile ahead.
+    ONE_PAGE: tl.constexpr = P % N == 0
+    if ONE_PAGE:
+        lo = tl.maximum(lo, first // N * N)
+        next_page = tl.load(table + column_of(lo, base, columns, P, RING) * STRIPES)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
-        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
-        row = head * P + t % P
-        start = page * UNIT + row * ROW
-        scale_at = page * (UNIT // 2) + row
-        k_scale, k_base = scales_of(KS, scale_at, ok, k_layer_scale, CODE, PER_ROW)
-        v_scale, v_base = scales_of(VS, scale_at, ok, v_layer_scale, CODE, PER_ROW)
-        # Rows that no token fills may be anything: they are never loaded.
-        k = tl.load(K + start[:, None] + d[None, :], mask=ok[:, None], other=0)
-        s = add_scores(plane(k, 0, CODE, OPERAND), q0, tl.zeros([N, GROUP_ROWS], tl.float32))
-        s = add_scores(plane(k, 1, CODE, OPERAND), q1, s)
+        if ONE_PAGE:
+            page = next_page.to(tl.int64)
+            next_page = tl.load(table + column_of(tl.minimum(i + N, hi - 1), base, columns, P, RING) * STRIPES)
+            row = head * P + i % P
+            words = page * UNIT + row * ROW
+            k_scale, k_base = scales_of(KS + (page * (UNIT // 2) + row), n, ok, k_layer_scale, CODE, PER_ROW)
+            v_scale, v_base = scales_of(VS + (page * (UNIT // 2) + row), n, ok, v_layer_scale, CODE, PER_ROW)
+            # Rows that no token fills may be anything, and any code is a number: it counts for nothing.
+            k = K + words + (n * ROW)[:, None] + d[None, :]
+            v = V + words + (n * ROW)[None, :] + d[:, None]
+        else:
+            page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+            row = head * P + t % P
+            k_scale, k_base = scales_of(KS, page * (UNIT // 2) + row, ok, k_layer_scale, CODE, PER_ROW)
+            v_scale, v_base = scales_of(VS, page * (UNIT // 2) + row, ok, v_layer_scale, CODE, PER_ROW)
+            words = page * UNIT + row * ROW
+            k = K + words[:, None] + d[None, :]
+            v = V + words[None, :] + d[:, None]
+        x = tl.load(k)
+        s = add_scores(plane(x, 0, CODE, OPERAND), q0, tl.zeros([N, GROUP_ROWS], tl.float32))
+        s = add_scores(plane(x, 1, CODE, OPERAND), q1, s)
         if PLANES == 4:
-            s = add_scores(plane(k, 2, CODE, OPERAND), q2, s)
-            s = add_scores(plane(k, 3, CODE, OPERAND), q3, s)
+            s = add_scores(plane(x, 2, CODE, OPERAND), q2, s)
+            s = add_scores(plane(x, 3, CODE, OPERAND), q3, s)
         elif FOUR:
-            k = tl.load(K + C + start[:, None] + d[None, :], mask=ok[:, None], other=0)
-            s = add_scores(plane(k, 0, CODE, OPERAND), q2, s)
-            s = add_scores(plane(k, 1, CODE, OPERAND), q3, s)
+            x = tl.load(k + C)
+            s = add_scores(plane(x, 0, CODE, OPERAND), q2, s)
+            s = add_scores(plane(x, 1, CODE, OPERAND), q3, s)
         s *= (k_scale * scale_log2)[:, None]
         if CODE == 4:
             s += (k_base * scale_log2)[:, None] * q_sum[None, :]
@@ -83,7 +99,7 @@ def coded_pair_item(
         norm = norm * alpha + weight
         if CODE == 4:
             on_base = on_base * alpha + weight * v_base[:, None]
-        a0, a1, a2, a3 = _add_values(V, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+        a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
         Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
         W, THIRD, FOUR, OPERAND, G, D,
@@ -162,8 +178,8 @@ def coded_latent_item(
         start = page * UNIT + row * ROW
         x = X + start[:, None]
         if APART:
-            x1 = tl.load(x + r, mask=row_ok, other=0)
-            x2 = tl.load(x + R + r, mask=row_ok, other=0)
+            x1 = tl.load(x + r)
+            x2 = tl.load(x + R + r)
             y1 = plane(x1, 0, CODE, OPERAND).to(tl.float32)
             y2 = plane(x2, 0, CODE, OPERAND).to(tl.float32)
         else:
@@ -185,7 +201,7 @@ def coded_latent_item(
                 s = add_scores(plane(x1, 3, CODE, OPERAND), q31, s)
                 s = add_scores(plane(x2, 3, CODE, OPERAND), q32, s)
             if W > 2 * R:
-                x3 = tl.load(x + 2 * R + e, mask=row_ok, other=0)
+                x3 = tl.load(x + 2 * R + e)
                 s = add_scores(plane(x3, 0, CODE, OPERAND), q03, s)
                 s = add_scores(plane(x3, 1, CODE, OPERAND), q13, s)
         elif D > 2 * R:
@@ -197,7 +213,7 @@ def coded_latent_item(
         norm = norm * alpha + weight
         if CODE == 4:
             on_base = on_base * alpha + weight * x_base[:, None]
-        a0, a1, a2, a3 = _add_values(X, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+        a0, a1, a2, a3 = _add_values(X + start[None, :] + d[:, None], p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
         Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
         W, THIRD, FOUR, OPERAND, G, D,
@@ -206,18 +222,17 @@ def coded_latent_item(
 
 @triton.jit
 def _add_values(
-    V, start, d, ok, p, alpha, a0, a1, a2, a3, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
+    at, p, alpha, a0, a1, a2, a3, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr
+):
     """Add V . p of one tile to sums [words, heads]: one per plane, or of two planes in two pieces of C words."""
-    v = tl.load(V + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+    v = tl.load(at)
     a0 = tl.dot(plane(v, 0, CODE, OPERAND), p, a0 * alpha, input_precision="ieee")
     a1 = tl.dot(plane(v, 1, CODE, OPERAND), p, a1 * alpha, input_precision="ieee")
     if CODE == 4:
         a2 = tl.dot(plane(v, 2, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
         a3 = tl.dot(plane(v, 3, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
     elif W > C:
-        v = tl.load(V + C + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+        v = tl.load(at + C)
         a2 = tl.dot(plane(v, 0, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
         a3 = tl.dot(plane(v, 1, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
     return a0, a1, a2, a3
