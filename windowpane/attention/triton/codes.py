@@ -48,7 +48,17 @@ def _floats(move: str, sign: str, mask: int, power: int) -> str:
     )
 
 
-_NIBBLE = "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;"
+def _nibbles(move: str, *, high: bool) -> str:
+    """Two nibbles of a byte as float16: high ones stay where they are, at 1024 + 16 times their number."""
+    if high:
+        return (
+            f"{{ .reg .b32 t, c, z; {move} lop3.b32 t, t, 0x00F000F0, 0x64006400, 0xEA; "
+            f"mov.b32 c, 0x2C002C00; mov.b32 z, 0xD400D400; fma.rn.f16x2 $0, t, c, z; }}"  # / 16 - 64
+        )
+    return _integers(f"{move} lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;", 0x6400)
+
+
+_LOW_BYTE, _HIGH_BYTE = "mov.b32 t, $1;", "shr.u32 t, $1, 8;"
 _INSTRUCTIONS = {
     E4M3: (
         _floats("shl.b32 t, $1, 4;", "shl.b32 s, $1, 8;", 0x07F0, 120),
@@ -62,7 +72,7 @@ _INSTRUCTIONS = {
         _integers("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", 0x6480),
         _integers("prmt.b32 t, $1, 0x64006400, 0x5351;", 0x6480),
     ),
-    INT4: tuple(_integers(f"shr.u32 t, $1, {4 * place}; {_NIBBLE}", 0x6400) for place in range(4)),
+    INT4: tuple(_nibbles(byte, high=high) for byte in (_LOW_BYTE, _HIGH_BYTE) for high in (False, True)),
 }
 
 

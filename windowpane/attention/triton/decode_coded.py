@@ -281,26 +281,27 @@ def _end(
         weight = tl.exp2(s - m_new)
         alpha *= tl.exp2(m - m_new)
     total = tl.sum(norm, 0) * alpha + weight
+    alpha /= total
+    weight /= total
     shared = tl.sum(on_base, 0)[None, :]
     at = slot * G + g
-    _leave(PART, OUT, V, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
+    _leave(PART, OUT, V, at, 0, d, a0 + shared, alpha, weight, whole, G, D)
+    _leave(PART, OUT, V, at, W, d, a1 + shared, alpha, weight, whole, G, D)
     if FOUR:
-        _leave(PART, OUT, V, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
+        _leave(PART, OUT, V, at, THIRD, d, a2 + shared, alpha, weight, whole, G, D)
+        _leave(PART, OUT, V, at, THIRD + W, d, a3 + shared, alpha, weight, whole, G, D)
     if not whole:
         tl.store(LSE + at, m + tl.log2(total), mask=g < G)
 
 
 @triton.jit
-def _leave(PART, OUT, V, at, first, d, acc, alpha, weight, total, whole, G: tl.constexpr, D: tl.constexpr):
+def _leave(PART, OUT, V, at, first, d, acc, alpha, weight, whole, G: tl.constexpr, D: tl.constexpr):
     """Some dims of an item's result, [dims, heads]: to the output with the present token, or as a partial result."""
     g = tl.arange(0, acc.shape[1])
     sums = tl.trans(acc) * alpha[:, None]
     ok = (g < G)[:, None]
     if whole:
         sums += weight[:, None] * tl.load(V + first + d).to(tl.float32)[None, :]
-        attended = (sums / total[:, None]).to(OUT.dtype.element_ty)
-        tl.store(OUT + g[:, None] * D + first + d[None, :], attended, mask=ok)
+        tl.store(OUT + g[:, None] * D + first + d[None, :], sums.to(OUT.dtype.element_ty), mask=ok)
     else:
-        tl.store(PART + at[:, None] * D + first + d[None, :], sums / total[:, None], mask=ok)
+        tl.store(PART + at[:, None] * D + first + d[None, :], sums, mask=ok)
