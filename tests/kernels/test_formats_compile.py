@@ -37,7 +37,7 @@ class Recorder:
 
     def __getitem__(self, grid):
         def launch(*args, launch_pdl=False, **named):
-            options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+            options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
             given = inspect.signature(self.kernel.fn).bind(*args, **named).arguments
             signature, constants, attributes = {}, {}, {}
             for index, parameter in enumerate(self.kernel.params):

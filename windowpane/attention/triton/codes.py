@@ -36,6 +36,10 @@ def _integers(take: str, bias: int) -> str:
     return f"{{ .reg .b32 t, c; {take} mov.b32 c, {bias * 0x10001}; sub.f16x2 $0, t, c; }}"
 
 
+def _raw(take: str) -> str:
+    return f"{{ .reg .b32 t; {take} mov.b32 $0, t; }}"
+
+
 def _floats(move: str, sign: str, mask: int, power: int) -> str:
     """Two codes as bfloat16: exponent and mantissa (`move`, `mask`) to their places, and 2^power for the other bias.
 
@@ -48,17 +52,22 @@ def _floats(move: str, sign: str, mask: int, power: int) -> str:
     )
 
 
-def _nibbles(move: str, *, high: bool) -> str:
-    """Two nibbles of a byte as float16: high ones stay where they are, at 1024 + 16 times their number."""
-    if high:
-        return (
-            f"{{ .reg .b32 t, c, z; {move} lop3.b32 t, t, 0x00F000F0, 0x64006400, 0xEA; "
-            f"mov.b32 c, 0x2C002C00; mov.b32 z, 0xD400D400; fma.rn.f16x2 $0, t, c, z; }}"  # / 16 - 64
-        )
-    return _integers(f"{move} lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;", 0x6400)
+# Two codes behind the exponent of 1024. A high nibble stays in its place, and counts 16 times its number.
+_BYTES = tuple(
+    f"{take}" for take in ("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", "prmt.b32 t, $1, 0x64006400, 0x5351;")
+)
+_NIBBLES = tuple(
+    f"{byte} lop3.b32 t, t, {mask}, 0x64006400, 0xEA;"
+    for byte in ("mov.b32 t, $1;", "shr.u32 t, $1, 8;")
+    for mask in ("0x000F000F", "0x00F000F0")
+)
 
 
-_LOW_BYTE, _HIGH_BYTE = "mov.b32 t, $1;", "shr.u32 t, $1, 8;"
+def _high_nibble(take: str) -> str:
+    """Divided by 16, and 64 taken off."""
+    return f"{{ .reg .b32 t, c, z; {take} mov.b32 c, 0x2C002C00; mov.b32 z, 0xD400D400; fma.rn.f16x2 $0, t, c, z; }}"
+
+
 _INSTRUCTIONS = {
     E4M3: (
         _floats("shl.b32 t, $1, 4;", "shl.b32 s, $1, 8;", 0x07F0, 120),
@@ -68,17 +77,29 @@ _INSTRUCTIONS = {
         _floats("shl.b32 t, $1, 5;", "shl.b32 s, $1, 8;", 0x0FE0, 112),
         _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112),
     ),
-    INT8: (  # 1024 + 128
-        _integers("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", 0x6480),
-        _integers("prmt.b32 t, $1, 0x64006400, 0x5351;", 0x6480),
+    INT8: tuple(_integers(take, 0x6480) for take in _BYTES),  # 1024 + 128
+    INT4: tuple(
+        _high_nibble(take) if place % 2 else _integers(take, 0x6400) for place, take in enumerate(_NIBBLES)
     ),
-    INT4: tuple(_nibbles(byte, high=high) for byte in (_LOW_BYTE, _HIGH_BYTE) for high in (False, True)),
 }
+# What is left when neither offset nor factor is taken off: a product with queries can do that for whole rows.
+_RAW_INSTRUCTIONS = {INT8: tuple(map(_raw, _BYTES)), INT4: tuple(map(_raw, _NIBBLES))}
+_OFFSETS = {INT8: 1152.0, INT4: 1024.0}
 
 
 @triton.constexpr_function
-def _instructions(code, place):
-    return _INSTRUCTIONS[code][place]
+def _instructions(code, place, raw):
+    return (_RAW_INSTRUCTIONS if raw and code in _RAW_INSTRUCTIONS else _INSTRUCTIONS)[code][place]
+
+
+@triton.constexpr_function
+def _raw_factor(code, place, operand):
+    return 16.0 if code == INT4 and place % 2 and operand == tl.float16 else 1.0
+
+
+@triton.constexpr_function
+def _raw_offset(code, operand):
+    return _OFFSETS[code] if code in _OFFSETS and operand == tl.float16 else 0.0
 
 
 def operand_type(code: int, activations: torch.dtype) -> tl.dtype:
@@ -94,19 +115,33 @@ def _log2(n):
 
 
 @triton.jit
-def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
-    """The numbers of one plane, before scales: what int4 codes are above their base, what others are."""
+def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr = False):
+    """The numbers of one plane, before scales: what int4 codes are above their base, what others are.
+
+    RAW leaves them as they are made fastest, for a product with what `for_raw` made of queries.
+    """
     if tl.float32 == OPERAND:
         BITS: tl.constexpr = 4 if CODE == _INT4 else 8
         numbers = number((words.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1), CODE)
     else:
-        ASM: tl.constexpr = _instructions(CODE, PLACE)
+        ASM: tl.constexpr = _instructions(CODE, PLACE, RAW)
         # A dtype that came as an argument is not taken.
         if tl.float16 == OPERAND:
             numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
         else:
             numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return numbers
+
+
+@triton.jit
+def for_raw(q, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Queries [heads, dims] of one plane as operands for raw numbers, and what the product is to start from, [heads].
+
+    A tile's product is short: float32 holds the offset's share and what is left without it. Values are summed over
+    a whole past, so theirs is taken off first.
+    """
+    q = (q.to(tl.float32) * (1.0 / _raw_factor(CODE, PLACE, OPERAND))).to(OPERAND)
+    return q, tl.sum(q.to(tl.float32), 1) * -_raw_offset(CODE, OPERAND)
 
 
 @triton.jit

@@ -46,12 +46,16 @@ GROUP_ROWS = 16  # query heads of a KV head fill a tensor-core tile of 16 rows; 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`tile_tokens` are read at a time (they divide 64); programs per multiprocessor must fit its shared memory."""
+    """`tile_tokens` are read at a time (they divide 64); programs per multiprocessor must fit its shared memory.
+
+    Where a thread may have fewer `registers` than it would take, more programs fit those too.
+    """
 
     tile_tokens: int
     programs_per_sm: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
 # By (dim, latent), for 16-bit rows. The page lookup takes a pipeline stage: with 3 stages a tile is on its way only
@@ -63,18 +67,18 @@ TUNINGS = {
     (512, False): Tuning(32, 2, 4, 3),
     (512, True): Tuning(32, 2, 4, 5),
 }
-# By (dim, latent, bits), for coded rows: 64 tokens are the rows of one warp group's product, and words come out of
-# shared memory as its operands, so a tile is only as large as its codes. Latents have registers for 32.
+# By (dim, latent, bits), for coded rows. A tile of 16 tokens lies in one page and is one warp's: nothing waits at a
+# barrier, and many programs hide each other's waits. Wide rows have too many sums for one warp.
 CODED_TUNINGS = {
-    (64, False, 8): Tuning(64, 3, 4, 5),
-    (128, False, 8): Tuning(64, 2, 4, 5),
-    (256, False, 8): Tuning(64, 2, 4, 5),
-    (512, False, 8): Tuning(32, 2, 4, 5),
+    (64, False, 8): Tuning(16, 8, 1, 5),
+    (128, False, 8): Tuning(16, 8, 1, 5),
+    (256, False, 8): Tuning(16, 7, 1, 4),
+    (512, False, 8): Tuning(16, 3, 2, 4),
     (512, True, 8): Tuning(32, 2, 4, 5),
-    (64, False, 4): Tuning(64, 3, 4, 5),
-    (128, False, 4): Tuning(64, 2, 4, 5),
-    (256, False, 4): Tuning(64, 2, 4, 5),
-    (512, False, 4): Tuning(64, 2, 4, 5),
+    (64, False, 4): Tuning(16, 8, 1, 5),
+    (128, False, 4): Tuning(16, 8, 1, 5),
+    (256, False, 4): Tuning(16, 8, 1, 5),
+    (512, False, 4): Tuning(16, 4, 2, 4),
     (512, True, 4): Tuning(32, 2, 4, 5),
 }
 # float32 runs for exactness, not for speed: tiles that fit any head.
@@ -169,7 +173,8 @@ def decode(
         STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
         ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=8 if view.code and group <= 8 else GROUP_ROWS,
         PDL=pdl,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages, launch_pdl=pdl,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, maxnreg=tuning.registers,
+        launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windowpane.attention.triton.codes import dims_of, plane, scales_of
+from windowpane.attention.triton.codes import dims_of, for_raw, plane, scales_of
 from windowpane.attention.triton.view import add_scores, column_of, rotate, section, weighted
 
 UNIT = tl.constexpr(128)  # words, and half as many scales, in a unit of page offsets
@@ -37,14 +37,18 @@ def coded_pair_item(
     d = tl.arange(0, C)
     q = Q + q_row + g[:, None] * D + d[None, :]
     g_ok = g[:, None] < G
-    q0 = _operand(tl.load(q, mask=g_ok, other=0.0), OPERAND)
-    q1 = _operand(tl.load(q + W, mask=g_ok, other=0.0), OPERAND)
+    q0, start0 = for_raw(_operand(tl.load(q, mask=g_ok, other=0.0), OPERAND), 0, CODE, OPERAND)
+    q1, start1 = for_raw(_operand(tl.load(q + W, mask=g_ok, other=0.0), OPERAND), 1, CODE, OPERAND)
     q_sum = tl.zeros([GROUP_ROWS], tl.float32)
     if FOUR:
-        q2 = _operand(tl.load(q + THIRD, mask=g_ok, other=0.0), OPERAND)
-        q3 = _operand(tl.load(q + THIRD + W, mask=g_ok, other=0.0), OPERAND)
+        SECOND: tl.constexpr = 2 if PLANES == 4 else 0
+        q2, start2 = for_raw(_operand(tl.load(q + THIRD, mask=g_ok, other=0.0), OPERAND), SECOND, CODE, OPERAND)
+        q3, start3 = for_raw(_operand(tl.load(q + THIRD + W, mask=g_ok, other=0.0), OPERAND), SECOND + 1, CODE, OPERAND)
+        start0 += start2
+        start1 += start3
     if CODE == 4:
-        q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
+        all_dims = tl.arange(0, D)[None, :]
+        q_sum = tl.sum(tl.load(Q + q_row + g[:, None] * D + all_dims, mask=g_ok, other=0.0).to(tl.float32), 1)
     a0 = tl.zeros([C, GROUP_ROWS], tl.float32)
     a1 = tl.zeros([C, GROUP_ROWS], tl.float32)
     a2 = tl.zeros([C, GROUP_ROWS], tl.float32)
@@ -83,15 +87,19 @@ def coded_pair_item(
             k = K + words[:, None] + d[None, :]
             v = V + words[None, :] + d[:, None]
         x = tl.load(k)
-        s = add_scores(plane(x, 0, CODE, OPERAND), q0, tl.zeros([N, GROUP_ROWS], tl.float32))
-        s = add_scores(plane(x, 1, CODE, OPERAND), q1, s)
+        # Two sums, since each product waits for the one before it.
+        s0 = tl.broadcast_to(start0[None, :], [N, GROUP_ROWS])
+        s1 = tl.broadcast_to(start1[None, :], [N, GROUP_ROWS])
+        s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q0, s0)
+        s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q1, s1)
         if PLANES == 4:
-            s = add_scores(plane(x, 2, CODE, OPERAND), q2, s)
-            s = add_scores(plane(x, 3, CODE, OPERAND), q3, s)
+            s0 = add_scores(plane(x, 2, CODE, OPERAND, True), q2, s0)
+            s1 = add_scores(plane(x, 3, CODE, OPERAND, True), q3, s1)
         elif FOUR:
             x = tl.load(k + C)
-            s = add_scores(plane(x, 0, CODE, OPERAND), q2, s)
-            s = add_scores(plane(x, 1, CODE, OPERAND), q3, s)
+            s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q2, s0)
+            s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q3, s1)
+        s = s0 + s1
         s *= (k_scale * scale_log2)[:, None]
         if CODE == 4:
             s += (k_base * scale_log2)[:, None] * q_sum[None, :]
