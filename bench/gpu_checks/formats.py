@@ -1,6 +1,7 @@
 """Coded KV on a GPU: kernels against float64 over the codecs' own pages, whole models, and timings beside bfloat16.
 
-python3 -m bench.gpu_checks.formats [WORD …]     timings of steps whose name has one of the words
+python3 -m bench.gpu_checks.formats [--sweep] [WORD …]     timings of steps whose name has one of the words, or
+    timings under other tunings
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from triton.runtime.errors import OutOfResources
 
 from bench.gpu_checks import hopper
 from bench.gpu_checks.attention import (
@@ -127,25 +129,35 @@ def timings(words: Sequence[str] = ()) -> None:
             print(f"{title:70s} {us:9.1f} us", flush=True)
 
 
+# Tile tokens, programs, warps, stages and registers.
+PAIR_TRIALS = ((16, 7, 1, 4), (16, 8, 1, 3), (16, 10, 1, 3, 200), (16, 12, 1, 4, 168), (64, 2, 4, 5))
+LATENT_TRIALS = ((32, 2, 4, 5), (32, 2, 4, 4), (32, 3, 4, 4, 168), (16, 3, 2, 4), (16, 4, 2, 3), (16, 3, 4, 4, 168))
+
+
 def sweep(words: Sequence[str] = ()) -> None:
-    """Other tile sizes, programs, warps and stages for the 31B shapes."""
+    """Other tunings, and the best of them for each step. E4M3 has that of int8: ask for it by name."""
     arena = random_arena(24 * 2**30)
-    trials = [(64, 2, 4, 3), (64, 2, 4, 5), (32, 2, 4, 5), (32, 3, 4, 4), (32, 4, 4, 3), (64, 2, 8, 3), (64, 1, 8, 5)]
+    best: list[str] = []
     for name, layer, sequences, past in DECODING:
         for fmt in TIMED_FORMATS[1:]:
             key = (layer.dim, layer.rotary > 0, FORMATS[fmt or ""].element_bits)
             title = f"formats decode {name} {fmt}"
-            if words and not any(word in title for word in words):
+            if not any(word in title for word in words or ("",)) or (fmt not in words and "fp8" in title):
                 continue
-            kept = CODED_TUNINGS[key]
-            for trial in trials:
+            kept, found = CODED_TUNINGS[key], []
+            for trial in LATENT_TRIALS if layer.rotary else PAIR_TRIALS:
                 CODED_TUNINGS[key] = Tuning(*trial)
                 try:
                     us = microseconds(_step(layer, fmt, sequences, past, arena))
-                    print(f"{title:60s} {trial!s:16s} {us:9.1f} us", flush=True)
-                except Exception as refusal:
-                    print(f"{title:60s} {trial!s:16s} {str(refusal)[:60]}", flush=True)
+                except OutOfResources as refusal:
+                    print(f"{title:60s} {trial!s:22s} {refusal}", flush=True)
+                    continue
+                found.append((us, trial))
+                print(f"{title:60s} {trial!s:22s} {us:9.1f} us", flush=True)
             CODED_TUNINGS[key] = kept
+            if found:
+                best.append(f"{title:60s} {min(found)[1]!s:22s} {min(found)[0]:9.1f} us")
+    print("best:", *best, sep="\n")
 
 
 def _step(layer: Layer, fmt: str | None, sequences: int, past: int, arena: torch.Tensor) -> DecodeStep:

@@ -145,6 +145,20 @@ def for_raw(q, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def halves_difference(a, b, c, d):
+    """a b - c d in float16, two at a time."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; mul.rn.f16x2 t, $3, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $2, t; }", "=r,r,r,r,r",
+        [a, b, c, d], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def halves_sum(a, b):
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def number(code, CODE: tl.constexpr):
     """Codes (int32) as float32 numbers."""
     if CODE == _E4M3:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windowpane.attention.triton.codes import dims_of, for_raw, plane, scales_of
+from windowpane.attention.triton.codes import dims_of, for_raw, halves_difference, halves_sum, plane, scales_of
 from windowpane.attention.triton.view import add_scores, column_of, rotate, section, weighted
 
 UNIT = tl.constexpr(128)  # words, and half as many scales, in a unit of page offsets
@@ -142,28 +142,33 @@ def coded_latent_item(
     q1 = tl.load(q + r, mask=g_ok, other=0.0).to(tl.float32)
     q2 = tl.load(q + R + r, mask=g_ok, other=0.0).to(tl.float32)
     q1, q2 = rotate(q1, q2, tl.load(COS + lo * R + r), -tl.load(SIN + lo * R + r))
-    w1 = tl.load(W_NORM + r)
-    w2 = tl.load(W_NORM + R + r)
     # The tables may end before N if the past does.
     cos = tl.load(COS + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
     sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
+    w1 = tl.load(W_NORM + r)
+    w2 = tl.load(W_NORM + R + r)
+    # In float16 pairs of numbers turn at once.
+    HALVES: tl.constexpr = tl.float16 == OPERAND
+    if HALVES:
+        cos1 = (cos * w1).to(tl.float16)
+        sin1 = (sin * w1).to(tl.float16)
+        cos2 = (cos * w2).to(tl.float16)
+        sin2 = (sin * w2).to(tl.float16)
     step_cos = tl.load(COS + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not turn
+    start = tl.zeros([GROUP_ROWS], tl.float32)  # what scores start from, for raw numbers
     if APART:
-        q11 = weighted(q + W + r, W_NORM + W + r, g_ok, OPERAND)
-        q12 = weighted(q + W + R + r, W_NORM + W + R + r, g_ok, OPERAND)
-        q_sum += tl.sum(q11.to(tl.float32) + q12.to(tl.float32), 1)
+        q11, start, q_sum = _still(q + W + r, W_NORM + W + r, g_ok, start, q_sum, 1, CODE, OPERAND)
+        q12, start, q_sum = _still(q + W + R + r, W_NORM + W + R + r, g_ok, start, q_sum, 1, CODE, OPERAND)
         if PLANES == 4:
-            q21 = weighted(q + 2 * W + r, W_NORM + 2 * W + r, g_ok, OPERAND)
-            q22 = weighted(q + 2 * W + R + r, W_NORM + 2 * W + R + r, g_ok, OPERAND)
-            q31 = weighted(q + 3 * W + r, W_NORM + 3 * W + r, g_ok, OPERAND)
-            q32 = weighted(q + 3 * W + R + r, W_NORM + 3 * W + R + r, g_ok, OPERAND)
-            q_sum += tl.sum(q21.to(tl.float32) + q22.to(tl.float32) + q31.to(tl.float32) + q32.to(tl.float32), 1)
+            q21, start, q_sum = _still(q + 2 * W + r, W_NORM + 2 * W + r, g_ok, start, q_sum, 2, CODE, OPERAND)
+            q22, start, q_sum = _still(q + 2 * W + R + r, W_NORM + 2 * W + R + r, g_ok, start, q_sum, 2, CODE, OPERAND)
+            q31, start, q_sum = _still(q + 3 * W + r, W_NORM + 3 * W + r, g_ok, start, q_sum, 3, CODE, OPERAND)
+            q32, start, q_sum = _still(q + 3 * W + R + r, W_NORM + 3 * W + R + r, g_ok, start, q_sum, 3, CODE, OPERAND)
         if W > 2 * R:
-            q03 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
-            q13 = weighted(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, OPERAND)
-            q_sum += tl.sum(q03.to(tl.float32) + q13.to(tl.float32), 1)
+            q03, start, q_sum = _still(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, start, q_sum, 0, CODE, OPERAND)
+            q13, start, q_sum = _still(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, start, q_sum, 1, CODE, OPERAND)
     elif D > 2 * R:
         q3 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
         q_sum += tl.sum(q3.to(tl.float32), 1)
@@ -176,44 +181,70 @@ def coded_latent_item(
     a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
     X = section(ARENA, n_offset, tl.int16)
     XS = section(ARENA, n_scales, tl.int32)
+    ONE_PAGE: tl.constexpr = P % N == 0
+    if ONE_PAGE:
+        next_page = tl.load(table + column_of(lo, base, columns, P, RING) * STRIPES, mask=lo + N > first, other=0)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
-        row_ok = ok[:, None]
-        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
-        row = head * P + t % P
-        scale, x_base = scales_of(XS, page * (UNIT // 2) + row, ok, layer_scale, CODE, PER_ROW)
-        start = page * UNIT + row * ROW
-        x = X + start[:, None]
+        # Rows that no token fills may be anything, and any code is a number: it counts for nothing.
+        if ONE_PAGE:
+            page = next_page.to(tl.int64)
+            ahead = tl.minimum(i + N, hi - 1)
+            seen = ahead // N * N + N > first
+            next_page = tl.load(table + column_of(ahead, base, columns, P, RING) * STRIPES, mask=seen, other=0)
+            row = head * P + i % P
+            scale, x_base = scales_of(XS + (page * (UNIT // 2) + row), n, ok, layer_scale, CODE, PER_ROW)
+            words = X + (page * UNIT + row * ROW)
+            x = words + (n * ROW)[:, None]
+            v = words + (n * ROW)[None, :] + d[:, None]
+        else:
+            page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+            row = head * P + t % P
+            scale, x_base = scales_of(XS, page * (UNIT // 2) + row, ok, layer_scale, CODE, PER_ROW)
+            x = X + (page * UNIT + row * ROW)[:, None]
+            v = X + (page * UNIT + row * ROW)[None, :] + d[:, None]
         if APART:
             x1 = tl.load(x + r)
             x2 = tl.load(x + R + r)
-            y1 = plane(x1, 0, CODE, OPERAND).to(tl.float32)
-            y2 = plane(x2, 0, CODE, OPERAND).to(tl.float32)
+            y1 = plane(x1, 0, CODE, OPERAND)
+            y2 = plane(x2, 0, CODE, OPERAND)
         else:
-            y1 = dims_of(x, 0, R, row_ok, W, CODE, OPERAND).to(tl.float32)
-            y2 = dims_of(x, R, R, row_ok, W, CODE, OPERAND).to(tl.float32)
-        if CODE == 4:
-            y1 += (x_base / scale)[:, None]
-            y2 += (x_base / scale)[:, None]
-        k1, k2 = rotate(y1 * w1, y2 * w2, cos, sin)
-        s = add_scores(k1.to(OPERAND), _operand(q1, OPERAND), tl.zeros([N, GROUP_ROWS], tl.float32))
-        s = add_scores(k2.to(OPERAND), _operand(q2, OPERAND), s)
+            y1 = dims_of(x, 0, R, ok[:, None], W, CODE, OPERAND)
+            y2 = dims_of(x, R, R, ok[:, None], W, CODE, OPERAND)
+        if HALVES:
+            if CODE == 4:
+                above = tl.broadcast_to((x_base / scale).to(tl.float16)[:, None], [N, R])
+                y1 = halves_sum(y1, above)
+                y2 = halves_sum(y2, above)
+            k1 = halves_difference(y1, cos1, y2, sin2)
+            k2 = halves_difference(y2, cos2, y1, -sin1)
+        else:
+            y1 = y1.to(tl.float32)
+            y2 = y2.to(tl.float32)
+            if CODE == 4:
+                y1 += (x_base / scale)[:, None]
+                y2 += (x_base / scale)[:, None]
+            k1, k2 = rotate(y1 * w1, y2 * w2, cos, sin)
+        s0 = add_scores(k1.to(OPERAND), _operand(q1, OPERAND), tl.zeros([N, GROUP_ROWS], tl.float32))
+        s0 = add_scores(k2.to(OPERAND), _operand(q2, OPERAND), s0)
         q1, q2 = rotate(q1, q2, step_cos, -step_sin)
+        s = tl.broadcast_to(start[None, :], [N, GROUP_ROWS])
         if APART:
-            s = add_scores(plane(x1, 1, CODE, OPERAND), q11, s)
-            s = add_scores(plane(x2, 1, CODE, OPERAND), q12, s)
+            s = add_scores(plane(x1, 1, CODE, OPERAND, True), q11, s)
+            s = add_scores(plane(x2, 1, CODE, OPERAND, True), q12, s)
             if PLANES == 4:
-                s = add_scores(plane(x1, 2, CODE, OPERAND), q21, s)
-                s = add_scores(plane(x2, 2, CODE, OPERAND), q22, s)
-                s = add_scores(plane(x1, 3, CODE, OPERAND), q31, s)
-                s = add_scores(plane(x2, 3, CODE, OPERAND), q32, s)
+                s = add_scores(plane(x1, 2, CODE, OPERAND, True), q21, s)
+                s = add_scores(plane(x2, 2, CODE, OPERAND, True), q22, s)
+                s = add_scores(plane(x1, 3, CODE, OPERAND, True), q31, s)
+                s = add_scores(plane(x2, 3, CODE, OPERAND, True), q32, s)
             if W > 2 * R:
                 x3 = tl.load(x + 2 * R + e)
-                s = add_scores(plane(x3, 0, CODE, OPERAND), q03, s)
-                s = add_scores(plane(x3, 1, CODE, OPERAND), q13, s)
+                s = add_scores(plane(x3, 0, CODE, OPERAND, True), q03, s)
+                s = add_scores(plane(x3, 1, CODE, OPERAND, True), q13, s)
         elif D > 2 * R:
-            s = add_scores(dims_of(x, 2 * R, 2 * R, row_ok, W, CODE, OPERAND), q3, s)
+            s = add_scores(dims_of(x, 2 * R, 2 * R, ok[:, None], W, CODE, OPERAND), q3, s)
+        s += s0
         s *= (scale * scale_log2)[:, None]
         if CODE == 4:
             s += (x_base * scale_log2)[:, None] * q_sum[None, :]
@@ -221,11 +252,18 @@ def coded_latent_item(
         norm = norm * alpha + weight
         if CODE == 4:
             on_base = on_base * alpha + weight * x_base[:, None]
-        a0, a1, a2, a3 = _add_values(X + start[None, :] + d[:, None], p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+        a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
         Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
         W, THIRD, FOUR, OPERAND, G, D,
     )  # fmt: skip
+
+
+@triton.jit
+def _still(q, w, g_ok, start, q_sum, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Queries for dims that do not turn, with w folded in, for raw numbers; and both sums, with theirs added."""
+    operand, offset = for_raw(weighted(q, w, g_ok, OPERAND), PLACE, CODE, OPERAND)
+    return operand, start + offset, q_sum + tl.sum(weighted(q, w, g_ok, tl.float32), 1)
 
 
 @triton.jit
