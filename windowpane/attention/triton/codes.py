@@ -53,9 +53,7 @@ def _floats(move: str, sign: str, mask: int, power: int) -> str:
 
 
 # Two codes behind the exponent of 1024. A high nibble stays in its place, and counts 16 times its number.
-_BYTES = tuple(
-    f"{take}" for take in ("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", "prmt.b32 t, $1, 0x64006400, 0x5351;")
-)
+_BYTES = ("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", "prmt.b32 t, $1, 0x64006400, 0x5351;")
 _NIBBLES = tuple(
     f"{byte} lop3.b32 t, t, {mask}, 0x64006400, 0xEA;"
     for byte in ("mov.b32 t, $1;", "shr.u32 t, $1, 8;")
@@ -78,9 +76,7 @@ _INSTRUCTIONS = {
         _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112),
     ),
     INT8: tuple(_integers(take, 0x6480) for take in _BYTES),  # 1024 + 128
-    INT4: tuple(
-        _high_nibble(take) if place % 2 else _integers(take, 0x6400) for place, take in enumerate(_NIBBLES)
-    ),
+    INT4: tuple(_high_nibble(take) if place % 2 else _integers(take, 0x6400) for place, take in enumerate(_NIBBLES)),
 }
 # What is left when neither offset nor factor is taken off: a product with queries can do that for whole rows.
 _RAW_INSTRUCTIONS = {INT8: tuple(map(_raw, _BYTES)), INT4: tuple(map(_raw, _NIBBLES))}
@@ -155,7 +151,9 @@ def halves_difference(a, b, c, d):
 
 @triton.jit
 def halves_sum(a, b):
-    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(
+        "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+    )
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from windowpane.kv.layout import TILE_TOKENS
 
 MAX_ROWS = 1024  # every program looks at the running sums of all rows at once
 GROUP_ROWS = 16  # query heads of a KV head fill a tensor-core tile of 16 rows; fewer are padded
+FEW_HEADS = 8  # as columns, for coded rows, they are padded to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +172,9 @@ def decode(
         *((view.layer_scales * 2)[:2] or (1.0, 1.0)), scale * LOG2E, window_tokens or NO_WINDOW, D=dim,
         R=rotary_pairs(view, rope), P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
         STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
-        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=8 if view.code and group <= 8 else GROUP_ROWS,
-        PDL=pdl,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages, maxnreg=tuning.registers,
-        launch_pdl=pdl,
+        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
+        GROUP_ROWS=FEW_HEADS if view.code and group <= FEW_HEADS else GROUP_ROWS, PDL=pdl, num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,

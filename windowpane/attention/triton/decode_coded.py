@@ -64,13 +64,13 @@ def coded_pair_item(
     ONE_PAGE: tl.constexpr = P % N == 0
     if ONE_PAGE:
         lo = tl.maximum(lo, first // N * N)
-        next_page = tl.load(table + column_of(lo, base, columns, P, RING) * STRIPES)
+        next_page = _page_of(lo, table, base, columns, P, STRIPES, RING)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
         if ONE_PAGE:
             page = next_page.to(tl.int64)
-            next_page = tl.load(table + column_of(tl.minimum(i + N, hi - 1), base, columns, P, RING) * STRIPES)
+            next_page = _page_of(tl.minimum(i + N, hi - 1), table, base, columns, P, STRIPES, RING)
             row = head * P + i % P
             words = page * UNIT + row * ROW
             k_scale, k_base = scales_of(KS + (page * (UNIT // 2) + row), n, ok, k_layer_scale, CODE, PER_ROW)
@@ -132,6 +132,9 @@ def coded_latent_item(
     THIRD: tl.constexpr = 2 * W if PLANES == 4 else C
     FOUR: tl.constexpr = PLANES == 4 or W > C
     APART: tl.constexpr = W >= 2 * R  # all that turns is in plane 0
+    ONE_PAGE: tl.constexpr = P % N == 0
+    if ONE_PAGE:
+        lo = tl.maximum(lo, first // N * N)
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
     d = tl.arange(0, C)
@@ -181,18 +184,15 @@ def coded_latent_item(
     a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
     X = section(ARENA, n_offset, tl.int16)
     XS = section(ARENA, n_scales, tl.int32)
-    ONE_PAGE: tl.constexpr = P % N == 0
     if ONE_PAGE:
-        next_page = tl.load(table + column_of(lo, base, columns, P, RING) * STRIPES, mask=lo + N > first, other=0)
+        next_page = _page_of(lo, table, base, columns, P, STRIPES, RING)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
         # Rows that no token fills may be anything, and any code is a number: it counts for nothing.
         if ONE_PAGE:
             page = next_page.to(tl.int64)
-            ahead = tl.minimum(i + N, hi - 1)
-            seen = ahead // N * N + N > first
-            next_page = tl.load(table + column_of(ahead, base, columns, P, RING) * STRIPES, mask=seen, other=0)
+            next_page = _page_of(tl.minimum(i + N, hi - 1), table, base, columns, P, STRIPES, RING)
             row = head * P + i % P
             scale, x_base = scales_of(XS + (page * (UNIT // 2) + row), n, ok, layer_scale, CODE, PER_ROW)
             words = X + (page * UNIT + row * ROW)
@@ -257,6 +257,11 @@ def coded_latent_item(
         Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
         W, THIRD, FOUR, OPERAND, G, D,
     )  # fmt: skip
+
+
+@triton.jit
+def _page_of(t, table, base, columns, P: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr):
+    return tl.load(table + column_of(t, base, columns, P, RING) * STRIPES)
 
 
 @triton.jit
