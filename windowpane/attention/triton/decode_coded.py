@@ -150,9 +150,13 @@ def coded_latent_item(
     sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
     w1 = tl.load(W_NORM + r)
     w2 = tl.load(W_NORM + R + r)
-    # In float16 pairs of numbers turn at once.
+    # In float16 pairs of numbers turn at once. A large w leaves its range only together with a large query.
     HALVES: tl.constexpr = tl.float16 == OPERAND
     if HALVES:
+        q1 *= 16.0
+        q2 *= 16.0
+        w1 *= 1 / 16.0
+        w2 *= 1 / 16.0
         cos1 = (cos * w1).to(tl.float16)
         sin1 = (sin * w1).to(tl.float16)
         cos2 = (cos * w2).to(tl.float16)
