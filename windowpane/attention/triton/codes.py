@@ -36,6 +36,10 @@ def _integers(take: str, bias: int) -> str:
     return f"{{ .reg .b32 t, c; {take} mov.b32 c, {bias * 0x10001}; sub.f16x2 $0, t, c; }}"
 
 
+def _raw(take: str) -> str:
+    return f"{{ .reg .b32 t; {take} mov.b32 $0, t; }}"
+
+
 def _floats(move: str, sign: str, mask: int, power: int) -> str:
     """Two codes as bfloat16: exponent and mantissa (`move`, `mask`) to their places, and 2^power for the other bias.
 
@@ -48,34 +52,62 @@ def _floats(move: str, sign: str, mask: int, power: int) -> str:
     )
 
 
-_NIBBLE = "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;"
+# Two codes behind the exponent of 1024. A high nibble stays in its place, and counts 16 times its number.
+_BYTES = ("lop3.b32 t, $1, 0x00FF00FF, 0x64006400, 0xEA;", "prmt.b32 t, $1, 0x64006400, 0x5351;")
+_NIBBLES = tuple(
+    f"{byte} lop3.b32 t, t, {mask}, 0x64006400, 0xEA;"
+    for byte in ("mov.b32 t, $1;", "shr.u32 t, $1, 8;")
+    for mask in ("0x000F000F", "0x00F000F0")
+)
+
+
+def _high_nibble(take: str) -> str:
+    """Divided by 16, and 64 taken off."""
+    return f"{{ .reg .b32 t, c, z; {take} mov.b32 c, 0x2C002C00; mov.b32 z, 0xD400D400; fma.rn.f16x2 $0, t, c, z; }}"
+
+
+def _e4m3(move: str) -> str:
+    """Two codes, moved to the upper bytes, as float16: its exponent has a bit more, and a bias that is 8 higher."""
+    return (
+        f"{{ .reg .b32 t, s, c; {move} shr.u32 t, s, 1; and.b32 t, t, 0x3F803F80; "
+        "lop3.b32 t, s, 0x80008000, t, 0xEA; mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, t, c; }"
+    )
+
+
 _INSTRUCTIONS = {
-    E4M3: (
-        _floats("shl.b32 t, $1, 4;", "shl.b32 s, $1, 8;", 0x07F0, 120),
-        _floats("shr.u32 t, $1, 4;", "mov.b32 s, $1;", 0x07F0, 120),
-    ),
+    E4M3: (_e4m3("shl.b32 s, $1, 8;"), _e4m3("mov.b32 s, $1;")),
     E5M2: (
         _floats("shl.b32 t, $1, 5;", "shl.b32 s, $1, 8;", 0x0FE0, 112),
         _floats("shr.u32 t, $1, 3;", "mov.b32 s, $1;", 0x0FE0, 112),
     ),
-    INT8: (  # 1024 + 128
-        _integers("prmt.b32 t, $1, 0x64646464, 0x4240;", 0x6480),
-        _integers("prmt.b32 t, $1, 0x64646464, 0x4341;", 0x6480),
-    ),
-    INT4: tuple(_integers(f"shr.u32 t, $1, {4 * place}; {_NIBBLE}", 0x6400) for place in range(4)),
+    INT8: tuple(_integers(take, 0x6480) for take in _BYTES),  # 1024 + 128
+    INT4: tuple(_high_nibble(take) if place % 2 else _integers(take, 0x6400) for place, take in enumerate(_NIBBLES)),
 }
+# What is left when neither offset nor factor is taken off: a product with queries can do that for whole rows.
+_RAW_INSTRUCTIONS = {INT8: tuple(map(_raw, _BYTES)), INT4: tuple(map(_raw, _NIBBLES))}
+_OFFSETS = {INT8: 1152.0, INT4: 1024.0}
 
 
 @triton.constexpr_function
-def _instructions(code, place):
-    return _INSTRUCTIONS[code][place]
+def _instructions(code, place, raw):
+    return (_RAW_INSTRUCTIONS if raw and code in _RAW_INSTRUCTIONS else _INSTRUCTIONS)[code][place]
+
+
+@triton.constexpr_function
+def _raw_factor(code, place, operand):
+    return 16.0 if code == INT4 and place % 2 and operand == tl.float16 else 1.0
+
+
+@triton.constexpr_function
+def _raw_offset(code, operand):
+    return _OFFSETS[code] if code in _OFFSETS and operand == tl.float16 else 0.0
 
 
 def operand_type(code: int, activations: torch.dtype) -> tl.dtype:
     """What planes become: float32 for exactness, else the 16-bit type that holds all codes and is made fastest."""
     if activations == torch.float32:
         return tl.float32
-    return tl.float16 if code in (INT8, INT4) else tl.bfloat16
+    return tl.bfloat16 if code == E5M2 else tl.float16
 
 
 @triton.constexpr_function
@@ -84,19 +116,49 @@ def _log2(n):
 
 
 @triton.jit
-def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
-    """The numbers of one plane, before scales: what int4 codes are above their base, what others are."""
+def plane(words, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr = False):
+    """The numbers of one plane, before scales: what int4 codes are above their base, what others are.
+
+    RAW leaves them as they are made fastest, for a product with what `for_raw` made of queries.
+    """
     if tl.float32 == OPERAND:
         BITS: tl.constexpr = 4 if CODE == _INT4 else 8
         numbers = number((words.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1), CODE)
     else:
-        ASM: tl.constexpr = _instructions(CODE, PLACE)
+        ASM: tl.constexpr = _instructions(CODE, PLACE, RAW)
         # A dtype that came as an argument is not taken.
         if tl.float16 == OPERAND:
             numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
         else:
             numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return numbers
+
+
+@triton.jit
+def for_raw(q, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Queries [heads, dims] of one plane as operands for raw numbers, and what the product is to start from, [heads].
+
+    A tile's product is short: float32 holds the offset's share and what is left without it. Values are summed over
+    a whole past, so theirs is taken off first.
+    """
+    q = (q.to(tl.float32) * (1.0 / _raw_factor(CODE, PLACE, OPERAND))).to(OPERAND)
+    return q, tl.sum(q.to(tl.float32), 1) * -_raw_offset(CODE, OPERAND)
+
+
+@triton.jit
+def halves_difference(a, b, c, d):
+    """a b - c d in float16, two at a time."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; mul.rn.f16x2 t, $3, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $2, t; }", "=r,r,r,r,r",
+        [a, b, c, d], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def halves_sum(a, b):
+    return tl.inline_asm_elementwise(
+        "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+    )
 
 
 @triton.jit

@@ -42,16 +42,21 @@ from windowpane.kv.layout import TILE_TOKENS
 
 MAX_ROWS = 1024  # every program looks at the running sums of all rows at once
 GROUP_ROWS = 16  # query heads of a KV head fill a tensor-core tile of 16 rows; fewer are padded
+FEW_HEADS = 8  # as columns, for coded rows, they are padded to this
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`tile_tokens` are read at a time (they divide 64); programs per multiprocessor must fit its shared memory."""
+    """`tile_tokens` are read at a time (they divide 64); programs per multiprocessor must fit its shared memory.
+
+    Where a thread may have fewer `registers` than it would take, more programs fit those too.
+    """
 
     tile_tokens: int
     programs_per_sm: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
 # By (dim, latent), for 16-bit rows. The page lookup takes a pipeline stage: with 3 stages a tile is on its way only
@@ -63,18 +68,18 @@ TUNINGS = {
     (512, False): Tuning(32, 2, 4, 3),
     (512, True): Tuning(32, 2, 4, 5),
 }
-# By (dim, latent, bits), for coded rows: 64 tokens are the rows of one warp group's product, and words come out of
-# shared memory as its operands, so a tile is only as large as its codes. Latents have registers for 32.
+# By (dim, latent, bits), for coded rows. A tile of 16 tokens lies in one page and is one warp's: nothing waits at a
+# barrier, and many programs hide each other's waits. Wide rows have too many sums for one warp.
 CODED_TUNINGS = {
-    (64, False, 8): Tuning(64, 3, 4, 5),
-    (128, False, 8): Tuning(64, 2, 4, 5),
-    (256, False, 8): Tuning(64, 2, 4, 5),
-    (512, False, 8): Tuning(32, 2, 4, 5),
+    (64, False, 8): Tuning(16, 8, 1, 5),
+    (128, False, 8): Tuning(16, 8, 1, 5),
+    (256, False, 8): Tuning(16, 7, 1, 4),
+    (512, False, 8): Tuning(16, 3, 2, 4),
     (512, True, 8): Tuning(32, 2, 4, 5),
-    (64, False, 4): Tuning(64, 3, 4, 5),
-    (128, False, 4): Tuning(64, 2, 4, 5),
-    (256, False, 4): Tuning(64, 2, 4, 5),
-    (512, False, 4): Tuning(64, 2, 4, 5),
+    (64, False, 4): Tuning(16, 8, 1, 5),
+    (128, False, 4): Tuning(16, 8, 1, 5),
+    (256, False, 4): Tuning(16, 8, 1, 5),
+    (512, False, 4): Tuning(16, 4, 2, 4),
     (512, True, 4): Tuning(32, 2, 4, 5),
 }
 # float32 runs for exactness, not for speed: tiles that fit any head.
@@ -167,8 +172,9 @@ def decode(
         *((view.layer_scales * 2)[:2] or (1.0, 1.0)), scale * LOG2E, window_tokens or NO_WINDOW, D=dim,
         R=rotary_pairs(view, rope), P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
         STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
-        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, GROUP_ROWS=GROUP_ROWS, PDL=pdl,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages, launch_pdl=pdl,
+        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
+        GROUP_ROWS=FEW_HEADS if view.code and group <= FEW_HEADS else GROUP_ROWS, PDL=pdl, num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,

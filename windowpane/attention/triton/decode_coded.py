@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windowpane.attention.triton.codes import dims_of, plane, scales_of
+from windowpane.attention.triton.codes import dims_of, for_raw, halves_difference, halves_sum, plane, scales_of
 from windowpane.attention.triton.view import add_scores, column_of, rotate, section, weighted
 
 UNIT = tl.constexpr(128)  # words, and half as many scales, in a unit of page offsets
@@ -37,14 +37,18 @@ def coded_pair_item(
     d = tl.arange(0, C)
     q = Q + q_row + g[:, None] * D + d[None, :]
     g_ok = g[:, None] < G
-    q0 = _operand(tl.load(q, mask=g_ok, other=0.0), OPERAND)
-    q1 = _operand(tl.load(q + W, mask=g_ok, other=0.0), OPERAND)
+    q0, start0 = for_raw(_operand(tl.load(q, mask=g_ok, other=0.0), OPERAND), 0, CODE, OPERAND)
+    q1, start1 = for_raw(_operand(tl.load(q + W, mask=g_ok, other=0.0), OPERAND), 1, CODE, OPERAND)
     q_sum = tl.zeros([GROUP_ROWS], tl.float32)
     if FOUR:
-        q2 = _operand(tl.load(q + THIRD, mask=g_ok, other=0.0), OPERAND)
-        q3 = _operand(tl.load(q + THIRD + W, mask=g_ok, other=0.0), OPERAND)
+        SECOND: tl.constexpr = 2 if PLANES == 4 else 0
+        q2, start2 = for_raw(_operand(tl.load(q + THIRD, mask=g_ok, other=0.0), OPERAND), SECOND, CODE, OPERAND)
+        q3, start3 = for_raw(_operand(tl.load(q + THIRD + W, mask=g_ok, other=0.0), OPERAND), SECOND + 1, CODE, OPERAND)
+        start0 += start2
+        start1 += start3
     if CODE == 4:
-        q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
+        all_dims = tl.arange(0, D)[None, :]
+        q_sum = tl.sum(tl.load(Q + q_row + g[:, None] * D + all_dims, mask=g_ok, other=0.0).to(tl.float32), 1)
     a0 = tl.zeros([C, GROUP_ROWS], tl.float32)
     a1 = tl.zeros([C, GROUP_ROWS], tl.float32)
     a2 = tl.zeros([C, GROUP_ROWS], tl.float32)
@@ -56,26 +60,46 @@ def coded_pair_item(
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
     on_base = tl.zeros([N, GROUP_ROWS], tl.float32)  # what all dims of V share: bases times probabilities
+    # A tile that lies in one page has it looked up once, a tile ahead.
+    ONE_PAGE: tl.constexpr = P % N == 0
+    if ONE_PAGE:
+        lo = tl.maximum(lo, first // N * N)
+        next_page = _page_of(lo, table, base, columns, P, STRIPES, RING)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
-        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
-        row = head * P + t % P
-        start = page * UNIT + row * ROW
-        scale_at = page * (UNIT // 2) + row
-        k_scale, k_base = scales_of(KS, scale_at, ok, k_layer_scale, CODE, PER_ROW)
-        v_scale, v_base = scales_of(VS, scale_at, ok, v_layer_scale, CODE, PER_ROW)
-        # Rows that no token fills may be anything: they are never loaded.
-        k = tl.load(K + start[:, None] + d[None, :], mask=ok[:, None], other=0)
-        s = add_scores(plane(k, 0, CODE, OPERAND), q0, tl.zeros([N, GROUP_ROWS], tl.float32))
-        s = add_scores(plane(k, 1, CODE, OPERAND), q1, s)
+        if ONE_PAGE:
+            page = next_page.to(tl.int64)
+            next_page = _page_of(tl.minimum(i + N, hi - 1), table, base, columns, P, STRIPES, RING)
+            row = head * P + i % P
+            words = page * UNIT + row * ROW
+            k_scale, k_base = scales_of(KS + (page * (UNIT // 2) + row), n, ok, k_layer_scale, CODE, PER_ROW)
+            v_scale, v_base = scales_of(VS + (page * (UNIT // 2) + row), n, ok, v_layer_scale, CODE, PER_ROW)
+            # Rows that no token fills may be anything, and any code is a number: it counts for nothing.
+            k = K + words + (n * ROW)[:, None] + d[None, :]
+            v = V + words + (n * ROW)[None, :] + d[:, None]
+        else:
+            page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+            row = head * P + t % P
+            k_scale, k_base = scales_of(KS, page * (UNIT // 2) + row, ok, k_layer_scale, CODE, PER_ROW)
+            v_scale, v_base = scales_of(VS, page * (UNIT // 2) + row, ok, v_layer_scale, CODE, PER_ROW)
+            words = page * UNIT + row * ROW
+            k = K + words[:, None] + d[None, :]
+            v = V + words[None, :] + d[:, None]
+        x = tl.load(k)
+        # Two sums, since each product waits for the one before it.
+        s0 = tl.broadcast_to(start0[None, :], [N, GROUP_ROWS])
+        s1 = tl.broadcast_to(start1[None, :], [N, GROUP_ROWS])
+        s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q0, s0)
+        s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q1, s1)
         if PLANES == 4:
-            s = add_scores(plane(k, 2, CODE, OPERAND), q2, s)
-            s = add_scores(plane(k, 3, CODE, OPERAND), q3, s)
+            s0 = add_scores(plane(x, 2, CODE, OPERAND, True), q2, s0)
+            s1 = add_scores(plane(x, 3, CODE, OPERAND, True), q3, s1)
         elif FOUR:
-            k = tl.load(K + C + start[:, None] + d[None, :], mask=ok[:, None], other=0)
-            s = add_scores(plane(k, 0, CODE, OPERAND), q2, s)
-            s = add_scores(plane(k, 1, CODE, OPERAND), q3, s)
+            x = tl.load(k + C)
+            s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q2, s0)
+            s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q3, s1)
+        s = s0 + s1
         s *= (k_scale * scale_log2)[:, None]
         if CODE == 4:
             s += (k_base * scale_log2)[:, None] * q_sum[None, :]
@@ -83,17 +107,11 @@ def coded_pair_item(
         norm = norm * alpha + weight
         if CODE == 4:
             on_base = on_base * alpha + weight * v_base[:, None]
-        a0, a1, a2, a3 = _add_values(V, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
-    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, tl.sum(norm, 0), scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
-    shared = tl.sum(on_base, 0)[None, :]
-    at = slot * G + g
-    _leave(PART, OUT, V_PRESENT, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V_PRESENT, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
-    if FOUR:
-        _leave(PART, OUT, V_PRESENT, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V_PRESENT, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
-    if not whole:
-        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+        a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+    _end(
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
+        W, THIRD, FOUR, OPERAND, G, D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -114,6 +132,9 @@ def coded_latent_item(
     THIRD: tl.constexpr = 2 * W if PLANES == 4 else C
     FOUR: tl.constexpr = PLANES == 4 or W > C
     APART: tl.constexpr = W >= 2 * R  # all that turns is in plane 0
+    ONE_PAGE: tl.constexpr = P % N == 0
+    if ONE_PAGE:
+        lo = tl.maximum(lo, first // N * N)
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
     d = tl.arange(0, C)
@@ -124,28 +145,37 @@ def coded_latent_item(
     q1 = tl.load(q + r, mask=g_ok, other=0.0).to(tl.float32)
     q2 = tl.load(q + R + r, mask=g_ok, other=0.0).to(tl.float32)
     q1, q2 = rotate(q1, q2, tl.load(COS + lo * R + r), -tl.load(SIN + lo * R + r))
-    w1 = tl.load(W_NORM + r)
-    w2 = tl.load(W_NORM + R + r)
     # The tables may end before N if the past does.
     cos = tl.load(COS + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
     sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
+    w1 = tl.load(W_NORM + r)
+    w2 = tl.load(W_NORM + R + r)
+    # In float16 pairs of numbers turn at once. A large w leaves its range only together with a large query.
+    HALVES: tl.constexpr = tl.float16 == OPERAND
+    if HALVES:
+        q1 *= 16.0
+        q2 *= 16.0
+        w1 *= 1 / 16.0
+        w2 *= 1 / 16.0
+        cos1 = (cos * w1).to(tl.float16)
+        sin1 = (sin * w1).to(tl.float16)
+        cos2 = (cos * w2).to(tl.float16)
+        sin2 = (sin * w2).to(tl.float16)
     step_cos = tl.load(COS + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not turn
+    start = tl.zeros([GROUP_ROWS], tl.float32)  # what scores start from, for raw numbers
     if APART:
-        q11 = weighted(q + W + r, W_NORM + W + r, g_ok, OPERAND)
-        q12 = weighted(q + W + R + r, W_NORM + W + R + r, g_ok, OPERAND)
-        q_sum += tl.sum(q11.to(tl.float32) + q12.to(tl.float32), 1)
+        q11, start, q_sum = _still(q + W + r, W_NORM + W + r, g_ok, start, q_sum, 1, CODE, OPERAND)
+        q12, start, q_sum = _still(q + W + R + r, W_NORM + W + R + r, g_ok, start, q_sum, 1, CODE, OPERAND)
         if PLANES == 4:
-            q21 = weighted(q + 2 * W + r, W_NORM + 2 * W + r, g_ok, OPERAND)
-            q22 = weighted(q + 2 * W + R + r, W_NORM + 2 * W + R + r, g_ok, OPERAND)
-            q31 = weighted(q + 3 * W + r, W_NORM + 3 * W + r, g_ok, OPERAND)
-            q32 = weighted(q + 3 * W + R + r, W_NORM + 3 * W + R + r, g_ok, OPERAND)
-            q_sum += tl.sum(q21.to(tl.float32) + q22.to(tl.float32) + q31.to(tl.float32) + q32.to(tl.float32), 1)
+            q21, start, q_sum = _still(q + 2 * W + r, W_NORM + 2 * W + r, g_ok, start, q_sum, 2, CODE, OPERAND)
+            q22, start, q_sum = _still(q + 2 * W + R + r, W_NORM + 2 * W + R + r, g_ok, start, q_sum, 2, CODE, OPERAND)
+            q31, start, q_sum = _still(q + 3 * W + r, W_NORM + 3 * W + r, g_ok, start, q_sum, 3, CODE, OPERAND)
+            q32, start, q_sum = _still(q + 3 * W + R + r, W_NORM + 3 * W + R + r, g_ok, start, q_sum, 3, CODE, OPERAND)
         if W > 2 * R:
-            q03 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
-            q13 = weighted(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, OPERAND)
-            q_sum += tl.sum(q03.to(tl.float32) + q13.to(tl.float32), 1)
+            q03, start, q_sum = _still(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, start, q_sum, 0, CODE, OPERAND)
+            q13, start, q_sum = _still(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, start, q_sum, 1, CODE, OPERAND)
     elif D > 2 * R:
         q3 = weighted(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, OPERAND)
         q_sum += tl.sum(q3.to(tl.float32), 1)
@@ -158,44 +188,67 @@ def coded_latent_item(
     a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
     X = section(ARENA, n_offset, tl.int16)
     XS = section(ARENA, n_scales, tl.int32)
+    if ONE_PAGE:
+        next_page = _page_of(lo, table, base, columns, P, STRIPES, RING)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
-        row_ok = ok[:, None]
-        page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
-        row = head * P + t % P
-        scale, x_base = scales_of(XS, page * (UNIT // 2) + row, ok, layer_scale, CODE, PER_ROW)
-        start = page * UNIT + row * ROW
-        x = X + start[:, None]
-        if APART:
-            x1 = tl.load(x + r, mask=row_ok, other=0)
-            x2 = tl.load(x + R + r, mask=row_ok, other=0)
-            y1 = plane(x1, 0, CODE, OPERAND).to(tl.float32)
-            y2 = plane(x2, 0, CODE, OPERAND).to(tl.float32)
+        # Rows that no token fills may be anything, and any code is a number: it counts for nothing.
+        if ONE_PAGE:
+            page = next_page.to(tl.int64)
+            next_page = _page_of(tl.minimum(i + N, hi - 1), table, base, columns, P, STRIPES, RING)
+            row = head * P + i % P
+            scale, x_base = scales_of(XS + (page * (UNIT // 2) + row), n, ok, layer_scale, CODE, PER_ROW)
+            words = X + (page * UNIT + row * ROW)
+            x = words + (n * ROW)[:, None]
+            v = words + (n * ROW)[None, :] + d[:, None]
         else:
-            y1 = dims_of(x, 0, R, row_ok, W, CODE, OPERAND).to(tl.float32)
-            y2 = dims_of(x, R, R, row_ok, W, CODE, OPERAND).to(tl.float32)
-        if CODE == 4:
-            y1 += (x_base / scale)[:, None]
-            y2 += (x_base / scale)[:, None]
-        k1, k2 = rotate(y1 * w1, y2 * w2, cos, sin)
-        s = add_scores(k1.to(OPERAND), _operand(q1, OPERAND), tl.zeros([N, GROUP_ROWS], tl.float32))
-        s = add_scores(k2.to(OPERAND), _operand(q2, OPERAND), s)
-        q1, q2 = rotate(q1, q2, step_cos, -step_sin)
+            page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+            row = head * P + t % P
+            scale, x_base = scales_of(XS, page * (UNIT // 2) + row, ok, layer_scale, CODE, PER_ROW)
+            x = X + (page * UNIT + row * ROW)[:, None]
+            v = X + (page * UNIT + row * ROW)[None, :] + d[:, None]
         if APART:
-            s = add_scores(plane(x1, 1, CODE, OPERAND), q11, s)
-            s = add_scores(plane(x2, 1, CODE, OPERAND), q12, s)
+            x1 = tl.load(x + r)
+            x2 = tl.load(x + R + r)
+            y1 = plane(x1, 0, CODE, OPERAND)
+            y2 = plane(x2, 0, CODE, OPERAND)
+        else:
+            y1 = dims_of(x, 0, R, ok[:, None], W, CODE, OPERAND)
+            y2 = dims_of(x, R, R, ok[:, None], W, CODE, OPERAND)
+        if HALVES:
+            if CODE == 4:
+                above = tl.broadcast_to((x_base / scale).to(tl.float16)[:, None], [N, R])
+                y1 = halves_sum(y1, above)
+                y2 = halves_sum(y2, above)
+            k1 = halves_difference(y1, cos1, y2, sin2)
+            k2 = halves_difference(y2, cos2, y1, -sin1)
+        else:
+            y1 = y1.to(tl.float32)
+            y2 = y2.to(tl.float32)
+            if CODE == 4:
+                y1 += (x_base / scale)[:, None]
+                y2 += (x_base / scale)[:, None]
+            k1, k2 = rotate(y1 * w1, y2 * w2, cos, sin)
+        s0 = add_scores(k1.to(OPERAND), _operand(q1, OPERAND), tl.zeros([N, GROUP_ROWS], tl.float32))
+        s0 = add_scores(k2.to(OPERAND), _operand(q2, OPERAND), s0)
+        q1, q2 = rotate(q1, q2, step_cos, -step_sin)
+        s = tl.broadcast_to(start[None, :], [N, GROUP_ROWS])
+        if APART:
+            s = add_scores(plane(x1, 1, CODE, OPERAND, True), q11, s)
+            s = add_scores(plane(x2, 1, CODE, OPERAND, True), q12, s)
             if PLANES == 4:
-                s = add_scores(plane(x1, 2, CODE, OPERAND), q21, s)
-                s = add_scores(plane(x2, 2, CODE, OPERAND), q22, s)
-                s = add_scores(plane(x1, 3, CODE, OPERAND), q31, s)
-                s = add_scores(plane(x2, 3, CODE, OPERAND), q32, s)
+                s = add_scores(plane(x1, 2, CODE, OPERAND, True), q21, s)
+                s = add_scores(plane(x2, 2, CODE, OPERAND, True), q22, s)
+                s = add_scores(plane(x1, 3, CODE, OPERAND, True), q31, s)
+                s = add_scores(plane(x2, 3, CODE, OPERAND, True), q32, s)
             if W > 2 * R:
-                x3 = tl.load(x + 2 * R + e, mask=row_ok, other=0)
-                s = add_scores(plane(x3, 0, CODE, OPERAND), q03, s)
-                s = add_scores(plane(x3, 1, CODE, OPERAND), q13, s)
+                x3 = tl.load(x + 2 * R + e)
+                s = add_scores(plane(x3, 0, CODE, OPERAND, True), q03, s)
+                s = add_scores(plane(x3, 1, CODE, OPERAND, True), q13, s)
         elif D > 2 * R:
-            s = add_scores(dims_of(x, 2 * R, 2 * R, row_ok, W, CODE, OPERAND), q3, s)
+            s = add_scores(dims_of(x, 2 * R, 2 * R, ok[:, None], W, CODE, OPERAND), q3, s)
+        s += s0
         s *= (scale * scale_log2)[:, None]
         if CODE == 4:
             s += (x_base * scale_log2)[:, None] * q_sum[None, :]
@@ -203,33 +256,38 @@ def coded_latent_item(
         norm = norm * alpha + weight
         if CODE == 4:
             on_base = on_base * alpha + weight * x_base[:, None]
-        a0, a1, a2, a3 = _add_values(X, start, d, ok, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
-    weight, alpha, total = _end(Q + q_row, K_PRESENT, m, tl.sum(norm, 0), scale_log2, whole, OPERAND, G, D, GROUP_ROWS)
-    shared = tl.sum(on_base, 0)[None, :]
-    at = slot * G + g
-    _leave(PART, OUT, V_PRESENT, at, 0, d, a0 + shared, alpha, weight, total, whole, G, D)
-    _leave(PART, OUT, V_PRESENT, at, W, d, a1 + shared, alpha, weight, total, whole, G, D)
-    if FOUR:
-        _leave(PART, OUT, V_PRESENT, at, THIRD, d, a2 + shared, alpha, weight, total, whole, G, D)
-        _leave(PART, OUT, V_PRESENT, at, THIRD + W, d, a3 + shared, alpha, weight, total, whole, G, D)
-    if not whole:
-        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+        a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+    _end(
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
+        W, THIRD, FOUR, OPERAND, G, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _page_of(t, table, base, columns, P: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr):
+    return tl.load(table + column_of(t, base, columns, P, RING) * STRIPES)
+
+
+@triton.jit
+def _still(q, w, g_ok, start, q_sum, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Queries for dims that do not turn, with w folded in, for raw numbers; and both sums, with theirs added."""
+    operand, offset = for_raw(weighted(q, w, g_ok, OPERAND), PLACE, CODE, OPERAND)
+    return operand, start + offset, q_sum + tl.sum(weighted(q, w, g_ok, tl.float32), 1)
 
 
 @triton.jit
 def _add_values(
-    V, start, d, ok, p, alpha, a0, a1, a2, a3, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
+    at, p, alpha, a0, a1, a2, a3, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr
+):
     """Add V . p of one tile to sums [words, heads]: one per plane, or of two planes in two pieces of C words."""
-    v = tl.load(V + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+    v = tl.load(at)
     a0 = tl.dot(plane(v, 0, CODE, OPERAND), p, a0 * alpha, input_precision="ieee")
     a1 = tl.dot(plane(v, 1, CODE, OPERAND), p, a1 * alpha, input_precision="ieee")
     if CODE == 4:
         a2 = tl.dot(plane(v, 2, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
         a3 = tl.dot(plane(v, 3, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
     elif W > C:
-        v = tl.load(V + C + start[None, :] + d[:, None], mask=ok[None, :], other=0)
+        v = tl.load(at + C)
         a2 = tl.dot(plane(v, 0, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
         a3 = tl.dot(plane(v, 1, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
     return a0, a1, a2, a3
@@ -261,35 +319,44 @@ def _probabilities(s, v_scale, ok, m, OPERAND: tl.constexpr):
 
 @triton.jit
 def _end(
-    Q, K, m, total, scale_log2, whole, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
+    Q, K, V, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole, W: tl.constexpr,
+    THIRD: tl.constexpr, FOUR: tl.constexpr, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The present token's weight where nobody else has a part of the item (else 0), what the sums so far count for, and
-    their total, with the shift of probabilities taken back.
-    """
-    shift = tl.exp2(-_shift(OPERAND))
-    weight = tl.zeros([GROUP_ROWS], tl.float32)
-    alpha = weight + 1.0
+    """Leave an item's result, with the present token where nobody else has a part of the item."""
+    g = tl.arange(0, m.shape[0])
+    d = tl.arange(0, a0.shape[0])
+    # The shift of probabilities is taken back.
+    alpha = m * 0.0 + tl.exp2(-_shift(OPERAND))
+    weight = m * 0.0
     if whole:
-        g = tl.arange(0, GROUP_ROWS)[:, None]
-        d = tl.arange(0, D)[None, :]
-        q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
-        s = tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2
+        dims = tl.arange(0, D)[None, :]
+        q = tl.load(Q + g[:, None] * D + dims, mask=g[:, None] < G, other=0.0).to(tl.float32)
+        s = tl.sum(q * tl.load(K + dims).to(tl.float32), 1) * scale_log2
         m_new = tl.maximum(m, s)
         weight = tl.exp2(s - m_new)
-        alpha = tl.exp2(m - m_new)
-    return weight, alpha * shift, total * alpha * shift + weight
+        alpha *= tl.exp2(m - m_new)
+    total = tl.sum(norm, 0) * alpha + weight
+    alpha /= total
+    weight /= total
+    shared = tl.sum(on_base, 0)[None, :]
+    at = slot * G + g
+    _leave(PART, OUT, V, at, 0, d, a0 + shared, alpha, weight, whole, G, D)
+    _leave(PART, OUT, V, at, W, d, a1 + shared, alpha, weight, whole, G, D)
+    if FOUR:
+        _leave(PART, OUT, V, at, THIRD, d, a2 + shared, alpha, weight, whole, G, D)
+        _leave(PART, OUT, V, at, THIRD + W, d, a3 + shared, alpha, weight, whole, G, D)
+    if not whole:
+        tl.store(LSE + at, m + tl.log2(total), mask=g < G)
 
 
 @triton.jit
-def _leave(PART, OUT, V, at, first, d, acc, alpha, weight, total, whole, G: tl.constexpr, D: tl.constexpr):
+def _leave(PART, OUT, V, at, first, d, acc, alpha, weight, whole, G: tl.constexpr, D: tl.constexpr):
     """Some dims of an item's result, [dims, heads]: to the output with the present token, or as a partial result."""
     g = tl.arange(0, acc.shape[1])
     sums = tl.trans(acc) * alpha[:, None]
     ok = (g < G)[:, None]
     if whole:
         sums += weight[:, None] * tl.load(V + first + d).to(tl.float32)[None, :]
-        attended = (sums / total[:, None]).to(OUT.dtype.element_ty)
-        tl.store(OUT + g[:, None] * D + first + d[None, :], attended, mask=ok)
+        tl.store(OUT + g[:, None] * D + first + d[None, :], sums.to(OUT.dtype.element_ty), mask=ok)
     else:
-        tl.store(PART + at[:, None] * D + first + d[None, :], sums / total[:, None], mask=ok)
+        tl.store(PART + at[:, None] * D + first + d[None, :], sums, mask=ok)

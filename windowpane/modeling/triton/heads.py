@@ -83,7 +83,9 @@ def prepare_heads(
     cos, sin = (None, None) if angles is None else angles
     heads = max(1, VALUES // dim)
     query_parts, kv_parts = triton.cdiv(query_heads, heads), triton.cdiv(kv_heads, heads)
-    code, layer_scales, row_words = (view.code, view.layer_scales, view.row_words) if view else (0, (1.0,), 0)
+    # Queries alone code nothing, whatever their layer's view.
+    code = view.code if view and kv_heads else 0
+    layer_scales, row_words = (view.layer_scales, view.row_words) if view else ((1.0,), 0)
     buffers = (None,) * 4 if coded is None else (coded.k, coded.v, coded.k_scales, coded.v_scales)
     _heads_kernel[(rows, query_parts + kv_parts * (1 if latent else 2))](
         projected,
