@@ -87,7 +87,7 @@ def encode(fmt: KVFormat, x: torch.Tensor, layer_scale: float = 1.0) -> tuple[to
     if needs_layer_scale(fmt):
         return _pack(MINIFLOATS[fmt.name].encode(x / layer_scale), 8), None
     most = INT8_MOST if fmt.family == "int" else MINIFLOATS[fmt.name].most
-    scale = _rounded_up((x.abs().amax(-1) / most).clamp(min=TINIEST_SCALE), SCALE_DROPPED_BITS)
+    scale = _rounded_up(_shared_out(x.abs().amax(-1), most).clamp(min=TINIEST_SCALE), SCALE_DROPPED_BITS)
     units = x / scale[..., None]
     codes = MINIFLOATS[fmt.name].encode(units) if fmt.family == "fp8" else torch.round(units) + INT8_BIAS
     return _pack(codes, 8), scale.view(torch.int32)
@@ -157,9 +157,16 @@ def _by_pairs(squares: torch.Tensor) -> torch.Tensor:
 
 def _encode_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     base = -_rounded_up(-x.amin(-1), BFLOAT16_DROPPED_BITS)
-    step = _rounded_up(((x.amax(-1) - base) / INT4_MOST).clamp(min=TINIEST_SCALE), BFLOAT16_DROPPED_BITS)
+    step = _rounded_up(_shared_out(x.amax(-1) - base, INT4_MOST).clamp(min=TINIEST_SCALE), BFLOAT16_DROPPED_BITS)
     codes = torch.round((x - base[..., None]) / step[..., None]).clamp(max=INT4_MOST)
     return _pack(codes, 4), base.view(torch.int32) | (step.view(torch.int32) >> BFLOAT16_DROPPED_BITS)
+
+
+def _shared_out(x: torch.Tensor, parts: float) -> torch.Tensor:
+    """x / parts, rounded once. On a GPU torch multiplies with the inverse of a plain number, which may end just above
+    the quotient; rounded up from there, a row that was coded once would have another scale the second time.
+    """
+    return x / torch.full((), parts, dtype=x.dtype, device=x.device)
 
 
 def _rounded_up(x: torch.Tensor, dropped_bits: int) -> torch.Tensor:

@@ -73,14 +73,14 @@ TUNINGS = {
 CODED_TUNINGS = {
     (64, False, 8): Tuning(16, 8, 1, 5),
     (128, False, 8): Tuning(16, 8, 1, 5),
-    (256, False, 8): Tuning(16, 7, 1, 4),
+    (256, False, 8): Tuning(16, 8, 1, 3),
     (512, False, 8): Tuning(16, 3, 2, 4),
-    (512, True, 8): Tuning(32, 2, 4, 5),
+    (512, True, 8): Tuning(16, 4, 2, 3),
     (64, False, 4): Tuning(16, 8, 1, 5),
     (128, False, 4): Tuning(16, 8, 1, 5),
-    (256, False, 4): Tuning(16, 8, 1, 5),
+    (256, False, 4): Tuning(16, 12, 1, 4, 168),
     (512, False, 4): Tuning(16, 4, 2, 4),
-    (512, True, 4): Tuning(32, 2, 4, 5),
+    (512, True, 4): Tuning(32, 3, 4, 4, 168),
 }
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 2, 4, 1)
