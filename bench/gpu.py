@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--workload", action="append", choices=ALL_WORKLOADS, help="default: b1 and serve")
     parser.add_argument("--kv-cache-dtype", action="append", help="as of serve; several are compared. Default: auto")
+    parser.add_argument("--prompts", type=int, default=16, help="of the workload prefill")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--eager", action="store_true", help="no graphs")
     given = parser.parse_args()
@@ -101,7 +102,7 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     runner = started.runner
     started.engine.runner = CountingRunner(started)
     for workload in given.workload or ("b1", "serve"):
-        found[workload] = _rounds(started, workload, case, given.runs, roof)
+        found[workload] = _rounds(started, workload, case, given, roof)
     found["peak_bytes"] = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()
     print(f"  peak {found['peak_bytes'] / GIB:.2f} GiB allocated, {reserved / GIB:.2f} reserved")
@@ -113,12 +114,14 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     return found
 
 
-def _rounds(started: Started, workload: str, case: Case, runs: int, roof: float) -> dict[str, Any]:
+def _rounds(started: Started, workload: str, case: Case, given: argparse.Namespace, roof: float) -> dict[str, Any]:
     timings: list[Timing] = []
-    for run in range(runs):
+    for run in range(given.runs):
         described = ALL_WORKLOADS[workload]
         if workload == "serve":
             described = replace(described, requests=case.serve)
+        if workload == "prefill":
+            described = replace(described, requests=given.prompts)
         if workload == "turns" and case.turns is not None:
             sessions, length = case.turns
             described = replace(described, requests=sessions, input_tokens=(length, length))
