@@ -75,7 +75,9 @@ prmt.b32 $3, high, high, 0x3232;
 
 @gluon.jit
 def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work):
-    """For each block of the piece. Scales come 16 bytes at a time, the least that TMA copies: those of two blocks."""
+    """For each block of the piece. Scales come 16 bytes at a time, the least that TMA copies and from where it may
+    begin: those of two blocks.
+    """
     STAGES: gl.constexpr = unit_tiles.type.shape[0]
     first = piece_start(gl.program_id(0), gl.num_programs(0), work)
     last = piece_start(gl.program_id(0) + 1, gl.num_programs(0), work)
@@ -87,7 +89,7 @@ def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, b
         mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
         mbarrier.expect(full.index(buf), 256 * 64 + 256 * 16)
         tma.async_copy_global_to_shared(units, [output, block * 32], full.index(buf), unit_tiles.index(buf))
-        tma.async_copy_global_to_shared(scales, [output, block * 4], full.index(buf), scale_tiles.index(buf))
+        tma.async_copy_global_to_shared(scales, [output, block // 2 * 8], full.index(buf), scale_tiles.index(buf))
 
 
 @gluon.jit
@@ -113,8 +115,8 @@ def _bring_inputs(
 
 
 @gluon.jit
-def _operand(units, words, tile, DTYPE: gl.constexpr, ROWS: gl.constexpr):
-    """64 outputs by 128 inputs: what units [64, 32] and scales, as words [64, 2], of a block mean."""
+def _operand(units, words, tile, block, DTYPE: gl.constexpr, ROWS: gl.constexpr):
+    """64 outputs by 128 inputs: what units [64, 32] and scales, as words [64, 2] of which one is the block's, mean."""
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     # Each thread has the scales of the outputs it has units of.
@@ -122,9 +124,10 @@ def _operand(units, words, tile, DTYPE: gl.constexpr, ROWS: gl.constexpr):
         [[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2]
     )
     u = units.index(tile).load(operand)
-    word, _next = gl.split(words.index(tile).load(own))
+    even, odd = gl.split(words.index(tile).load(own))
+    word = gl.convert_layout(gl.where(block % 2 == 0, even, odd), gl.SliceLayout(1, operand))
     spread = gl.inline_asm_elementwise(
-        _SPREAD, "=r,=r,=r,=r,l", [gl.convert_layout(word, gl.SliceLayout(1, operand))],
+        _SPREAD, "=r,=r,=r,=r,l", [word],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     s0, _u = gl.broadcast(gl.expand_dims(spread[0], 1), u)
@@ -171,7 +174,7 @@ def _multiply(
     more_zero = gl.full([64, MORE], 0.0, gl.float32, more_layout)
     i = 0
     mbarrier.wait(full.index(0), 0)
-    w0 = _operand(units, words, which * 2, DTYPE, ROWS)
+    w0 = _operand(units, words, which * 2, first % blocks, DTYPE, ROWS)
     item = first
     while item < last:
         tile = item // blocks
@@ -188,7 +191,7 @@ def _multiply(
             if EXTRA != 0:
                 more_x = more_x_tiles.index(buf).permute((1, 0))
                 m0 = warpgroup_mma(gl.convert_layout(w0, more_operand), more_x, more0, is_async=True)
-            w1 = _operand(units, words, buf * 4 + which * 2 + 1, DTYPE, ROWS)
+            w1 = _operand(units, words, buf * 4 + which * 2 + 1, (first + i) % blocks, DTYPE, ROWS)
             s1 = warpgroup_mma(w1, x, sums1, is_async=True)
             if EXTRA != 0:
                 m1 = warpgroup_mma(gl.convert_layout(w1, more_operand), more_x, more1, is_async=True)
@@ -198,7 +201,7 @@ def _multiply(
             i += 1
             # After the last block, what was there before is decoded and never used.
             mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=i < last - first)
-            w0 = _operand(units, words, i % STAGES * 4 + which * 2, DTYPE, ROWS)
+            w0 = _operand(units, words, i % STAGES * 4 + which * 2, (first + i) % blocks, DTYPE, ROWS)
             if EXTRA != 0:
                 more1, sums1, w1 = warpgroup_mma_wait(0, deps=[m1, s1, w1])
             else:
