@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -364,3 +364,47 @@ class TestRefusing:
     def test_a_request_that_can_never_fit(self) -> None:
         with pytest.raises(RequestTooLong):
             engine_for(False).add(request("one", [1] * 990, max_tokens=500))
+
+
+class TestTimes:
+    """What the pace is told of each step, by a clock that only the runner moves."""
+
+    @staticmethod
+    def observed(engine: Engine, monkeypatch: pytest.MonkeyPatch, host_waits: bool) -> list[tuple[int, float]]:
+        clocks = SimpleNamespace(host=0.0, device=0.0)
+        told = []
+        forward = engine.runner.forward
+
+        def timed(batch: Batch, **kwargs: Any) -> Any:
+            clocks.device = max(clocks.device, clocks.host) + 1.0 + batch.prompt_tokens
+            clocks.host = clocks.device if host_waits else clocks.host + 0.25  # sent off, and noticed much later
+            return forward(batch, **kwargs)
+
+        class DeviceMoment:
+            at = None
+
+            def __init__(self, _device: torch.device) -> None:
+                self.over = clocks.device
+
+            def seconds_since(self, earlier: DeviceMoment) -> float:
+                return self.over - earlier.over
+
+        monkeypatch.setattr(engine.runner, "forward", timed)
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: clocks.host))
+        if not host_waits:
+            monkeypatch.setattr(engine_module, "_Moment", DeviceMoment)
+        pace = SimpleNamespace(tokens=lambda: 23, observe=lambda _decoding, tokens, s: told.append((tokens, s)))
+        engine.scheduler.pace = pace
+        run(engine, request("first", range(40)), request("second", range(90), max_tokens=3))
+        return told
+
+    @BOTH_WAYS
+    def test_a_step_took_as_long_as_its_own_tokens(self, overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = self.observed(engine_for(overlapped), monkeypatch, host_waits=True)
+        assert {tokens for tokens, _ in told} >= {0, 23}
+        assert all(seconds == 1 + tokens for tokens, seconds in told)
+
+    def test_by_the_device_where_the_host_runs_ahead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = self.observed(engine_for(True), monkeypatch, host_waits=False)
+        assert {tokens for tokens, _ in told} >= {0, 23}
+        assert all(seconds == 1 + tokens for tokens, seconds in told[1:])

@@ -66,7 +66,7 @@ class Engine:
         self.sampler = sampler
         self.async_scheduling = async_scheduling
         self._flights: deque[_Flight] = deque()
-        self._landed_at: float | None = 0.0  # when the last step did, None where that is not known
+        self._ended: _Moment | None = None  # of the step that landed last
 
     @property
     def manager(self) -> KVManager:
@@ -143,6 +143,7 @@ class Engine:
             touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
             decoding=len(batch.decode_slots),
             prompt_tokens=batch.prompt_tokens,
+            follows=bool(self._flights),
         )
         self._flights.append(flight)
         return flight
@@ -156,9 +157,11 @@ class Engine:
             logits_of = output.prompt_logits[slot]
             flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
         if not flight.sampling:
+            flight.ended = _Moment(output.logits.device)
             return
         sampled = self.sampler.sample(output.logits, flight.sampling, positions, self._masks(flight, positions))
         self.runner.take_sampled(to_device(slots, sampled.tokens.device), sampled.tokens)
+        flight.ended = _Moment(sampled.tokens.device)
         flight.tokens = _HostCopy(sampled.tokens)
         if sampled.logprobs is not None:
             flight.logprobs = _HostLogprobs(sampled.logprobs)
@@ -210,14 +213,10 @@ class Engine:
         return outputs
 
     def _take_time(self, flight: _Flight) -> None:
-        """Tell the pace how long this step took: since it was sent off, or the one before it landed.
-
-        Nobody waits for a step that samples nothing, so when it ends is not known, nor when the next one begins.
-        """
-        began_at = None if self._landed_at is None else max(self._landed_at, flight.sent_at)
-        self._landed_at = None if flight.tokens is None else time.perf_counter()
-        if self.scheduler.pace is not None and began_at is not None and self._landed_at is not None:
-            self.scheduler.pace.observe(flight.decoding, flight.prompt_tokens, self._landed_at - began_at)
+        """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
+        before, self._ended = self._ended, flight.ended
+        if self.scheduler.pace is not None and flight.tokens is not None:
+            self.scheduler.pace.observe(flight.decoding, flight.prompt_tokens, flight.seconds(before))
 
     def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
@@ -227,6 +226,7 @@ class Engine:
         """
         for later in self._flights:
             later.error = later.error or error
+        self._ended = None
         outputs = self._end(flight.touched, error)
         self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
         self.scheduler.forget_restore_points()
@@ -264,7 +264,9 @@ class _Flight:
     touched: list[Request]
     decoding: int
     prompt_tokens: int
-    sent_at: float = field(default_factory=time.perf_counter)
+    follows: bool  # another step was on its way when this one was sent off
+    sent_at: float = field(default_factory=lambda: time.perf_counter())
+    ended: _Moment | None = None
     tokens: _HostCopy | None = None
     logprobs: _HostLogprobs | None = None
     logprob_rows: Sequence[int] = ()
@@ -272,6 +274,14 @@ class _Flight:
     error: BaseException | None = field(default_factory=lambda: RuntimeError("the step was never run"))
     stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
     matchers_advanced: bool = False
+
+    def seconds(self, before: _Moment | None) -> float:
+        """How long it took, now that its tokens are here; `before` is when the step before it ended."""
+        if self.ended is not None and self.ended.at is not None:
+            return self.ended.at - self.sent_at
+        if self.ended is not None and self.follows and before is not None:
+            return self.ended.seconds_since(before)
+        return time.perf_counter() - self.sent_at
 
     def advance_matchers(self) -> None:
         """Tell the sampled tokens to the grammars of their requests, once; waits for them."""
@@ -292,6 +302,24 @@ class _Flight:
         counts = [self.sampling[row].params.logprobs or 0 for row in self.logprob_rows]
         read = self.logprobs.read([int(tokens[row]) for row in self.logprob_rows], counts)
         return dict(zip(self.logprob_rows, read, strict=True))
+
+
+class _Moment:
+    """When a device has done all that it was sent so far. By its own clock if it has one: the host may notice late,
+    while it sends off the next step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.at: float | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self.at = time.perf_counter()
+
+    def seconds_since(self, earlier: _Moment) -> float:
+        """Once both are over, on a device with a clock."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class _HostCopy:
