@@ -10,8 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.test_hopper_compiles import _stack_bytes
+from tests.kernels.test_hopper_compiles import stack_bytes
+from windowpane.attention.hopper import prepare
 from windowpane.attention.triton import decode as decoding
+from windowpane.attention.triton import prefill
 from windowpane.attention.triton import widen as widening
 from windowpane.attention.triton import write as writing
 from windowpane.attention.triton.codes import CODES, E4M3, E5M2, INT4, INT8
@@ -128,7 +130,7 @@ def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     assert made[view.code] in ptx, "codes become operands two at a time"
     assert "e4m3" not in ptx and "e5m2" not in ptx, "8-bit floats are read with integer arithmetic alone"
     assert kernel.compiled.metadata.shared <= SHARED_BYTES[capability]
-    assert _stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 64
+    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 64
 
 
 @pytest.mark.parametrize("fmt", ["int8_per_token_head", "fp8_per_token_head", "fp8_e4m3", "int4_per_token_head"])
@@ -171,3 +173,13 @@ def test_queries_of_a_layer_that_attends_what_another_coded(fmt, balanced, monke
         latent=False, view=view, balance=torch.zeros(2, view.kv_heads, view.dim) if balanced else None,
     )  # fmt: skip
     assert making.compiled is not None
+
+
+@pytest.mark.parametrize(
+    "kernel", [prefill._pair_kernel, prefill._latent_kernel, prepare._edges_kernel, prepare._rotate_kernel]
+)
+def test_a_decoded_past_is_read_by_kernels_that_are_compiled_once(kernel):
+    """Its table is another one in every step; a kernel for each kind of width would be compiled while requests wait."""
+    fixed = {p.name for p in kernel.params if p.do_not_specialize}
+    assert fixed >= {"table_stride", "columns", "stripe"}
+    assert next(p for p in kernel.params if p.name == "TABLE").do_not_specialize_on_alignment

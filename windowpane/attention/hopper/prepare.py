@@ -59,7 +59,12 @@ def _rows(
     return tl.where(past, in_page, PRESENT + (row + t - start).to(tl.int64) * stride + head * D)[:, None]
 
 
-@triton.jit(do_not_specialize=["slot", "start", "stop", "row", "edge_tile", "first_held", "stripe"])
+@triton.jit(
+    do_not_specialize=[
+        "slot", "start", "stop", "row", "edge_tile", "first_held", "table_stride", "stripe", "columns",
+    ],
+    do_not_specialize_on_alignment=["TABLE"],
+)  # fmt: skip
 def _edges_kernel(
     K, V, ARENA, TABLE, OUT, slot, start, stop, row, edge_tile, first_held, k_stride, v_stride, table_stride, stripe,
     columns, k_offset, v_offset, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
@@ -87,7 +92,10 @@ def _edges_kernel(
     tl.store(OUT + at[:, None] * D + d, x)
 
 
-@triton.jit(do_not_specialize=["slot", "start", "stop", "row", "stripe"])
+@triton.jit(
+    do_not_specialize=["slot", "start", "stop", "row", "table_stride", "stripe", "columns"],
+    do_not_specialize_on_alignment=["TABLE"],
+)
 def _rotate_kernel(
     N, ARENA, TABLE, COS, SIN, W, OUT, slot, start, stop, row, n_stride, out_stride, table_stride, stripe, columns,
     offset, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,

@@ -249,7 +249,8 @@ def _multiply(
             )  # fmt: skip
 
 
-@gluon.jit
+# Shapes compile to nothing better, and each would take seconds.
+@gluon.jit(do_not_specialize=["tiles", "blocks", "work", "rows", "outputs", "out_stride"])
 def int4_kernel(
     x, more_x, units, scales, out, OUT, SUMS, FLAGS, BIAS, tiles, blocks, work, rows, outputs, out_stride,
     ROWS: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
