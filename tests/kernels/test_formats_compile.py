@@ -130,7 +130,8 @@ def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     assert made[view.code] in ptx, "codes become operands two at a time"
     assert "e4m3" not in ptx and "e5m2" not in ptx, "8-bit floats are read with integer arithmetic alone"
     assert kernel.compiled.metadata.shared <= SHARED_BYTES[capability]
-    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 64
+    # A few registers less to a thread measured faster than none spilled: more programs run at once.
+    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 320
 
 
 @pytest.mark.parametrize("fmt", ["int8_per_token_head", "fp8_per_token_head", "fp8_e4m3", "int4_per_token_head"])
