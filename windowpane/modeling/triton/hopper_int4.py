@@ -36,20 +36,14 @@ from windowpane.modeling.triton.hopper_sums import (
     store_directly,
     store_tile,
 )
+from windowpane.modeling.triton.unpacking import TAKE_INT4
 
-# A mask and a magic exponent turn two values q into 128 + q (bfloat16) or 1024 + q (float16), exactly. Taking 8 more
-# than that away is exact too, and the product with the scale is rounded as in a dequantised matrix.
-_DECODE = """{{
-.reg .b32 t0, t1, t2, t3, one, away;
-mov.b32 one, {one};
-mov.b32 away, {away};
-lop3.b32 t0, $4, 0x000f000f, {magic}, 0xea;
-shr.u32 t1, $4, 4;
-lop3.b32 t1, t1, 0x000f000f, {magic}, 0xea;
-shr.u32 t2, $4, 8;
-lop3.b32 t2, t2, 0x000f000f, {magic}, 0xea;
-shr.u32 t3, $4, 12;
-lop3.b32 t3, t3, 0x000f000f, {magic}, 0xea;
+# Taking 8 more than the magic number away is exact, and the product with the scale is rounded as in a dequantised
+# matrix.
+_DECODE = (
+    "{{ .reg .b32 t0, t1, t2, t3, one, away; mov.b32 one, {one}; mov.b32 away, {away};"
+    + TAKE_INT4
+    + """
 fma.rn.{kind} t0, t0, one, away;
 fma.rn.{kind} t1, t1, one, away;
 fma.rn.{kind} t2, t2, one, away;
@@ -59,6 +53,7 @@ mul.rn.{kind} $1, t1, $7;
 mul.rn.{kind} $2, t2, $9;
 mul.rn.{kind} $3, t3, $11;
 }}"""
+)
 _DECODE_BFLOAT16 = gl.constexpr(_DECODE.format(one="0x3f803f80", away="0xc308c308", magic="0x43004300", kind="bf16x2"))
 _DECODE_FLOAT16 = gl.constexpr(_DECODE.format(one="0x3c003c00", away="0xe408e408", magic="0x64006400", kind="f16x2"))
 

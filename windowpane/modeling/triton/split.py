@@ -107,7 +107,7 @@ def _outputs(tile, outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _prefetch(at, LINES: tl.constexpr, LINE: tl.constexpr, length):
-    """The first LINES lines, of LINE elements each, of rows [rows, 1] that are `length` elements long."""
+    """The first LINES lines, of LINE elements each, of rows [rows, 1] of which `length` elements will be read."""
     line = (at + tl.minimum(tl.arange(0, LINES) * LINE, length - 1)[None, :]).to(tl.int64)
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
 
@@ -142,10 +142,11 @@ def split_kernel(
         if USES_ASM:
             # Nobody writes weights: their first lines may come while the kernel before still runs.
             LINE: tl.constexpr = 64 if IS_INT4 else 32
-            _prefetch(U + n[:, None] * u_stride + step * SPLIT * 32, LINES, LINE, u_stride - step * SPLIT * 32)
+            own = tl.minimum((end - begin) * SPLIT, blocks - step * SPLIT)  # blocks of the first tile
+            _prefetch(U + n[:, None] * u_stride + step * SPLIT * 32, LINES, LINE, own * 32)
             if WORDS and GROUP == 32:
                 # Eight lines of units have one line of scales.
-                _prefetch(S + n[:, None] * s_stride + step * SPLIT, LINES // 8, 16, s_stride - step * SPLIT)
+                _prefetch(S + n[:, None] * s_stride + step * SPLIT, LINES // 8, 16, own)
         gdc_wait()
     # Of full tiles, addresses differ by the same from one to the next.
     n0 = n
