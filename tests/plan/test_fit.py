@@ -90,5 +90,6 @@ def test_the_quality_table_of_the_documentation_is_what_was_measured() -> None:
     measured = json.loads(Path(quality.__file__).with_name(quality.FIGURES).read_text("utf-8"))
     for name, found in measured["formats"].items():
         change, error, divergence = (found[key] for key in ("perplexity_change", "standard_error", "divergence"))
-        assert f"| `{name}` | {change:+.2%} ± {error:.2%} | {divergence:.3%} |" in document
-    assert f"{measured['contexts']} contexts" in document and f"{measured['scored_tokens']:,} tokens" in document
+        counts = f"{found['contexts']} | {found['scored_tokens']:,}"
+        assert f"| `{name}` | {counts} | {change:+.2%} ± {error:.2%} | {divergence:.3%} |" in document
+    assert f"perplexity {measured['perplexity']} with float32 KV" in document
