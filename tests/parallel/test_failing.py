@@ -181,6 +181,10 @@ class TestStarting:
             LLM(model, tensor_parallel_size=3, **FLAGS)
 
 
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ranks_end_with_their_engine_however_that_ends(model: Path) -> None:
     """Killed or interrupted in the middle of an answer. An interrupt ends the answer, and then there is no more to do.
 
@@ -189,7 +193,11 @@ def test_ranks_end_with_their_engine_however_that_ends(model: Path) -> None:
     command = [sys.executable, "-c", "import sys; from windowpane.cli import main; sys.exit(main())", "generate"]
     command += [str(model), *SMALL, "--tensor-parallel-size", "2", "-p", "a", "--max-tokens", "10000", "--ignore-eos"]
     signals = (signal.SIGKILL, signal.SIGINT)
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in signals]
+    processes = [
+        # A shell's job in the background ignores interrupts, and so would all that it starts.
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts)
+        for _ in signals
+    ]
     try:
         for number, process in zip(signals, processes, strict=True):
             assert process.stdout is not None and process.stdout.read(1), "it never began"
