@@ -99,14 +99,8 @@ def coded_pair_item(
             x = tl.load(k + C)
             s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q2, s0)
             s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q3, s1)
-        s = s0 + s1
-        s *= (k_scale * scale_log2)[:, None]
-        if CODE == 4:
-            s += (k_base * scale_log2)[:, None] * q_sum[None, :]
-        p, weight, alpha, m = _probabilities(s, v_scale, ok, m, OPERAND)
-        norm = norm * alpha + weight
-        if CODE == 4:
-            on_base = on_base * alpha + weight * v_base[:, None]
+        s = _scores(s0 + s1, k_scale, k_base, q_sum, scale_log2, CODE)
+        p, alpha, m, norm, on_base = _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE, OPERAND)
         a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
         Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
@@ -248,14 +242,8 @@ def coded_latent_item(
                 s = add_scores(plane(x3, 1, CODE, OPERAND, True), q13, s)
         elif D > 2 * R:
             s = add_scores(dims_of(x, 2 * R, 2 * R, ok[:, None], W, CODE, OPERAND), q3, s)
-        s += s0
-        s *= (scale * scale_log2)[:, None]
-        if CODE == 4:
-            s += (x_base * scale_log2)[:, None] * q_sum[None, :]
-        p, weight, alpha, m = _probabilities(s, scale, ok, m, OPERAND)
-        norm = norm * alpha + weight
-        if CODE == 4:
-            on_base = on_base * alpha + weight * x_base[:, None]
+        s = _scores(s + s0, scale, x_base, q_sum, scale_log2, CODE)
+        p, alpha, m, norm, on_base = _probabilities(s, scale, x_base, ok, m, norm, on_base, CODE, OPERAND)
         a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
         Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
@@ -308,13 +296,27 @@ def _shift(OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(s, v_scale, ok, m, OPERAND: tl.constexpr):
-    """Of one tile of scores [tokens, heads]: probabilities times V's scales, without them, and what sums shrink by."""
+def _scores(products, scale, base, q_sum, scale_log2, CODE: tl.constexpr):
+    """Of products of queries and codes, [tokens, heads]."""
+    s = products * (scale * scale_log2)[:, None]
+    if CODE == 4:
+        s += (base * scale_log2)[:, None] * q_sum[None, :]
+    return s
+
+
+@triton.jit
+def _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE: tl.constexpr, OPERAND: tl.constexpr):
+    """Of one tile of scores [tokens, heads]: probabilities times V's scales, what sums shrink by, and what is kept."""
     s = tl.where(ok[:, None], s + tl.log2(v_scale)[:, None], float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 0))
     alpha = tl.exp2(m - m_new)[None, :]
     p = tl.exp2(s - m_new[None, :] + _shift(OPERAND))
-    return p.to(OPERAND), p / v_scale[:, None], alpha, m_new
+    operand = p.to(OPERAND)
+    weight = p / v_scale[:, None]
+    norm = norm * alpha + weight
+    if CODE == 4:
+        on_base = on_base * alpha + weight * v_base[:, None]
+    return operand, alpha, m_new, norm, on_base
 
 
 @triton.jit

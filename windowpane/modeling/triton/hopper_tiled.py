@@ -15,6 +15,7 @@ from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.hopper_int4 import int4_kernel
 from windowpane.modeling.triton.hopper_sums import MOST_PARTS
+from windowpane.modeling.triton.launch import FLAGS, flags_of
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
 HOPPER = (9, 0)
@@ -26,9 +27,6 @@ STAGES = {32: 6, 48: 6, 64: 5, 80: 5, 96: 4, 128: 4}
 # More programs to a tile would write and add more than they multiply.
 TILE_PROGRAMS = 6
 REGISTERS = 168  # of each thread at launch; warp groups then trade them
-# Counters that are 0 between launches, two to a tile.
-FLAGS = 2**16
-_FLAGS: dict[torch.device, torch.Tensor] = {}
 
 
 class Shares(NamedTuple):
@@ -111,6 +109,7 @@ def hopper_product(
     slots = 2 * shares.programs if parts > 1 else 0
     sums = torch.empty(slots * TILE_OUTPUTS * shares.rows, dtype=torch.float32, device=x.device)
     assert parts <= MOST_PARTS, f"a tile in {parts} pieces"
+    # Two flags to a tile.
     assert 2 * shares.work // shares.blocks <= FLAGS, f"a product with {shares.work // shares.blocks} tiles"
     int4_kernel[(shares.programs,)](
         _described(x, [main, BLOCK_INPUTS], 128),
@@ -118,20 +117,10 @@ def hopper_product(
         _described(weight.units, [TILE_OUTPUTS, BLOCK_UNITS], 64),
         _described(weight.scales, [TILE_OUTPUTS, 8], 0),
         _described(out, [main // 2, 64], 128),
-        out, sums, _flags(x.device), bias, shares.tiles, shares.blocks, shares.work, rows, outputs, out.stride(0),
+        out, sums, flags_of(x.device), bias, shares.tiles, shares.blocks, shares.work, rows, outputs, out.stride(0),
         ROWS=main, EXTRA=extra, STAGES=shares.stages, DTYPE=DTYPES[x.dtype], PDL=pdl,
         num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def _flags(device: torch.device) -> torch.Tensor:
-    found = _FLAGS.get(device)
-    if found is None:
-        found = torch.zeros(FLAGS, dtype=torch.int32, device=device)
-        # What a graph zeroes is not 0 before it has run: others must not rely on it.
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            _FLAGS[device] = found
-    return found
 
 
 def _described(rows: torch.Tensor, box: list[int], swizzle_bytes: int) -> TensorDescriptor:

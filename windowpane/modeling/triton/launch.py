@@ -10,6 +10,9 @@ from windowpane.modeling.quantized import PackedWeight
 
 # Up to these, warps share the inputs.
 SPLIT_ROWS = 16
+# By which programs tell each other that sums are there.
+FLAGS = 2**16
+_FLAGS: dict[torch.device, torch.Tensor] = {}
 
 
 class Launch(NamedTuple):
@@ -33,6 +36,17 @@ class Launch(NamedTuple):
 def processors_of(device: torch.device) -> int:
     """Multiprocessors; a number that shares work out where there are none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def flags_of(device: torch.device) -> torch.Tensor:
+    """0 between launches: one set for all products of a device, which run one after the other."""
+    found = _FLAGS.get(device)
+    if found is None:
+        found = torch.zeros(FLAGS, dtype=torch.int32, device=device)
+        # What a graph zeroes is not 0 before it has run: others must not rely on it.
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _FLAGS[device] = found
+    return found
 
 
 def as_words(weight: PackedWeight, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
-MOST_ROWS = HOPPER_ROWS = 256
+MOST_ROWS = 256
 # What slices of a dequantised matrix are cut between.
 TILE_OUTPUTS = 128
 
@@ -71,7 +71,7 @@ def packed_product(
 ) -> torch.Tensor:
     """x [rows, inputs] · weightᵀ + bias for any number of rows."""
     out = x.new_empty(len(x), len(weight))
-    if len(x) > (HOPPER_ROWS if has_hopper_kernel(x, weight, out) else MOST_ROWS):
+    if len(x) > MOST_ROWS:
         dequantized_product(x, weight, out)
         return out if bias is None else out.add_(bias)
     if len(x):

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.gated import gate_times_up
-from windowpane.modeling.triton.launch import Launch, as_words, fixed_by, processors_of, stride_of
+from windowpane.modeling.triton.launch import Launch, as_words, fixed_by, flags_of, processors_of, stride_of
 from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_of
 
 MOST_PROGRAMS = 2048
@@ -32,13 +32,9 @@ LINES = 8
 
 
 @cache
-def handover(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where shares leave their sums, and a flag for each that they are there: 0 again as soon as they were taken.
-
-    One pair for all products of a device: they run one after the other.
-    """
-    sums = torch.empty(MOST_PROGRAMS * MOST_SUMS, dtype=torch.float32, device=device)
-    return sums, torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+def _sums(device: torch.device) -> torch.Tensor:
+    """Where shares leave what others need, for all products of a device: they run one after the other."""
+    return torch.empty(MOST_PROGRAMS * MOST_SUMS, dtype=torch.float32, device=device)
 
 
 def plan_split(rows: int) -> Launch:
@@ -66,7 +62,7 @@ def split_product(
     gated = gelu is not None
     work = triton.cdiv(outputs, launch.outputs) * triton.cdiv(triton.cdiv(inputs, 128), launch.warps)
     split_kernel[(min(MOST_PROGRAMS, processors_of(x.device) * launch.programs, work),)](
-        x, weight.units, scales, weight.zeros, bias, out, *handover(x.device),
+        x, weight.units, scales, weight.zeros, bias, out, _sums(x.device), flags_of(x.device),
         x.stride(0), weight.units.stride(0), scales.stride(0), stride_of(weight.zeros), out.stride(0),
         rows, outputs, inputs, weight.scales.shape[1],
         **fixed_by(weight),
@@ -193,7 +189,8 @@ def split_kernel(
                     products += (8 - zero).to(tl.float32)[:, :, None] * tl.dot(ones, x, input_precision="ieee")
                 scale = scale_of(scales, span, DTYPE, GROUP, WORDS)
                 sums += products * scale.to(tl.float32)[:, :, None]
-        if step == steps - 1:
+        is_last = step == steps - 1
+        if is_last:
             total = _total(sums, x_sums, S, Z, tile, s_stride, z_stride, outputs, OUTPUTS, GATED, GROUP, SCALE_OUTPUTS)
             if tile * steps < begin:
                 tl.store(SUMS + _places(share, OUTPUTS, TILE_ROWS), total)
@@ -201,7 +198,6 @@ def split_kernel(
                 _store(OUT, BIAS, total, tile, out_stride, rows, outputs, DTYPE, GATED, GELU)
             sums = tl.zeros([SPLIT, OUTPUTS, TILE_ROWS], tl.float32)
             x_sums = tl.zeros([SPLIT, OUTPUTS, TILE_ROWS], tl.float32)
-        is_last = step == steps - 1
         step = tl.where(is_last, 0, step + 1)
         tile += is_last.to(tl.int32)
     # What is left begins a tile that others end, or is the middle of one. Sums of a tile that another began are told
