@@ -34,7 +34,8 @@ from windowpane.modeling.decoder import Decoder, _Layer
 from windowpane.modeling.quantized import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs
 from windowpane.modeling.recipe import LayerRecipe, Recipe
 from windowpane.modeling.rope import Rope
-from windowpane.modeling.triton.gated import gated, gated_per_layer
+from windowpane.modeling.triton.chain import ChainScratch, Links, has_chain, run_chain
+from windowpane.modeling.triton.gated import gated, gated_per_layer, is_gelu
 from windowpane.modeling.triton.heads import PageWrite, prepare_heads
 from windowpane.modeling.triton.logits import softcap
 from windowpane.modeling.triton.matvec import gated_matvec, matvec, pays
@@ -59,7 +60,10 @@ class _Present:
 
 @dataclass(slots=True)
 class _Pass:
-    """The state of one forward pass; `present` keeps K and V of layers that later ones share."""
+    """The state of one forward pass; `present` keeps K and V of layers that later ones share.
+
+    `projected`: the next layer's queries, keys and values, where the layer before it has made them already.
+    """
 
     step: DeviceStep
     positions: torch.Tensor
@@ -67,6 +71,7 @@ class _Pass:
     cum_tiles: dict[int | None, torch.Tensor]
     narrowed: bool = False
     present: dict[int, _Present] = field(default_factory=dict)
+    projected: torch.Tensor | None = None
 
 
 class FusedDecoder:
@@ -123,6 +128,8 @@ class FusedDecoder:
         for fused, following in zip(self.layers, self.layers[1:], strict=False):
             fused.next_norm = following.input_norm
         self.layers[-1].next_norm = self.final_norm
+        if self._group.place.ranks == 1:
+            self._chain_layers(dtype, device)
 
     @property
     def tilings(self) -> frozenset[Tiling]:
@@ -173,6 +180,16 @@ class FusedDecoder:
                 plan_decode(step.positions[:rows], cum_tiles, window or None)
             planned[window or None] = cum_tiles
         return planned
+
+    def _chain_layers(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Have layers run all that lies between their attention and the next one's in one launch, where they can."""
+        links = [a.links_to(b) for a, b in zip(self.layers, [*self.layers[1:], None], strict=True)]
+        found = [link if link is not None and has_chain(link, dtype) else None for link in links]
+        widths = [link.down.inputs for link in found if link is not None]
+        if widths:
+            scratch = ChainScratch(self.recipe.hidden_size, max(widths), dtype, device)
+            for layer, link in zip(self.layers, found, strict=True):
+                layer.chain = None if link is None else (link, scratch)
 
     def _angles_of(self, rope: Rope, positions: int, device: torch.device) -> Angles | None:
         if rope.kind is None:
@@ -229,6 +246,7 @@ class FusedLayer:
             self.per_layer_gate, self.per_layer_out = layer.per_layer_gate, layer.per_layer_out
             self.per_layer_norm = layer.per_layer_norm
         self.next_norm: torch.Tensor = self.input_norm  # set once the next layer is there
+        self.chain: tuple[Links, ChainScratch] | None = None
         self._angles = angles
         self._scratch = scratch
         self._arena = pages.arena
@@ -272,11 +290,9 @@ class FusedLayer:
                 projected = self._linear(normed, self.qkv[:width], _part(self.qkv_bias, None, width))
                 queries, _ = self._heads(projected, r.query_heads, state, queries_only=True)
         elif self.owns_kv:
-            queries, present = self._heads(self._linear(normed, self.qkv, self.qkv_bias), r.query_heads, state)
+            queries, present = self._heads(self._projected(normed, state), r.query_heads, state)
         else:
-            queries, _ = self._heads(
-                self._linear(normed, self.qkv, self.qkv_bias), r.query_heads, state, queries_only=True
-            )
+            queries, _ = self._heads(self._projected(normed, state), r.query_heads, state, queries_only=True)
             present = state.present[r.kv_layer]
         if len(hidden):
             attended = self._attend(queries, present, state)
@@ -286,11 +302,47 @@ class FusedLayer:
             self.write(present, step)
         if not len(hidden):
             return hidden, normed
+        if self.chain is not None and len(hidden) == 1 and step.chunks is None:
+            links, scratch = self.chain
+            made = run_chain(attended, hidden, links, scratch, pdl=self._pdl)
+            if links.following is None:
+                return hidden, made
+            state.projected = made
+            return hidden, normed  # which nobody reads
         if per_layer is not None and state.narrowed:
             per_layer = per_layer[step.wanted]
         mixed = summed(self._linear, attended, self.out, self.out_bias, self._group)
         del queries, present, attended  # the widest point of a layer is yet to come
         return hidden, self._feed_forward(hidden, mixed, per_layer)
+
+    def links_to(self, following: FusedLayer | None) -> Links | None:
+        """What lies between this layer's attention and that of the one following, None unless it is all packed."""
+        qkv = None if following is None else following.qkv
+        biases = [self.out_bias, self.gate_up_bias, self.down_bias, None if following is None else following.qkv_bias]
+        if self.model.per_layer_width or any(bias is not None for bias in biases):
+            return None
+        out, gate_up, down = self.out, self.gate_up, self.down
+        if not (isinstance(out, PackedWeight) and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
+            return None
+        if not (qkv is None or isinstance(qkv, PackedWeight)):
+            return None
+        return Links(
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            following=qkv,
+            post_attention_norm=self.post_attention_norm if self.model.sandwich else None,
+            pre_mlp_norm=self.pre_mlp_norm,
+            post_mlp_norm=self.post_mlp_norm,
+            next_norm=self.next_norm,
+            scalar=self.scalar,
+            eps=self.model.norm_eps,
+            gelu=is_gelu(self.model.activation),
+        )
+
+    def _projected(self, normed: torch.Tensor, state: _Pass) -> torch.Tensor:
+        found, state.projected = state.projected, None
+        return self._linear(normed, self.qkv, self.qkv_bias) if found is None else found
 
     def write(self, present: _Present, step: DeviceStep) -> None:
         """Store what the future can see of this step's rows."""

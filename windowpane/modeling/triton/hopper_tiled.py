@@ -77,11 +77,11 @@ def plan_shares(rows: int, outputs: int, inputs: int, processors: int, tile_rows
 
 def has_hopper_kernel(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bool:
     """Symmetric int4 in groups of 32 with scales in the inputs' dtype, all of which TMA can copy."""
-    return _is_hopper(x.device) and is_described(x, weight, out)
+    return is_hopper(x.device) and is_described(x, weight, out)
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
 
 
