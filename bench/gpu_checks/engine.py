@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tests.running.small_models import CONFIGS, QUANTIZED, WINDOW, spec_of, weights_of
+from tests.running.small_models import CONFIGS, QUANTIZED, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.cuda_runner import CudaRunner
 from windowpane.engine import Engine
 from windowpane.kv.capacity import Capacity
@@ -49,7 +49,7 @@ class Setting:
 def checks() -> Checks:
     return [
         *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in NAMES),
-        *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
+        *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in (*CONFIGS, *WIDE_QUANTIZED)),
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
     ]
 

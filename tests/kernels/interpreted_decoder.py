@@ -1,5 +1,8 @@
 """The fused decoder in Triton's interpreter against the plain one: the same greedy tokens. Run by its test, with the
 name of a model, and of a KV format where it is not the activations' own.
+
+With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
+a GPU, and is computed by plain torch: the interpreter does not know that kernel.
 """
 
 from __future__ import annotations
@@ -9,8 +12,11 @@ from typing import Any
 
 import torch
 
+from bench.gpu_checks.chain import in_torch
 from bench.gpu_checks.engine import Setting, run
 from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
+from windowpane.modeling import fused
+from windowpane.modeling.triton.chain import ChainScratch, Links
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
 _TINY: dict[str, Any] = {
@@ -51,16 +57,40 @@ TINY |= {
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
+CHAINED = " chained"
 
 
 def main() -> None:
     torch.set_num_threads(1)
     name, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
+    is_chained = name.endswith(CHAINED)
+    name = name.removesuffix(CHAINED)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
+    chains: list[Links] = []
+    if is_chained:
+        chain_in_torch(chains)
     settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype) for fused in (False, True)]
     found = [run(name, setting, "cpu", LENGTHS, NEW_TOKENS) for setting in settings]
     if found[0] != found[1]:
         sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
+    steps = {links.following is None for links in chains}
+    if is_chained and steps != {True, False}:
+        sys.exit(f"{name}: not every layer was chained to the next")
+
+
+def chain_in_torch(chains: list[Links]) -> None:
+    """Has every layer chained that has the weights for it; what ran is added to `chains`."""
+
+    def run_chain(
+        attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch, *, pdl: bool
+    ) -> torch.Tensor:
+        chains.append(links)
+        following, after = in_torch(attended, hidden, links, hidden.dtype)
+        hidden.copy_(after)
+        return following
+
+    fused.has_chain = lambda links, dtype: True
+    fused.run_chain = run_chain
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ FEW_SPILLED_BYTES = 32
 TYPES = {
     torch.int16: "i16",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -54,12 +55,15 @@ class Recorder:
 
         return launch
 
-    def compile(self):
+    def compile(self, aligned=()):
+        """`aligned`: tensors that begin at whole 16 bytes, as all do that torch makes."""
         names = self.kernel.arg_names
         constant = {p.name for p in self.kernel.params if p.is_constexpr or self.launched[p.name] is None}
         signature = {name: "constexpr" if name in constant else _type(x) for name, x in self.launched.items()}
         constants = {(names.index(name),): x for name, x in self.launched.items() if name in constant}
-        return triton.compile(GluonASTSource(self.kernel, signature, constants), target=HOPPER, options=self.options)
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constant}
+        source = GluonASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=HOPPER, options=self.options)
 
 
 def _type(x):

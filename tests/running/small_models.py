@@ -141,6 +141,15 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     },
     "qwen3 fp8": {**CONFIGS["qwen3"], "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}},
 }
+# Wide enough that a GPU takes all between two layers' attention at once.
+WIDE_QUANTIZED: dict[str, dict[str, Any]] = {
+    "gemma4 int4, wide": {
+        **WIDE_CONFIGS["gemma4 K = V, wide heads"],
+        "hidden_size": 2304,
+        "intermediate_size": 8192,
+        "quantization_config": QUANTIZED["gemma4 int4"]["quantization_config"],
+    },
+}
 
 
 @cache
@@ -165,11 +174,11 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
 
 
 def spec_of(name: str) -> ModelSpec:
-    return from_config((CONFIGS | WIDE_CONFIGS | QUANTIZED)[name], name)
+    return from_config((CONFIGS | WIDE_CONFIGS | QUANTIZED | WIDE_QUANTIZED)[name], name)
 
 
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
-    if name in QUANTIZED:
+    if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
     state = reference(name).state_dict()
     return {key: tensor.detach().to(device, dtype, copy=True) for key, tensor in state.items()}

@@ -324,7 +324,7 @@ class FusedLayer:
         out, gate_up, down = self.out, self.gate_up, self.down
         if not (isinstance(out, PackedWeight) and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
             return None
-        if not (qkv is None or isinstance(qkv, PackedWeight)):
+        if not isinstance(qkv, PackedWeight | None):
             return None
         return Links(
             out=out,

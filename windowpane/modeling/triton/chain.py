@@ -11,7 +11,16 @@ import torch
 
 from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.chain_kernel import AT_A_TURN, GATED, LONG, PIECE_GROUPS, TALL, WARPS, chain_kernel
+from windowpane.modeling.triton.chain_kernel import (
+    AT_A_TURN,
+    AT_ONCE_GROUPS,
+    GATED,
+    LONG,
+    PIECE_GROUPS,
+    TALL,
+    WARPS,
+    chain_kernel,
+)
 from windowpane.modeling.triton.hopper_tiled import is_hopper
 from windowpane.modeling.triton.launch import processors_of
 
@@ -20,10 +29,9 @@ STEP_INPUTS = 256
 LONG_STEPS = 8  # of which each warp has one
 PART_OUTPUTS = {TALL: 128, GATED: 64, LONG: 16}
 PORTION_BYTES = 128 * (128 + 16)
-STAGES = 3
-# Inputs are held [groups, 32] at a time, a power of two of them.
-AT_ONCE_GROUPS = 256
-DIGIT_BYTES = 2 * (32 + 4 + 4)  # of a group
+# Turns that are on their way. More of them make what programs leave for each other wait behind weights.
+STAGES = 2
+DIGIT_BYTES = 2 * (32 + 4)  # of a group
 SHARED_BYTES = 227 * 1024
 OTHER_SHARED_BYTES = 4096  # sums that meet, and what the compiler needs for reductions
 MOST_PARTS = 12  # whose sums a thread can hold
@@ -48,8 +56,8 @@ def cut(outputs: int, inputs: int, programs: int, *, gated: bool = False) -> Cut
 
 def _cut(form: int, share: int, steps: int) -> Cut:
     parts = ceil_div(share, PART_OUTPUTS[form])
-    if parts == 1 and form == TALL:
-        return Cut(form, 1, ceil_div(steps, AT_A_TURN))
+    if parts == 1 and form == TALL and steps % AT_A_TURN == 0:
+        return Cut(form, 1, steps // AT_A_TURN)
     parts = ceil_div(parts, AT_A_TURN) * AT_A_TURN
     return Cut(form, parts, parts // AT_A_TURN * steps)
 
@@ -81,7 +89,8 @@ class ChainScratch:
     """What programs leave for each other; chains of a device run one after the other and share it."""
 
     def __init__(self, width: int, inner_width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.middle, self.out, self.down = torch.empty(3, width, dtype=dtype, device=device)
+        self.middle = torch.empty(width, dtype=dtype, device=device)
+        self.out, self.down = torch.zeros(2, width, dtype=torch.int32, device=device)
         self.inner = torch.empty(inner_width, dtype=dtype, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -97,7 +106,7 @@ def is_chain(links: Links, dtype: torch.dtype, programs: int) -> bool:
     cuts = _cuts(links, programs)
     if cuts[0].form != LONG or cuts[2].form != LONG or len(links.out) > MOST_WIDTH:
         return False
-    ahead_is_one_product = all(c.turns >= STAGES - 1 for c in cuts)
+    ahead_is_one_product = all(c.turns >= STAGES for c in cuts)
     return ahead_is_one_product and max(c.parts for c in cuts) <= MOST_PARTS and _shared_bytes(links) <= SHARED_BYTES
 
 

@@ -9,13 +9,19 @@ between products all programs wait for each other.
 
 There is a program for each multiprocessor, and it has whole outputs of every product to itself: no sum is shared
 between programs, and none depends on timing. Weights come in portions of 128 rows by 256 inputs through a ring in
-shared memory, three portions at a turn. Of a *tall* portion the rows are outputs, 16 to each of 8 warps. Of a *long*
-one there are 16 outputs, and each warp has inputs of its own; their sums meet at the end.
+shared memory, three portions at a turn. Of a *tall* portion the rows are outputs, 16 to each of 8 warps; a *gated* one
+has 64 of the gate and the same 64 of what it gates. Of a *long* one there are 16 outputs, and each warp has inputs of
+its own; their sums meet at the end.
 
-Tensor cores take 16 outputs by 16 inputs and have 8 columns for rows of activations, of which there is one. Each column
-has one of the 8 groups of a portion's inputs instead, and nothing for the others. Sums then need their scale once in a
-portion. Values of weights are taken as 128 + q, since that is how they come out of a register: the sums begin with
--136 times the sum of their inputs.
+Reading is what takes time, but only as long as a weight costs little more than an instruction. Tensor cores for bytes
+need two for eight weights: a mask leaves four of them. Activations become two digits of seven bits, with a power of two
+for each group of 32 inputs, which is exact but for the smallest (`_hold`). Tensor cores have 8 columns for rows of
+activations, and here is one row: each column has one digit of one of a block's four groups, so that a block's sums meet
+their scales once. Sums start as a float32 whose lowest bits they are.
+
+Programs meet at a counter. What they leave behind `out` and `down` goes without a fence, which would wait for all the
+weights that are on their way as well: each value has a tag of its barrier beside it, and who finds another one looks
+again.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -34,20 +40,22 @@ AT_A_TURN = 3
 WARPS = 8
 # Inputs are held in pieces of so many groups of 32: one step of a long portion.
 PIECE_GROUPS = 64
+AT_ONCE_GROUPS = 256  # of what other programs left
 BARRIERS = 3  # of a launch
 
 _GATED = gl.constexpr(GATED)
 _LONG = gl.constexpr(LONG)
 _AT_A_TURN = gl.constexpr(AT_A_TURN)
 _PIECE = gl.constexpr(PIECE_GROUPS)
+_AT_ONCE = gl.constexpr(AT_ONCE_GROUPS)
 _BARRIERS = gl.constexpr(BARRIERS)
 
-# The lower and the upper four bits of four bytes.
+# The lower and the upper four bits of four bytes, each q as 16 · (q - 8).
 _TAKE = gl.constexpr("""{
 .reg .b32 t;
-and.b32 $0, $2, 0x0f0f0f0f;
-shr.u32 t, $2, 4;
-and.b32 $1, t, 0x0f0f0f0f;
+shl.b32 t, $2, 4;
+lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a;
+lop3.b32 $1, $2, 0xf0f0f0f0, 0x80808080, 0x6a;
 }""")
 # A float32 of which the lowest bits are an integer plus 2**22.
 _MAGIC = gl.constexpr(0x4B400000)
@@ -55,9 +63,11 @@ _MAGIC_VALUE = gl.constexpr(12582912.0)
 
 
 @gluon.jit
-def _places_of(r, first, INPUTS: gl.constexpr, FORM: gl.constexpr, GATE: gl.constexpr):
-    """Output and step of a portion's rows, of the first portion of all. Of gated ones, 8 of the gate and 8 of what they
-    gate come in turn, as tensor cores leave both in one thread; the latter are GATE outputs further on.
+def _rows_of(r, first, FORM: gl.constexpr, GATE: gl.constexpr):
+    """Output, row of the weight and step of a portion's rows, for the first portion of all.
+
+    Of gated ones, 8 of the gate and 8 of what they gate come in turn, as tensor cores leave both in one thread; the
+    latter are GATE rows further on.
     """
     if FORM == _LONG:
         return first + r % 16, first + r % 16, r // 16
@@ -75,13 +85,13 @@ def _prepare(U, S, first, INPUTS: gl.constexpr, FORM: gl.constexpr, GATE: gl.con
     by_units: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     by_scales: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
     r = gl.arange(0, 128, gl.SliceLayout(1, by_units))
-    n, place, step = _places_of(r, first, INPUTS, FORM, GATE)
+    n, row, step = _rows_of(r, first, FORM, GATE)
     c = gl.arange(0, 64, gl.SliceLayout(0, by_units))
-    units_at = U + ((place * (INPUTS // 4) + step * 64)[:, None] + c[None, :])
+    units_at = U + ((row * (INPUTS // 4) + step * 64)[:, None] + c[None, :])
     r = gl.arange(0, 128, gl.SliceLayout(1, by_scales))
-    n2, place, step2 = _places_of(r, first, INPUTS, FORM, GATE)
+    n2, row, step2 = _rows_of(r, first, FORM, GATE)
     c = gl.arange(0, 8, gl.SliceLayout(0, by_scales))
-    scales_at = S + ((place * (INPUTS // 32) + step2 * 8)[:, None] + c[None, :])
+    scales_at = S + ((row * (INPUTS // 32) + step2 * 8)[:, None] + c[None, :])
     return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None]
 
 
@@ -118,57 +128,70 @@ def _fetch(source, units, scales, slot, turn, last, INPUTS: gl.constexpr, FORM: 
 
 
 @gluon.jit
-def _add_portion(sums, begin, x, factors, units, scales, slot, FORM: gl.constexpr):
-    """`begin`: what tensor cores begin with, `x` and `factors`: their other operands and what they stand for."""
-    layout: gl.constexpr = sums.type.layout
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+def _load_portion(units, scales, slot, FORM: gl.constexpr):
+    """Units as operands and scales as the sums need them, for each half of both blocks and for each block."""
     STAGES: gl.constexpr = units.type.shape[0]
     if FORM == _LONG:
-        units = units._reinterpret(gl.int8, [STAGES, 8, 16, 128], gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0]))
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8])
+        pairs: gl.constexpr = gl.zeros([8, 16, 8], gl.float32, layout).reshape([8, 16, 4, 2]).type.layout
+        bytes = units._reinterpret(gl.int8, [STAGES, 8, 16, 128], gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0]))
         scales = scales._reinterpret(gl.bfloat16, [STAGES, 8, 16, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     else:
-        units = units._reinterpret(gl.int8, [STAGES, 128, 128], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8])
+        pairs: gl.constexpr = gl.zeros([128, 8], gl.float32, layout).reshape([128, 4, 2]).type.layout
+        bytes = units._reinterpret(gl.int8, [STAGES, 128, 128], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     LAST: gl.constexpr = 2 if FORM == _LONG else 1
+    found = ()
+    for half in gl.static_range(4):
+        found = found + (  # noqa: RUF005
+            bytes.index(slot).slice(half * 32, 32, dim=LAST).load(gl.DotOperandLayout(0, layout, 4)),
+        )
     for block in gl.static_range(2):
-        c = begin[block]
+        found = found + (  # noqa: RUF005
+            scales.index(slot).slice(block * 4, 4, dim=LAST).load(gl.SliceLayout(LAST + 1, pairs)),
+        )
+    return found
+
+
+@gluon.jit
+def _add_portion(sums, x, factors, portion, FORM: gl.constexpr):
+    """`x` and `factors`: the tensor cores' other operands and what they stand for."""
+    for block in gl.static_range(2):
+        c = gl.full(sums.type.shape, _MAGIC, gl.int32, sums.type.layout)
         for half in gl.static_range(2):
-            u = units.index(slot).slice(block * 64 + half * 32, 32, dim=LAST).load(operand)
             low, high = gl.inline_asm_elementwise(
-                _TAKE, "=&r,=&r,r", [u], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+                _TAKE, "=&r,=&r,r", [portion[block * 2 + half]], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
             )
             c = mma_v2(low, x[block * 4 + half * 2], c)
             c = mma_v2(high, x[block * 4 + half * 2 + 1], c)
-        scale = _scales_of(scales.index(slot).slice(block * 4, 4, dim=LAST), sums, FORM)
+        scale = _for_columns(portion[4 + block].to(gl.float32), sums, FORM)
         sums += (c.to(gl.float32, bitcast=True) - _MAGIC_VALUE) * (scale * factors[block])
     return sums
 
 
 @gluon.jit
-def _scales_of(scales, sums, FORM: gl.constexpr):
-    """Scales of a block […, 4] for pairs of columns."""
+def _for_columns(scales, sums, FORM: gl.constexpr):
+    """A block's scales […, 4] for pairs of columns."""
     if FORM == _LONG:
         pairs = gl.reshape(sums, [8, 16, 4, 2])
-        s = scales.load(gl.SliceLayout(3, pairs.type.layout)).to(gl.float32)
-        s, _p = gl.broadcast(gl.expand_dims(s, 3), pairs)
-        return gl.convert_layout(gl.reshape(s, [8, 16, 8]), sums.type.layout, assert_trivial=True)
+        scales, _p = gl.broadcast(gl.expand_dims(scales, 3), pairs)
+        return gl.convert_layout(gl.reshape(scales, [8, 16, 8]), sums.type.layout, assert_trivial=True)
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
         pairs = gl.reshape(sums, [128, 4, 2])
-        s = scales.load(gl.SliceLayout(2, pairs.type.layout)).to(gl.float32)
-        s, _p = gl.broadcast(gl.expand_dims(s, 2), pairs)
-        return gl.convert_layout(gl.reshape(s, [128, 8]), sums.type.layout, assert_trivial=True)
+        scales, _p = gl.broadcast(gl.expand_dims(scales, 2), pairs)
+        return gl.convert_layout(gl.reshape(scales, [128, 8]), sums.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def _inputs_of(inputs, step, FORM: gl.constexpr):
-    """Of a step: what tensor cores begin with, their operands, and what these stand for, block by block."""
-    digits, begins, factors = inputs
+    """Of a step: operands for tensor cores, and what these stand for, block by block."""
+    digits, factors = inputs
     PIECES: gl.constexpr = digits.type.shape[0]
     if FORM == _LONG:
         layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8])
         operand: gl.constexpr = gl.DotOperandLayout(1, layout, 4)
         flat: gl.constexpr = gl.SliceLayout(1, layout)
         own = digits._reinterpret(gl.int8, [PIECES, 8, 16, 32], gl.SwizzledSharedLayout(16, 4, 2, [2, 1, 0]))
-        own_begins = begins._reinterpret(gl.int32, [PIECES, 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         own_factors = factors._reinterpret(gl.float32, [PIECES, 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
         every = gl.zeros([8, 16, 8], gl.float32, layout)
@@ -177,7 +200,6 @@ def _inputs_of(inputs, step, FORM: gl.constexpr):
         operand: gl.constexpr = gl.DotOperandLayout(1, layout, 4)
         flat: gl.constexpr = gl.SliceLayout(0, layout)
         own = digits._reinterpret(gl.int8, [PIECES * 8, 16, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
-        own_begins = begins._reinterpret(gl.int32, [PIECES * 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         own_factors = factors._reinterpret(gl.float32, [PIECES * 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         column = gl.arange(0, 8, gl.SliceLayout(0, operand))[None, :]
         every = gl.zeros([128, 8], gl.float32, layout)
@@ -189,7 +211,6 @@ def _inputs_of(inputs, step, FORM: gl.constexpr):
     first = gl.where(span // 2 == 0, 0x4140, 0x1404)
     second = gl.where(span // 2 == 0, 0x4342, 0x3424)
     x = ()
-    begin = ()
     factor = ()
     for block in gl.static_range(2):
         z = own.index(step).slice(block * 8, 8, dim=ROW)
@@ -202,40 +223,41 @@ def _inputs_of(inputs, step, FORM: gl.constexpr):
                     "prmt.b32 $0, $1, 0, $2;", "=r,r,r,r,r,r", [z, pick], dtype=gl.int8, is_pure=True, pack=4
                 )
                 x = x + (own_x,)  # noqa: RUF005
-        b = gl.expand_dims(own_begins.index(step).slice(block * 8, 8, dim=ROW).load(flat), ROW)
         f = gl.expand_dims(own_factors.index(step).slice(block * 8, 8, dim=ROW).load(flat), ROW)
-        b, _e = gl.broadcast(b, every)
         f, _e = gl.broadcast(f, every)
-        begin = begin + (b,)  # noqa: RUF005
         factor = factor + (f,)  # noqa: RUF005
-    return begin, x, factor
+    return x, factor
 
 
 @gluon.jit
 def _turn(
-    source, next_source, units, scales, i, last, next_last, TURNS: gl.constexpr, BEFORE: gl.constexpr,
-    INPUTS: gl.constexpr, FORM: gl.constexpr, PARTS: gl.constexpr, NEXT_INPUTS: gl.constexpr, NEXT_FORM: gl.constexpr,
+    source, next_source, units, scales, i, last, next_last, BEFORE: gl.constexpr, INPUTS: gl.constexpr,
+    FORM: gl.constexpr, PARTS: gl.constexpr, NEXT_INPUTS: gl.constexpr, NEXT_FORM: gl.constexpr,
     NEXT_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Wait for the portions of turn `i` and ask for later ones; returns where in the ring they are."""
+    """The portions of turn `i` in registers; their places in the ring go to the turn that is STAGES further on."""
     STAGES: gl.constexpr = units[0].type.shape[0]
-    async_copy.wait_group(STAGES - 2)
-    # Portions are there for all, and the places of those before are free.
-    gl.thread_barrier()
-    ahead = i + STAGES - 1
-    slot = (BEFORE + ahead) % STAGES
+    TURNS: gl.constexpr = _turns(INPUTS, FORM, PARTS)
+    slot = (BEFORE + i) % STAGES
+    async_copy.wait_group(STAGES - 1)
+    gl.thread_barrier()  # portions are there for all
+    portions = ()
+    for j in gl.static_range(_AT_A_TURN):
+        portions = portions + (_load_portion(units[j], scales[j], slot, FORM),)  # noqa: RUF005
+    gl.thread_barrier()  # their places are free
+    ahead = i + STAGES
     if ahead < TURNS:
         _fetch(source, units, scales, slot, ahead, last, INPUTS, FORM, PARTS)
     elif NEXT_PARTS > 0:
         _fetch(next_source, units, scales, slot, ahead - TURNS, next_last, NEXT_INPUTS, NEXT_FORM, NEXT_PARTS)
     async_copy.commit_group()
-    return (BEFORE + i) % STAGES
+    return portions
 
 
 @gluon.jit
 def _product(
-    source, next_source, units, scales, inputs, last, next_last, BEFORE: gl.constexpr,
-    INPUTS: gl.constexpr, FORM: gl.constexpr, PARTS: gl.constexpr, NEXT_INPUTS: gl.constexpr, NEXT_FORM: gl.constexpr,
+    source, next_source, units, scales, inputs, last, next_last, BEFORE: gl.constexpr, INPUTS: gl.constexpr,
+    FORM: gl.constexpr, PARTS: gl.constexpr, NEXT_INPUTS: gl.constexpr, NEXT_FORM: gl.constexpr,
     NEXT_PARTS: gl.constexpr,
 ):  # fmt: skip
     """The sums of this program's outputs, part by part. BEFORE: turns of the products before."""
@@ -247,27 +269,27 @@ def _product(
     if PARTS == 1:
         total = zero
         for i in range(TURNS):
-            slot = _turn(
-                source, next_source, units, scales, i, last, next_last, TURNS, BEFORE, INPUTS, FORM, PARTS, NEXT_INPUTS,
+            portions = _turn(
+                source, next_source, units, scales, i, last, next_last, BEFORE, INPUTS, FORM, PARTS, NEXT_INPUTS,
                 NEXT_FORM, NEXT_PARTS,
             )  # fmt: skip
             for j in gl.static_range(_AT_A_TURN):
-                begin, x, factors = _inputs_of(inputs, i * _AT_A_TURN + j, FORM)
-                total = _add_portion(total, begin, x, factors, units[j], scales[j], slot, FORM)
+                x, factors = _inputs_of(inputs, i * _AT_A_TURN + j, FORM)
+                total = _add_portion(total, x, factors, portions[j], FORM)
         return (total,)
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
         TURNS_OF_STEP: gl.constexpr = PARTS // _AT_A_TURN
         sums = (zero,) * PARTS
         for step in range(TURNS // TURNS_OF_STEP):
-            begin, x, factors = _inputs_of(inputs, step, FORM)
+            x, factors = _inputs_of(inputs, step, FORM)
             more = ()
             for t in gl.static_range(TURNS_OF_STEP):
-                slot = _turn(
-                    source, next_source, units, scales, step * TURNS_OF_STEP + t, last, next_last, TURNS, BEFORE,
-                    INPUTS, FORM, PARTS, NEXT_INPUTS, NEXT_FORM, NEXT_PARTS,
+                portions = _turn(
+                    source, next_source, units, scales, step * TURNS_OF_STEP + t, last, next_last, BEFORE, INPUTS,
+                    FORM, PARTS, NEXT_INPUTS, NEXT_FORM, NEXT_PARTS,
                 )  # fmt: skip
                 for j in gl.static_range(_AT_A_TURN):
-                    total = _add_portion(sums[t * _AT_A_TURN + j], begin, x, factors, units[j], scales[j], slot, FORM)
+                    total = _add_portion(sums[t * _AT_A_TURN + j], x, factors, portions[j], FORM)
                     more = more + (total,)  # noqa: RUF005
             sums = more
         return sums
@@ -288,30 +310,30 @@ def _next_power(x):
 
 @gluon.jit
 def _hold(piece, x, inputs):
-    """Inputs of a product [groups, 32] as two digits each: eight bits, and eight more behind them."""
-    digits, begins, factors = inputs
+    """Inputs of a product [groups, 32] as two digits each: seven bits, and seven more behind them.
+
+    What is no smaller than a 64th of the largest of its group is held exactly, all else as finely as that.
+    """
+    digits, factors = inputs
     GROUPS: gl.constexpr = x.type.shape[0]
     SAME: gl.constexpr = digits.type.shape[0] * _PIECE // GROUPS
     x = x.to(gl.float32)
-    largest = gl.max(gl.abs(x), 1)
-    # The power of two that takes the largest to [64, 128).
-    exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 16)
-    factor = ((exponent - 6) << 23).to(gl.float32, bitcast=True)
-    up = ((260 - exponent) << 23).to(gl.float32, bitcast=True)
+    # The power of two that takes the largest to [32, 64). Operands are 16 times their weights.
+    exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23, 16)
+    factor = ((exponent - 9) << 23).to(gl.float32, bitcast=True)
+    up = ((259 - exponent) << 23).to(gl.float32, bitcast=True)
     scaled = x * gl.expand_dims(up, 1)
-    first = gl.minimum(scaled, 127.0) + _MAGIC_VALUE
-    second = gl.minimum((scaled - (first - _MAGIC_VALUE)) * 128.0, 127.0) + _MAGIC_VALUE
-    first = first.to(gl.int32, bitcast=True)
-    second = second.to(gl.int32, bitcast=True)
-    both = gl.join(first.to(gl.int8), second.to(gl.int8))
+    first = scaled + _MAGIC_VALUE
+    second = scaled * 128.0 + (_MAGIC_VALUE - (first - _MAGIC_VALUE) * 128.0)
+    both = gl.join(
+        first.to(gl.int32, bitcast=True).to(gl.int8),
+        second.to(gl.int32, bitcast=True).to(gl.int8),
+    )
     # Unit 16 · half + 8 · q + 2 · i + c goes to byte 16 · q + 4 · i + 2 · half + c.
     both = gl.reshape(both, [GROUPS, 2, 2, 4, 2, 2])
     both = gl.reshape(gl.permute(both, (0, 5, 2, 3, 1, 4)), [2 * GROUPS, 32])
     to = digits._reinterpret(gl.int8, [SAME, 2 * GROUPS, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
     to.index(piece).store(both)
-    sums = gl.join(gl.sum(first - _MAGIC, 1), gl.sum(second - _MAGIC, 1))
-    to = begins._reinterpret(gl.int32, [SAME, 2 * GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    to.index(piece).store(gl.reshape(_MAGIC - 8 * sums, [2 * GROUPS]))
     to = factors._reinterpret(gl.float32, [SAME, 2 * GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     to.index(piece).store(gl.reshape(gl.join(factor, factor * 0.0078125), [2 * GROUPS]))
 
@@ -321,7 +343,7 @@ def _by_groups(groups):
     """Eight inputs of a group to a thread, such that their digits are eight bytes in a row."""
     bits = [2**i for i in range(6, groups.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 16], [0, 2], *([bit, 0] for bit in bits)],
+        reg_bases=[[0, 1], [0, 2], [0, 16], *([bit, 0] for bit in bits)],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[8, 0], [16, 0], [32, 0]],
         block_bases=[],
@@ -340,31 +362,64 @@ def _places(GROUPS: gl.constexpr):
 
 @gluon.jit
 def _hold_all(X, inputs, INPUTS: gl.constexpr):
-    """X [INPUTS], written by others before the barrier."""
-    AT_ONCE: gl.constexpr = 256
-    COUNT: gl.constexpr = (INPUTS // 32 + AT_ONCE - 1) // AT_ONCE
-    at = _places(AT_ONCE)
+    """X [INPUTS], written by others before the barrier, and zeros behind it."""
+    COUNT: gl.constexpr = (INPUTS // 32 + _AT_ONCE - 1) // _AT_ONCE
+    at = _places(_AT_ONCE)
     found = ()
     for i in gl.static_range(COUNT):
-        place = i * (AT_ONCE * 32) + at
+        place = i * (_AT_ONCE * 32) + at
         found = found + (gl.load(X + place, mask=place < INPUTS, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
     for i in gl.static_range(COUNT):
         _hold(i, found[i], inputs)
 
 
 @gluon.jit
-def _normed(x, eps, WIDTH: gl.constexpr):
-    return x * gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / WIDTH + eps)
+def _add_all(a0, b0, c0, d0, e0, a1, b1, c1, d1, e1):
+    return a0 + a1, b0 + b1, c0 + c1, d0 + d1, e0 + e1
 
 
 @gluon.jit
-def _residual(X, hidden, post_weight, at, eps, WIDTH: gl.constexpr):
-    """hidden + X, normed before where there is a weight; rounded like `norms.residual_norm`."""
+def _sums(AT, tag, inside, before, post_weight, COUNT: gl.constexpr):
+    """What others left at `AT`, times its weight, and the sums that norms take; how many have another tag."""
+    word = gl.load(AT, mask=inside, other=0, volatile=True)
+    missing = gl.where(inside & (word & 0xFFFF != tag), 1.0, 0.0)
+    x = gl.where(inside, word & -65536, 0).to(gl.float32, bitcast=True)
+    weighted = x if post_weight is None else x * post_weight
+    own, x2, both, hidden2, missing = gl.reduce(
+        (
+            gl.reshape(x * x, [COUNT]),
+            gl.reshape(weighted * weighted, [COUNT]),
+            gl.reshape(weighted * before, [COUNT]),
+            gl.reshape(before * before, [COUNT]),
+            gl.reshape(missing, [COUNT]),
+        ),
+        0,
+        _add_all,
+    )
+    return weighted, own, x2, both, hidden2, missing
+
+
+@gluon.jit
+def _residual_norm(AT, tag, inside, hidden, post_weight, SCALAR, weight, eps, WIDTH: gl.constexpr):
+    """hidden + x, normed before where there is a weight for it and times the scalar behind; and its own norm.
+
+    Rounded like `norms.residual_norm`, but all sums are made at once: squares of a sum are those of its terms and twice
+    their product.
+    """
     dtype: gl.constexpr = hidden.dtype
-    x = gl.load(X + at, mask=at < WIDTH, other=0.0, cache_modifier=".cg").to(gl.float32)
-    if post_weight is not None:
-        x = (_normed(x, eps, WIDTH) * post_weight).to(dtype).to(gl.float32)
-    return (hidden.to(gl.float32) + x).to(dtype)
+    COUNT: gl.constexpr = hidden.type.shape[0] * 32
+    before = hidden.to(gl.float32)
+    weighted, own, x2, both, hidden2, missing = _sums(AT, tag, inside, before, post_weight, COUNT)
+    while missing > 0.0:
+        weighted, own, x2, both, hidden2, missing = _sums(AT, tag, inside, before, post_weight, COUNT)
+    scale = 1.0 if post_weight is None else gl.rsqrt(own / WIDTH + eps)
+    hidden = (before + (weighted * scale).to(dtype).to(gl.float32)).to(dtype)
+    square = hidden2 + scale * (2 * both + scale * x2)
+    if SCALAR is not None:
+        factor = gl.load(SCALAR).to(gl.float32)
+        hidden = (hidden.to(gl.float32) * factor).to(dtype)
+        square *= factor * factor
+    return hidden, (hidden.to(gl.float32) * gl.rsqrt(square / WIDTH + eps) * weight).to(dtype)
 
 
 @gluon.jit
@@ -381,13 +436,27 @@ def _arrive(COUNT):
 
 
 @gluon.jit
+def _arrive_early(COUNT):
+    """Results are on their way and have their tag: nothing waits for them, nor for weights on their way here."""
+    gl.thread_barrier()
+    gl.atomic_add(COUNT, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
 def _await(COUNT, target):
     while _now(COUNT) < target:
         pass
 
 
 @gluon.jit
-def _store(OUT, sums, meeting, first, last, FORM: gl.constexpr, PARTS: gl.constexpr):
+def _tagged(x, tag):
+    """bfloat16 in the upper half of a word, and a tag of the barrier in the lower half."""
+    return x.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16 | tag
+
+
+@gluon.jit
+def _store(OUT, sums, meeting, tag, first, last, FORM: gl.constexpr, PARTS: gl.constexpr):
+    """With a `tag`, as words."""
     if FORM == _LONG:
         for t in gl.static_range(PARTS // _AT_A_TURN):
             # Warps' sums meet, of three parts at once.
@@ -401,7 +470,8 @@ def _store(OUT, sums, meeting, first, last, FORM: gl.constexpr, PARTS: gl.conste
             odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout)))[None, None, :]
             part = odd * 2 + even
             n = first + (t * _AT_A_TURN + part) * 16 + m
-            gl.store(OUT + n, total.to(gl.bfloat16), mask=(n < last) & (part < _AT_A_TURN))
+            result = total.to(gl.bfloat16) if tag is None else _tagged(total, tag)
+            gl.store(OUT + n, result, mask=(n < last) & (part < _AT_A_TURN))
     else:
         for part in gl.static_range(PARTS):
             total = gl.sum(sums[part], 1)
@@ -430,9 +500,9 @@ def _share(outputs):
 def chain_kernel(
     ATTENDED, HIDDEN, MIDDLE, OUT, INNER, DOWN, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
     POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, COUNT, next_outputs, eps,
-    ATTENDED_WIDTH: gl.constexpr, WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr, PARTS: gl.constexpr,
-    GATE_PARTS: gl.constexpr, NEXT_PARTS: gl.constexpr, NEXT_FORM: gl.constexpr, PIECES: gl.constexpr,
-    STAGES: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
+    ATTENDED_WIDTH: gl.constexpr, WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr,
+    PARTS: gl.constexpr, GATE_PARTS: gl.constexpr, NEXT_PARTS: gl.constexpr, NEXT_FORM: gl.constexpr,
+    PIECES: gl.constexpr, STAGES: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """MIDDLE is the residual stream between attention and MLP, OUT, INNER and DOWN what products leave. NEXT becomes
     the next layer's projections, or without NEXT_U the last norm. COUNT counts arrivals, of this launch and all before.
@@ -450,24 +520,23 @@ def chain_kernel(
         )
     inputs = (
         gl.allocate_shared_memory(gl.int8, [PIECES, 2 * _PIECE, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0])),
-        gl.allocate_shared_memory(gl.int32, [PIECES, 2 * _PIECE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [PIECES, 2 * _PIECE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     meeting = gl.allocate_shared_memory(gl.float32, [8, 16, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    WIDTH_GROUPS: gl.constexpr = _next_power(WIDTH // 32)
     OUT_TURNS: gl.constexpr = _turns(ATTENDED_WIDTH, _LONG, PARTS)
     GATE_TURNS: gl.constexpr = _turns(WIDTH, _GATED, GATE_PARTS)
     DOWN_TURNS: gl.constexpr = _turns(INNER_WIDTH, _LONG, PARTS)
-    WIDTH_GROUPS: gl.constexpr = _next_power(WIDTH // 32)
     first, last = _share(WIDTH)
     inner_first, inner_last = _share(INNER_WIDTH)
     next_first, next_last = _share(next_outputs)
-    out_source = _prepare(OUT_U, OUT_S, first, ATTENDED_WIDTH, _LONG, 0)
     if PDL:
         gdc_launch_dependents()
-    for turn in gl.static_range(STAGES - 1):
-        _fetch(out_source, units, scales, turn, turn, last, ATTENDED_WIDTH, _LONG, PARTS)
+    source = _prepare(OUT_U, OUT_S, first, ATTENDED_WIDTH, _LONG, 0)
+    for turn in gl.static_range(STAGES):
+        _fetch(source, units, scales, turn, turn, last, ATTENDED_WIDTH, _LONG, PARTS)
         async_copy.commit_group()
-    gate_source = _prepare(GATE_U, GATE_S, inner_first, WIDTH, _GATED, INNER_WIDTH)
+    next_source = _prepare(GATE_U, GATE_S, inner_first, WIDTH, _GATED, INNER_WIDTH)
     at = _places(WIDTH_GROUPS)
     inside = at < WIDTH
     if PDL:
@@ -476,60 +545,63 @@ def chain_kernel(
     target = _now(COUNT) // (_BARRIERS * programs) * (_BARRIERS * programs) + programs
     _hold_all(ATTENDED, inputs, ATTENDED_WIDTH)
     sums = _product(
-        out_source, gate_source, units, scales, inputs, last, inner_last, 0, ATTENDED_WIDTH, _LONG, PARTS,
-        WIDTH, _GATED, GATE_PARTS,
+        source, next_source, units, scales, inputs, last, inner_last, 0, ATTENDED_WIDTH, _LONG, PARTS, WIDTH, _GATED,
+        GATE_PARTS,
     )  # fmt: skip
-    _store(OUT, sums, meeting, first, last, _LONG, PARTS)
-    _arrive(COUNT)
+    tag = (target // programs).to(gl.int32) & 0xFFFF
+    _store(OUT, sums, meeting, tag, first, last, _LONG, PARTS)
+    _arrive_early(COUNT)
+
+    source = next_source
+    next_source = _prepare(DOWN_U, DOWN_S, first, INNER_WIDTH, _LONG, 0)
     # What does not depend on others is loaded before they are waited for.
-    down_source = _prepare(DOWN_U, DOWN_S, first, INNER_WIDTH, _LONG, 0)
     hidden = gl.load(HIDDEN + at, mask=inside, other=0.0, cache_modifier=".cg")
     post_weight = POST_WEIGHT
     if POST_WEIGHT is not None:
         post_weight = gl.load(POST_WEIGHT + at, mask=inside, other=0.0)
     weight = gl.load(PRE_WEIGHT + at, mask=inside, other=0.0)
     _await(COUNT, target)
-    hidden = _residual(OUT, hidden, post_weight, at, eps, WIDTH)
+    hidden, normed = _residual_norm(OUT + at, tag, inside, hidden, post_weight, None, weight, eps, WIDTH)
+    _hold(0, normed, inputs)
     if gl.program_id(0) == 0:
         gl.store(MIDDLE + at, hidden, mask=inside)
-    _hold(0, (_normed(hidden.to(gl.float32), eps, WIDTH) * weight).to(gl.bfloat16), inputs)
     sums = _product(
-        gate_source, down_source, units, scales, inputs, inner_last, last, OUT_TURNS, WIDTH, _GATED,
-        GATE_PARTS, INNER_WIDTH, _LONG, PARTS,
+        source, next_source, units, scales, inputs, inner_last, last, OUT_TURNS, WIDTH, _GATED, GATE_PARTS, INNER_WIDTH,
+        _LONG, PARTS,
     )  # fmt: skip
     _store_gated(INNER, sums, inner_first, inner_last, GATE_PARTS, GELU)
     _arrive(COUNT)
-    next_source = down_source
+
+    source = next_source
     if NEXT_PARTS > 0:
         next_source = _prepare(NEXT_U, NEXT_S, next_first, WIDTH, NEXT_FORM, 0)
     _await(COUNT, target + programs)
     _hold_all(INNER, inputs, INNER_WIDTH)
     sums = _product(
-        down_source, next_source, units, scales, inputs, last, next_last, OUT_TURNS + GATE_TURNS,
-        INNER_WIDTH, _LONG, PARTS, WIDTH, NEXT_FORM, NEXT_PARTS,
+        source, next_source, units, scales, inputs, last, next_last, OUT_TURNS + GATE_TURNS, INNER_WIDTH, _LONG, PARTS,
+        WIDTH, NEXT_FORM, NEXT_PARTS,
     )  # fmt: skip
-    _store(DOWN, sums, meeting, first, last, _LONG, PARTS)
-    _arrive(COUNT)
+    tag = (target // programs + 2).to(gl.int32) & 0xFFFF
+    _store(DOWN, sums, meeting, tag, first, last, _LONG, PARTS)
+    _arrive_early(COUNT)
+
     hidden = gl.load(MIDDLE + at, mask=inside, other=0.0, cache_modifier=".cg")
     post_weight = POST_MLP_WEIGHT
     if POST_MLP_WEIGHT is not None:
         post_weight = gl.load(POST_MLP_WEIGHT + at, mask=inside, other=0.0)
     weight = gl.load(NEXT_WEIGHT + at, mask=inside, other=0.0)
     _await(COUNT, target + 2 * programs)
-    hidden = _residual(DOWN, hidden, post_weight, at, eps, WIDTH)
-    if SCALAR is not None:
-        hidden = (hidden.to(gl.float32) * gl.load(SCALAR).to(gl.float32)).to(hidden.dtype)
+    hidden, normed = _residual_norm(DOWN + at, tag, inside, hidden, post_weight, SCALAR, weight, eps, WIDTH)
     if gl.program_id(0) == 0:
         gl.store(HIDDEN + at, hidden, mask=inside)
-    normed = (_normed(hidden.to(gl.float32), eps, WIDTH) * weight).to(gl.bfloat16)
     if NEXT_PARTS == 0:
         if gl.program_id(0) == 0:
             gl.store(NEXT + at, normed, mask=inside)
     else:
         _hold(0, normed, inputs)
         sums = _product(
-            next_source, next_source, units, scales, inputs, next_last, 0,
-            OUT_TURNS + GATE_TURNS + DOWN_TURNS, WIDTH, NEXT_FORM, NEXT_PARTS, WIDTH, NEXT_FORM, 0,
+            next_source, next_source, units, scales, inputs, next_last, 0, OUT_TURNS + GATE_TURNS + DOWN_TURNS, WIDTH,
+            NEXT_FORM, NEXT_PARTS, WIDTH, NEXT_FORM, 0,
         )  # fmt: skip
-        _store(NEXT, sums, meeting, next_first, next_last, NEXT_FORM, NEXT_PARTS)
+        _store(NEXT, sums, meeting, None, next_first, next_last, NEXT_FORM, NEXT_PARTS)
     async_copy.wait_group(0)

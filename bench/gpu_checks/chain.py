@@ -1,0 +1,154 @@
+"""The launch that has all int4 products between two layers' attention, on a GPU: against float64, and timed.
+
+Its error may be 1.5 times that of plain torch over dequantised matrices in bf16.
+
+    python3 -m bench.gpu_checks.chain      timings beside the same products as launches of their own
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+
+from bench.gpu_checks.fused import ALLOWED, CUDA, EPS, Checks, values
+from bench.gpu_checks.quantized import random_weight, relative
+from bench.spike.measure import microseconds
+from windowpane.bench.measure import roof_bytes_per_second
+from windowpane.modeling.ops import ACTIVATIONS
+from windowpane.modeling.triton.chain import ChainScratch, Links, has_chain, run_chain
+from windowpane.modeling.triton.norms import residual_norm
+from windowpane.modeling.triton.packed import packed_gated, packed_linear
+
+BF16 = torch.bfloat16
+REPLAYS = 50
+
+# What is attended, the width, what is inside, and the next layer's projections: of Gemma 4 31B, then others.
+SHAPES = {
+    "31B sliding": (8192, 5376, 21504, 16384),
+    "31B before a full layer": (8192, 5376, 21504, 18432),
+    "31B full": (16384, 5376, 21504, 16384),
+    "31B last": (16384, 5376, 21504, 0),
+    "small": (4096, 2304, 8192, 6144),
+    "odd": (5120, 2560, 9728, 3333),
+}
+
+
+def checks() -> Checks:
+    return [
+        *((f"layer chain {name}", partial(compare, name)) for name in SHAPES),
+        ("layer chain without norms between, silu", partial(compare, "31B sliding", plain=True)),
+    ]
+
+
+def random_links(attended: int, width: int, inner: int, following: int, *, plain: bool = False) -> Links:
+    """`plain`: no norms behind products, no scalar, silu."""
+
+    def norm() -> torch.Tensor:
+        return torch.rand(width, device=CUDA) + 0.5
+
+    weight = partial(random_weight, "int4 g32")
+    return Links(
+        out=weight(width, attended),
+        gate_up=weight(2 * inner, width),
+        down=weight(width, inner),
+        following=weight(following, width) if following else None,
+        post_attention_norm=None if plain else norm(),
+        pre_mlp_norm=norm(),
+        post_mlp_norm=None if plain else norm(),
+        next_norm=norm(),
+        scalar=None if plain else torch.full((1,), 0.7, dtype=BF16, device=CUDA),
+        eps=EPS,
+        gelu=not plain,
+    )
+
+
+def in_torch(attended: torch.Tensor, hidden: torch.Tensor, links: Links, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What follows and the residual stream, with matrices and results in `dtype`."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.double() if dtype == torch.float64 else x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + links.eps) * weight).to(dtype)
+
+    activation = ACTIVATIONS["gelu_pytorch_tanh" if links.gelu else "silu"]
+    attended, hidden = attended.to(dtype), hidden.to(dtype)
+    mixed = F.linear(attended, links.out.dequantize(dtype))
+    hidden = hidden + (mixed if links.post_attention_norm is None else norm(mixed, links.post_attention_norm))
+    gate, up = F.linear(norm(hidden, links.pre_mlp_norm), links.gate_up.dequantize(dtype)).chunk(2, -1)
+    mixed = F.linear(activation(gate) * up, links.down.dequantize(dtype))
+    hidden = hidden + (mixed if links.post_mlp_norm is None else norm(mixed, links.post_mlp_norm))
+    hidden = hidden if links.scalar is None else hidden * links.scalar.to(dtype)
+    result = norm(hidden, links.next_norm)
+    if links.following is not None:
+        result = F.linear(result, links.following.dequantize(dtype))
+    return [result, hidden]
+
+
+def compare(name: str, *, plain: bool = False) -> str:
+    links = random_links(*SHAPES[name], plain=plain)
+    if not has_chain(links, BF16):
+        return "not taken on this device"
+    attended, start = values(1, links.out.inputs), values(1, len(links.out))
+    exact = in_torch(attended, start, links, torch.float64)
+    torch_errors = [relative(x, e) for x, e in zip(in_torch(attended, start, links, BF16), exact, strict=True)]
+    scratch = ChainScratch(len(links.out), links.down.inputs, BF16, CUDA)
+    hidden = start.clone()
+    found = [run_chain(attended, hidden, links, scratch, pdl=False), hidden.clone()]
+    errors = [relative(x, e) for x, e in zip(found, exact, strict=True)]
+    for error, allowed in zip(errors, torch_errors, strict=True):
+        assert error <= ALLOWED * allowed, f"errors {errors}, torch {torch_errors}"
+    # Overlapped launches in a graph, each of which needs what the one before has left in the residual stream.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [run_chain(attended, hidden, links, scratch, pdl=True) for _ in range(4)]
+    last = None
+    for turn in range(REPLAYS):
+        hidden.copy_(start)
+        graph.replay()
+        assert torch.equal(results[0], found[0]), f"turn {turn} differs from the first launch"
+        assert last is None or torch.equal(results[-1], last), f"turn {turn} differs from the one before"
+        last = results[-1].clone()
+    return f"{errors[0]:.1e} (torch {torch_errors[0]:.1e})"
+
+
+def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links, pdl: bool) -> None:
+    """The same without a chain."""
+    mixed, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    inner = hidden.new_empty(1, links.down.inputs)
+    packed_linear(attended, links.out, mixed, pdl=pdl)
+    residual_norm(hidden, mixed, links.post_attention_norm, links.pre_mlp_norm, None, links.eps, normed, pdl=pdl)
+    packed_gated(normed, links.gate_up, inner, "gelu_pytorch_tanh" if links.gelu else "silu", pdl=pdl)
+    packed_linear(inner, links.down, mixed, pdl=pdl)
+    residual_norm(hidden, mixed, links.post_mlp_norm, links.next_norm, links.scalar, links.eps, normed, pdl=pdl)
+    if links.following is not None:
+        packed_linear(normed, links.following, hidden.new_empty(1, len(links.following)), pdl=pdl)
+
+
+def timings() -> None:
+    roof = roof_bytes_per_second(CUDA)
+    print(f"\n{'layer chain':26} {'µs':>6} {'TB/s':>5} {'of roof':>7} {'as launches':>11} {'overlapped':>10}")
+    for name in list(SHAPES)[:4]:
+        layers = [random_links(*SHAPES[name]) for _ in range(4)]  # far more than fits into L2
+        attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
+        scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA)
+        turns = cycle(layers)
+        took = microseconds(lambda: _once(attended, hidden, next(turns), scratch), repeat=8)  # noqa: B023
+        others = [
+            microseconds(lambda: as_launches(attended, hidden, next(turns), pdl), repeat=8)  # noqa: B023
+            for pdl in (False, True)
+        ]
+        rate = sum(w.nbytes for w in layers[0].weights) / took * 1e6
+        print(
+            f"{name:26} {took:6.1f} {rate / 1e12:5.2f} {rate / roof:7.1%} {others[0]:11.1f} {others[1]:10.1f}",
+            flush=True,
+        )
+
+
+def _once(attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch) -> None:
+    run_chain(attended, hidden, links, scratch, pdl=True)
+
+
+if __name__ == "__main__":
+    timings()

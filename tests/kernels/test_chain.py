@@ -1,0 +1,136 @@
+"""All products between two layers' attention in one launch, from the host's side: what is taken, how it is cut, if it
+compiles.
+
+The kernel has no interpreter; `python3 -m bench.gpu_check "layer chain"` checks it on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
+from windowpane.modeling.quantized import PackedWeight
+from windowpane.modeling.triton import chain
+from windowpane.modeling.triton.chain import ChainScratch, Links, cut, is_chain, run_chain
+from windowpane.modeling.triton.chain_kernel import AT_A_TURN, GATED, LONG, TALL
+from windowpane.models.packing import PackedForm
+
+BF16 = torch.bfloat16
+H200 = 132
+META = torch.device("meta")
+
+
+def weight(outputs: int, inputs: int, group: int = 32, zeros: bool = False, dtype: torch.dtype = BF16) -> PackedWeight:
+    return PackedWeight.empty(PackedForm("int4", outputs, inputs, group, has_zeros=zeros), dtype, META)
+
+
+def links(attended=8192, width=5376, inner=21504, following=16384, *, sandwich=True) -> Links:
+    norm = torch.zeros(width)
+    return Links(
+        out=weight(width, attended),
+        gate_up=weight(2 * inner, width),
+        down=weight(width, inner),
+        following=weight(following, width) if following else None,
+        post_attention_norm=norm if sandwich else None,
+        pre_mlp_norm=norm,
+        post_mlp_norm=norm if sandwich else None,
+        next_norm=norm,
+        scalar=torch.zeros(1, dtype=BF16) if sandwich else None,
+        eps=1e-6,
+        gelu=sandwich,
+    )
+
+
+class TestCuts:
+    @given(st.integers(1, 60_000), st.integers(1, 100).map(lambda n: 256 * n), st.integers(1, 200), st.booleans())
+    def test_turns_cover_every_output_of_a_program_and_every_input(self, outputs, inputs, programs, gated):
+        found = cut(outputs, inputs, programs, gated=gated)
+        most = max((p + 1) * outputs // programs - p * outputs // programs for p in range(programs))
+        assert found.parts * chain.PART_OUTPUTS[found.form] >= most
+        step = 256 * (chain.LONG_STEPS if found.form == LONG else 1)
+        portions = found.turns * AT_A_TURN
+        assert portions % found.parts == 0, "every part has every step"
+        assert portions // found.parts * step >= inputs
+        assert (found.form == GATED) == gated
+        assert found.parts == 1 or found.parts % AT_A_TURN == 0
+
+    def test_of_a_large_model(self):
+        """41 outputs of a program are long, 125 are tall, 140 would leave most of a second part empty."""
+        assert cut(5376, 8192, H200) == (LONG, 3, 4)
+        assert cut(21504, 5376, H200, gated=True) == (GATED, 3, 21)
+        assert cut(5376, 21504, H200) == (LONG, 3, 11)
+        assert cut(16384, 5376, H200) == (TALL, 1, 7)
+        assert cut(18432, 5376, H200) == (LONG, 9, 9)
+
+    def test_steps_that_do_not_come_in_threes_are_not_taken_three_at_a_time(self):
+        assert cut(16384, 8192, H200).parts != 1
+
+
+class TestWhatIsTaken:
+    def test_layers_of_gemma_4_31b(self):
+        assert is_chain(links(), BF16, H200)
+        assert is_chain(links(following=18432), BF16, H200)
+        assert is_chain(links(attended=16384, following=0), BF16, H200)
+        assert is_chain(links(sandwich=False), BF16, H200)
+
+    def test_bfloat16_and_symmetric_groups_of_32_only(self):
+        whole = links()
+        assert not is_chain(whole, torch.float16, H200)
+        assert not is_chain(replace(whole, down=weight(5376, 21504, group=128)), BF16, H200)
+        assert not is_chain(replace(whole, down=weight(5376, 21504, zeros=True)), BF16, H200)
+        assert not is_chain(replace(whole, down=weight(5376, 21504, dtype=torch.float32)), BF16, H200)
+        ordered = replace(whole.out, order=torch.zeros(8192, dtype=torch.int32))
+        assert not is_chain(replace(whole, out=ordered), BF16, H200)
+
+    def test_whole_steps_of_inputs_only(self):
+        assert not is_chain(links(attended=8192 + 128), BF16, H200)
+
+    def test_products_that_end_before_the_next_can_be_asked_for_are_left_alone(self):
+        assert not is_chain(links(attended=2048), BF16, H200)
+
+    def test_what_does_not_fit_into_shared_memory_is_left_alone(self):
+        assert not is_chain(links(inner=65_536), BF16, H200)
+
+    def test_a_cpu_has_none(self):
+        whole = links(attended=4096, width=2304, inner=8192, following=0)
+        on_cpu = PackedWeight.empty(PackedForm("int4", 2304, 4096, 32), BF16, torch.device("cpu"))
+        assert is_chain(whole, BF16, H200) and not chain.has_chain(replace(whole, out=on_cpu), BF16)
+
+
+LAYERS = {
+    "31B sliding": links(),
+    "31B before a full layer": links(following=18432),
+    "31B last": links(attended=16384, following=0),
+    "no norms behind products, inputs that end within a step": links(5120, 2560, 9728, 3333, sandwich=False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatch, tmp_path):
+    layer = LAYERS[name]
+    recorder = Recorder(chain.chain_kernel)
+    monkeypatch.setattr(chain, "chain_kernel", recorder)
+    monkeypatch.setattr(chain, "processors_of", lambda device: H200)
+    scratch = ChainScratch(len(layer.out), layer.down.inputs, BF16, torch.device("cpu"))
+    attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
+    made = run_chain(attended, hidden, layer, scratch, pdl=True)
+    assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
+    tensors = [name for name, x in recorder.launched.items() if isinstance(x, torch.Tensor)]
+    compiled = recorder.compile(aligned=tensors)
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.shared <= chain._shared_bytes(layer) <= SHARED_BYTES
+    assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
+    # 16 bytes at a time, and the tensor cores' byte form: two products for each half of a block.
+    assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
+    portions = 3 * (3 if layer.following is None else 4)
+    if name == "31B before a full layer":
+        portions += 6  # nine parts of the last product instead of three
+    assert ptx.count("mma.sync.aligned.m16n8k32") == portions * 8
+    # A fence waits for weights too: there is one, behind gate and up, whose results have no tags.
+    assert ptx.count("red.global.gpu.release") + ptx.count("atom.global.gpu.release") + ptx.count(".acq_rel") <= 2
+    assert "griddepcontrol.wait" in ptx
