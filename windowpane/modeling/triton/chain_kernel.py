@@ -554,12 +554,13 @@ def chain_kernel(
 
     source = next_source
     next_source = _prepare(DOWN_U, DOWN_S, first, INNER_WIDTH, _LONG, 0)
-    # What does not depend on others is loaded before they are waited for.
+    # What does not depend on others is loaded before they are waited for. Norms' weights stay in L2, past which all
+    # others stream.
     hidden = gl.load(HIDDEN + at, mask=inside, other=0.0, cache_modifier=".cg")
     post_weight = POST_WEIGHT
     if POST_WEIGHT is not None:
-        post_weight = gl.load(POST_WEIGHT + at, mask=inside, other=0.0)
-    weight = gl.load(PRE_WEIGHT + at, mask=inside, other=0.0)
+        post_weight = gl.load(POST_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    weight = gl.load(PRE_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
     _await(COUNT, target)
     hidden, normed = _residual_norm(OUT + at, tag, inside, hidden, post_weight, None, weight, eps, WIDTH)
     _hold(0, normed, inputs)
@@ -588,8 +589,8 @@ def chain_kernel(
     hidden = gl.load(MIDDLE + at, mask=inside, other=0.0, cache_modifier=".cg")
     post_weight = POST_MLP_WEIGHT
     if POST_MLP_WEIGHT is not None:
-        post_weight = gl.load(POST_MLP_WEIGHT + at, mask=inside, other=0.0)
-    weight = gl.load(NEXT_WEIGHT + at, mask=inside, other=0.0)
+        post_weight = gl.load(POST_MLP_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    weight = gl.load(NEXT_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
     _await(COUNT, target + 2 * programs)
     hidden, normed = _residual_norm(DOWN + at, tag, inside, hidden, post_weight, SCALAR, weight, eps, WIDTH)
     if gl.program_id(0) == 0:
