@@ -113,37 +113,31 @@ def compare(name: str, *, plain: bool = False) -> str:
     return f"{errors[0]:.1e} (torch {torch_errors[0]:.1e})"
 
 
-def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links, pdl: bool) -> None:
+def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links) -> None:
     """The same without a chain."""
     mixed, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     inner = hidden.new_empty(1, links.down.inputs)
-    packed_linear(attended, links.out, mixed, pdl=pdl)
-    residual_norm(hidden, mixed, links.post_attention_norm, links.pre_mlp_norm, None, links.eps, normed, pdl=pdl)
-    packed_gated(normed, links.gate_up, inner, "gelu_pytorch_tanh" if links.gelu else "silu", pdl=pdl)
-    packed_linear(inner, links.down, mixed, pdl=pdl)
-    residual_norm(hidden, mixed, links.post_mlp_norm, links.next_norm, links.scalar, links.eps, normed, pdl=pdl)
+    packed_linear(attended, links.out, mixed, pdl=True)
+    residual_norm(hidden, mixed, links.post_attention_norm, links.pre_mlp_norm, None, links.eps, normed, pdl=True)
+    packed_gated(normed, links.gate_up, inner, "gelu_pytorch_tanh" if links.gelu else "silu")
+    packed_linear(inner, links.down, mixed, pdl=True)
+    residual_norm(hidden, mixed, links.post_mlp_norm, links.next_norm, links.scalar, links.eps, normed, pdl=True)
     if links.following is not None:
-        packed_linear(normed, links.following, hidden.new_empty(1, len(links.following)), pdl=pdl)
+        packed_linear(normed, links.following, hidden.new_empty(1, len(links.following)), pdl=True)
 
 
 def timings() -> None:
     roof = roof_bytes_per_second(CUDA)
-    print(f"\n{'layer chain':26} {'µs':>6} {'TB/s':>5} {'of roof':>7} {'as launches':>11} {'overlapped':>10}")
+    print(f"\n{'layer chain':26} {'µs':>6} {'TB/s':>5} {'of roof':>7} {'as launches':>11}")
     for name in list(SHAPES)[:4]:
         layers = [random_links(*SHAPES[name]) for _ in range(4)]  # far more than fits into L2
         attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
         scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA)
         turns = cycle(layers)
         took = microseconds(lambda: _once(attended, hidden, next(turns), scratch), repeat=8)  # noqa: B023
-        others = [
-            microseconds(lambda: as_launches(attended, hidden, next(turns), pdl), repeat=8)  # noqa: B023
-            for pdl in (False, True)
-        ]
+        others = microseconds(lambda: as_launches(attended, hidden, next(turns)), repeat=8)  # noqa: B023
         rate = sum(w.nbytes for w in layers[0].weights) / took * 1e6
-        print(
-            f"{name:26} {took:6.1f} {rate / 1e12:5.2f} {rate / roof:7.1%} {others[0]:11.1f} {others[1]:10.1f}",
-            flush=True,
-        )
+        print(f"{name:26} {took:6.1f} {rate / 1e12:5.2f} {rate / roof:7.1%} {others:11.1f}", flush=True)
 
 
 def _once(attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch) -> None:

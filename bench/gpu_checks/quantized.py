@@ -189,7 +189,7 @@ def dependent_launches() -> str:
         def chain(wait: bool, x: torch.Tensor = x, mid: torch.Tensor = mid, rows: int = rows, pdl: bool = True) -> None:
             for layer, (first, second) in enumerate(zip(into, back, strict=True)):
                 if rows <= SPLIT_ROWS and layer == 0:  # many gates in a row would end in zeros
-                    packed_gated(x, first, mid, "silu", pdl=pdl)
+                    packed_gated(x, first, mid, "silu")
                 else:
                     packed_linear(x, first[:inner], mid, pdl=pdl)
                 if wait:

@@ -37,7 +37,7 @@ def test_few_rows(scheme, rows, gelu, capability, monkeypatch, tmp_path):
     weight = PackedWeight.empty(SCHEMES[scheme], torch.bfloat16, CPU)
     x = torch.zeros(rows, weight.inputs, dtype=torch.bfloat16)
     out = torch.zeros(rows, len(weight) // (2 if gelu else 1), dtype=torch.bfloat16)
-    split.split_product(x, weight, None, out, gelu, split.plan_split(rows), pdl=capability == 90)
+    split.split_product(x, weight, None, out, gelu, split.plan_split(rows))
     ptx = kernel.compiled.asm["ptx"]
     assert "mma.sync" in ptx
     assert "cp.async" in ptx, "units are on their way before they are needed"

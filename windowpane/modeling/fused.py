@@ -366,7 +366,7 @@ class FusedLayer:
         inner = hidden.new_empty(len(hidden), self.down.shape[1])
         gate_up, has_bias = self.gate_up, self.gate_up_bias is not None
         if isinstance(gate_up, PackedWeight) and not has_bias and len(hidden) <= SPLIT_ROWS:
-            packed_gated(normed, gate_up, inner, activation, pdl=self._pdl)
+            packed_gated(normed, gate_up, inner, activation)
         elif isinstance(gate_up, torch.Tensor) and not has_bias and pays(len(hidden), len(gate_up)):
             gated_matvec(normed, gate_up, inner, activation, pdl=self._pdl)
         else:

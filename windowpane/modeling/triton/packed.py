@@ -124,11 +124,10 @@ def packed_gated(
     out: torch.Tensor,
     activation: str,
     *,
-    pdl: bool = False,
     launch: Launch | Shares | None = None,
 ) -> None:
     """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ), for at most SPLIT_ROWS rows; `gate_up` is stacked."""
-    _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
+    _launch(x, gate_up, None, out, is_gelu(activation), False, launch)
 
 
 def _launch(
@@ -151,4 +150,4 @@ def _launch(
         assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
         tiled_product(x, weight, bias, out, launch, pdl=pdl)
         return
-    split_product(x, weight, bias, out, gelu, launch, pdl=pdl)
+    split_product(x, weight, bias, out, gelu, launch)

@@ -18,7 +18,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.gated import gate_times_up
@@ -27,8 +26,6 @@ from windowpane.modeling.triton.unpacking import decode, fetch, scale_of, zero_o
 
 MOST_PROGRAMS = 2048
 MOST_SUMS = 64 * 16  # outputs by rows of a tile
-# Lines of 128 bytes of each output that are fetched into L2 before the kernel before has ended: some 20 MB in all.
-LINES = 8
 
 
 @cache
@@ -53,10 +50,8 @@ def split_product(
     out: torch.Tensor,
     gelu: bool | None,
     launch: Launch,
-    *,
-    pdl: bool,
 ) -> None:
-    """`gelu` None: not gated."""
+    """`gelu` None: not gated. Begins when the launch before has ended: overlapped, it takes longer (measured)."""
     rows, (outputs, inputs) = len(x), weight.shape
     scales, in_words = as_words(weight, x.dtype)
     gated = gelu is not None
@@ -73,13 +68,10 @@ def split_product(
         OUTPUTS=launch.outputs,
         TILE_ROWS=launch.rows,
         STAGES=launch.stages,
-        LINES=LINES,
         GATED=gated,
         GELU=bool(gelu),
         FITS=outputs % launch.outputs == 0,
-        PDL=pdl,
         num_warps=launch.warps,
-        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -103,19 +95,12 @@ def _outputs(tile, outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(at, LINES: tl.constexpr, LINE: tl.constexpr, length):
-    """The first LINES lines, of LINE elements each, of rows [rows, 1] of which `length` elements will be read."""
-    line = (at + tl.minimum(tl.arange(0, LINES) * LINE, length - 1)[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
-
-
-@triton.jit
 def split_kernel(
     X, U, S, Z, BIAS, OUT, SUMS, DONE, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs,
     groups, SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr,
-    LINES: tl.constexpr, IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
+    IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
     IS_WHOLE: tl.constexpr, WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    PDL: tl.constexpr, FITS: tl.constexpr,
+    FITS: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs. FITS: all tiles are full."""
     DTYPE: tl.constexpr = X.dtype.element_ty
@@ -134,17 +119,6 @@ def split_kernel(
     j = tl.arange(0, 32)
     row = tl.arange(0, TILE_ROWS)
     n = _outputs(tile, outputs, OUTPUTS, GATED)
-    if PDL:
-        gdc_launch_dependents()
-        if USES_ASM:
-            # Nobody writes weights: their first lines may come while the kernel before still runs.
-            LINE: tl.constexpr = 64 if IS_INT4 else 32
-            own = tl.minimum((end - begin) * SPLIT, blocks - step * SPLIT)  # blocks of the first tile
-            _prefetch(U + n[:, None] * u_stride + step * SPLIT * 32, LINES, LINE, own * 32)
-            if WORDS and GROUP == 32:
-                # Eight lines of units have one line of scales.
-                _prefetch(S + n[:, None] * s_stride + step * SPLIT, LINES // 8, 16, own)
-        gdc_wait()
     # Of full tiles, addresses differ by the same from one to the next.
     n0 = n
     first_tile = tile
