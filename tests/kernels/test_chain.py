@@ -17,7 +17,7 @@ from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, 
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton import chain
 from windowpane.modeling.triton.chain import ChainScratch, Links, cut, is_chain, run_chain
-from windowpane.modeling.triton.chain_kernel import AT_A_TURN, GATED, LONG, TALL
+from windowpane.modeling.triton.chain_forms import AT_A_TURN, GATED, LONG, TALL
 from windowpane.models.packing import PackedForm
 
 BF16 = torch.bfloat16

@@ -11,16 +11,8 @@ import torch
 
 from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.chain_kernel import (
-    AT_A_TURN,
-    AT_ONCE_GROUPS,
-    GATED,
-    LONG,
-    PIECE_GROUPS,
-    TALL,
-    WARPS,
-    chain_kernel,
-)
+from windowpane.modeling.triton.chain_forms import AT_A_TURN, AT_ONCE_GROUPS, GATED, LONG, PIECE_GROUPS, TALL, WARPS
+from windowpane.modeling.triton.chain_kernel import chain_kernel
 from windowpane.modeling.triton.hopper_tiled import is_hopper
 from windowpane.modeling.triton.launch import processors_of
 

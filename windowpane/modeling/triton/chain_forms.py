@@ -1,0 +1,24 @@
+"""The forms of weights on their way, for the launch that has all products between two layers' attention."""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+
+TALL, GATED, LONG = 0, 1, 2
+AT_A_TURN = 3  # portions
+WARPS = 8
+# Inputs are held in pieces of so many groups of 32: one step of a long portion.
+PIECE_GROUPS = 64
+AT_ONCE_GROUPS = 256  # of what other programs left
+
+# For kernels.
+IS_GATED = gl.constexpr(GATED)
+IS_LONG = gl.constexpr(LONG)
+PORTIONS = gl.constexpr(AT_A_TURN)
+PIECE = gl.constexpr(PIECE_GROUPS)
+AT_ONCE = gl.constexpr(AT_ONCE_GROUPS)
+# A float32 of which the lowest bits are an integer plus 2**22.
+MAGIC = gl.constexpr(0x4B400000)
+MAGIC_VALUE = gl.constexpr(12582912.0)

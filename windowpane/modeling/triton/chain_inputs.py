@@ -1,0 +1,127 @@
+"""Activations of one row as the tensor cores for bytes take them (`chain_kernel`)."""
+
+# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from windowpane.modeling.triton.chain_forms import AT_ONCE, IS_LONG, MAGIC_VALUE, PIECE, PIECE_GROUPS
+
+
+@gluon.constexpr_function
+def next_power(x):
+    return max(PIECE_GROUPS, 1 << (x - 1).bit_length())
+
+
+@gluon.jit
+def hold(piece, x, inputs):
+    """Inputs of a product [groups, 32] as two digits each: seven bits, and seven more behind them.
+
+    What is no smaller than a 64th of the largest of its group is held exactly, all else as finely as that.
+    """
+    digits, factors = inputs
+    GROUPS: gl.constexpr = x.type.shape[0]
+    SAME: gl.constexpr = digits.type.shape[0] * PIECE // GROUPS
+    x = x.to(gl.float32)
+    # The power of two that takes the largest to [32, 64). Operands are 16 times their weights.
+    exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23, 16)
+    factor = ((exponent - 9) << 23).to(gl.float32, bitcast=True)
+    up = ((259 - exponent) << 23).to(gl.float32, bitcast=True)
+    scaled = x * gl.expand_dims(up, 1)
+    first = scaled + MAGIC_VALUE
+    second = scaled * 128.0 + (MAGIC_VALUE - (first - MAGIC_VALUE) * 128.0)
+    both = gl.join(
+        first.to(gl.int32, bitcast=True).to(gl.int8),
+        second.to(gl.int32, bitcast=True).to(gl.int8),
+    )
+    # Unit 16 · half + 8 · q + 2 · i + c goes to byte 16 · q + 4 · i + 2 · half + c.
+    both = gl.reshape(both, [GROUPS, 2, 2, 4, 2, 2])
+    both = gl.reshape(gl.permute(both, (0, 5, 2, 3, 1, 4)), [2 * GROUPS, 32])
+    to = digits._reinterpret(gl.int8, [SAME, 2 * GROUPS, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
+    to.index(piece).store(both)
+    to = factors._reinterpret(gl.float32, [SAME, 2 * GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    to.index(piece).store(gl.reshape(gl.join(factor, factor * 0.0078125), [2 * GROUPS]))
+
+
+@gluon.constexpr_function
+def _by_groups(groups):
+    """Eight inputs of a group to a thread, such that their digits are eight bytes in a row."""
+    bits = [2**i for i in range(6, groups.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], *([bit, 0] for bit in bits)],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0], [32, 0]],
+        block_bases=[],
+        shape=[groups, 32],
+    )
+
+
+@gluon.jit
+def places(GROUPS: gl.constexpr):
+    """Of so many groups of inputs."""
+    layout: gl.constexpr = _by_groups(GROUPS)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
+    unit = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    return group[:, None] * 32 + unit[None, :]
+
+
+@gluon.jit
+def hold_all(X, inputs, INPUTS: gl.constexpr):
+    """X [INPUTS], written by others before the barrier, and zeros behind it."""
+    COUNT: gl.constexpr = (INPUTS // 32 + AT_ONCE - 1) // AT_ONCE
+    at = places(AT_ONCE)
+    found = ()
+    for i in gl.static_range(COUNT):
+        place = i * (AT_ONCE * 32) + at
+        found = found + (gl.load(X + place, mask=place < INPUTS, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
+    for i in gl.static_range(COUNT):
+        hold(i, found[i], inputs)
+
+
+@gluon.jit
+def inputs_of(inputs, step, FORM: gl.constexpr):
+    """Of a step: operands for tensor cores, and what these stand for, block by block."""
+    digits, factors = inputs
+    PIECES: gl.constexpr = digits.type.shape[0]
+    if FORM == IS_LONG:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8])
+        operand: gl.constexpr = gl.DotOperandLayout(1, layout, 4)
+        flat: gl.constexpr = gl.SliceLayout(1, layout)
+        own = digits._reinterpret(gl.int8, [PIECES, 8, 16, 32], gl.SwizzledSharedLayout(16, 4, 2, [2, 1, 0]))
+        own_factors = factors._reinterpret(gl.float32, [PIECES, 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
+        every = gl.zeros([8, 16, 8], gl.float32, layout)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8])
+        operand: gl.constexpr = gl.DotOperandLayout(1, layout, 4)
+        flat: gl.constexpr = gl.SliceLayout(0, layout)
+        own = digits._reinterpret(gl.int8, [PIECES * 8, 16, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
+        own_factors = factors._reinterpret(gl.float32, [PIECES * 8, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        column = gl.arange(0, 8, gl.SliceLayout(0, operand))[None, :]
+        every = gl.zeros([128, 8], gl.float32, layout)
+    ROW: gl.constexpr = 1 if FORM == IS_LONG else 0
+    # A column's span of 32 inputs is in the lower or in the upper four bits of the first or of the second bytes of
+    # units, and meets nothing elsewhere. Bytes 0 and 1 of a register are of a block's first half of units, 2 and 3 of
+    # the second.
+    span = column // 2
+    first = gl.where(span // 2 == 0, 0x4140, 0x1404)
+    second = gl.where(span // 2 == 0, 0x4342, 0x3424)
+    x = ()
+    factor = ()
+    for block in gl.static_range(2):
+        z = own.index(step).slice(block * 8, 8, dim=ROW)
+        z = (z.permute((0, 2, 1)) if FORM == IS_LONG else z.permute((1, 0))).load(operand)
+        for half in gl.static_range(2):
+            for upper in gl.static_range(2):
+                pick = gl.where(span % 2 == upper, first if half == 0 else second, 0x4444)
+                pick, _z = gl.broadcast(pick, z)
+                own_x = gl.inline_asm_elementwise(
+                    "prmt.b32 $0, $1, 0, $2;", "=r,r,r,r,r,r", [z, pick], dtype=gl.int8, is_pure=True, pack=4
+                )
+                x = x + (own_x,)  # noqa: RUF005
+        f = gl.expand_dims(own_factors.index(step).slice(block * 8, 8, dim=ROW).load(flat), ROW)
+        f, _e = gl.broadcast(f, every)
+        factor = factor + (f,)  # noqa: RUF005
+    return x, factor
