@@ -29,8 +29,8 @@ from windowpane.transfer import Transfer
 class CudaRunner:
     """One model, or one rank's part of it: its weights, its arena and its graphs on one GPU.
 
-    `use_graphs` False runs every step launch by launch; `use_hopper` False leaves chunks to the plain kernels on a
-    Hopper GPU too.
+    `use_graphs` False runs every step launch by launch; `use_hopper` False leaves chunks and single rows to the plain
+    kernels on a Hopper GPU too.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from bench.spike.measure import microseconds
 from windowpane.bench.measure import roof_bytes_per_second
 from windowpane.modeling.ops import ACTIVATIONS
 from windowpane.modeling.triton.chain import ChainScratch, Links, has_chain, run_chain
+from windowpane.modeling.triton.hopper_tiled import is_hopper
 from windowpane.modeling.triton.norms import residual_norm
 from windowpane.modeling.triton.packed import packed_gated, packed_linear
 
@@ -33,6 +34,8 @@ SHAPES = {
     "31B last": (16384, 5376, 21504, 0),
     "small": (4096, 2304, 8192, 6144),
     "odd": (5120, 2560, 9728, 3333),
+    "Qwen3-32B": (8192, 5120, 25600, 10240),
+    "Llama 70B": (8192, 8192, 28672, 10240),
 }
 
 
@@ -40,6 +43,7 @@ def checks() -> Checks:
     return [
         *((f"layer chain {name}", partial(compare, name)) for name in SHAPES),
         ("layer chain without norms between, silu", partial(compare, "31B sliding", plain=True)),
+        ("layer chain with a residual that cancels", partial(compare, "31B sliding", plain=True, cancels=True)),
     ]
 
 
@@ -86,11 +90,18 @@ def in_torch(attended: torch.Tensor, hidden: torch.Tensor, links: Links, dtype: 
     return [result, hidden]
 
 
-def compare(name: str, *, plain: bool = False) -> str:
+def compare(name: str, *, plain: bool = False, cancels: bool = False) -> str:
+    """`cancels`: the output projection takes a large channel out of the residual stream."""
     links = random_links(*SHAPES[name], plain=plain)
-    if not has_chain(links, BF16):
+    if not is_hopper(CUDA):
         return "not taken on this device"
+    assert has_chain(links, BF16)
     attended, start = values(1, links.out.inputs), values(1, len(links.out))
+    if cancels:
+        start[0, 7] = -(attended.double() @ links.out[7:8].dequantize(torch.float64).T).item()
+        factor = 2e4 / float(start[0, 7].abs())
+        start[0, 7] *= factor
+        links.out.scales[7] *= factor
     exact = in_torch(attended, start, links, torch.float64)
     torch_errors = [relative(x, e) for x, e in zip(in_torch(attended, start, links, BF16), exact, strict=True)]
     scratch = ChainScratch(len(links.out), links.down.inputs, BF16, CUDA)

@@ -17,6 +17,7 @@ from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
+from windowpane.modeling.triton.hopper_tiled import is_hopper
 from windowpane.request import Request, SamplingParams
 from windowpane.runner import Runner
 from windowpane.sampler import Sampler
@@ -109,6 +110,10 @@ def teacher_forced(name: str, count: int = TEACHER_TOKENS) -> str:
     implementation: the plain path in bf16 shows how much that is. Tokens must agree where the margin is clear of it.
     """
     tokens = np.random.default_rng(5).integers(3, spec_of(name).vocab_size, size=count)
+    if name in WIDE_QUANTIZED and is_hopper(torch.device("cuda")):
+        runner, _ = make_runner(name, torch.device("cuda"), torch.bfloat16, count, 1, fused=True, graphs=False)
+        assert isinstance(runner, CudaRunner)
+        assert all(layer.chain for layer in runner.model.layers), "not every layer is chained to the next"
     exact = forced_logits(name, tokens, torch.float32, fused=False)
     plain = forced_logits(name, tokens, torch.bfloat16, fused=False)
     got = forced_logits(name, tokens, torch.bfloat16, fused=True)

@@ -87,6 +87,22 @@ class TestWhatIsTaken:
         ordered = replace(whole.out, order=torch.zeros(8192, dtype=torch.int32))
         assert not is_chain(replace(whole, out=ordered), BF16, H200)
 
+    def test_weights_that_do_not_fit_together_are_left_alone(self):
+        whole = links()
+        assert not is_chain(replace(whole, gate_up=weight(40_000, 5376)), BF16, H200)
+        assert not is_chain(replace(whole, gate_up=weight(43_008, 5120)), BF16, H200)
+        assert not is_chain(replace(whole, down=weight(5120, 21504)), BF16, H200)
+        assert not is_chain(replace(whole, following=weight(16384, 5120)), BF16, H200)
+
+    def test_weights_lie_side_by_side_and_begin_at_whole_16_bytes(self):
+        whole = links(attended=4096, width=2304, inner=8192, following=0)
+        own = PackedWeight.empty(PackedForm("int4", 2304, 4096, 32), BF16, torch.device("cpu"))
+        assert is_chain(replace(whole, out=own), BF16, H200)
+        wider = torch.empty(2304, 2048, dtype=torch.int16)
+        assert not is_chain(replace(whole, out=replace(own, units=wider[:, :1024])), BF16, H200)
+        late = torch.empty(2304 * 1024 + 1, dtype=torch.int16)[1:].view(2304, 1024)
+        assert not is_chain(replace(whole, out=replace(own, units=late)), BF16, H200)
+
     def test_whole_steps_of_inputs_only(self):
         assert not is_chain(links(attended=8192 + 128), BF16, H200)
 
@@ -107,6 +123,7 @@ LAYERS = {
     "31B before a full layer": links(following=18432),
     "31B last": links(attended=16384, following=0),
     "no norms behind products, inputs that end within a step": links(5120, 2560, 9728, 3333, sandwich=False),
+    "Llama 70B": links(8192, 8192, 28672, 10240, sandwich=False),
 }
 
 
@@ -127,9 +144,8 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
     # 16 bytes at a time, and the tensor cores' byte form: two products for each half of a block.
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
-    portions = 3 * (3 if layer.following is None else 4)
-    if name == "31B before a full layer":
-        portions += 6  # nine parts of the last product instead of three
+    # A part of the outputs at a time, or three steps of the only one.
+    portions = sum(max(c.parts, 3) for c in chain._cuts(layer, H200))
     assert ptx.count("mma.sync.aligned.m16n8k32") == portions * 8
     # A fence waits for weights too: there is one, behind gate and up, whose results have no tags.
     assert ptx.count(".gpu.release.") == 1

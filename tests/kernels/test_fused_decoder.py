@@ -17,13 +17,17 @@ def test_greedy_tokens_equal_the_plain_decoders(name):
     run_interpreted("tests.kernels.interpreted_decoder", name)
 
 
+def test_what_coded_values_attend_is_turned_back_before_a_chain():
+    run_interpreted("tests.kernels.interpreted_decoder", "gemma4 int4 chained", "int4_per_token_head")
+
+
 def test_two_ranks_say_what_one_does():
     """Of the headline's kind: int4, K = V in full layers. Others are run by hand: `interpreted_ranks NAME`."""
     run_interpreted("tests.kernels.interpreted_ranks", "gemma4 int4")
 
 
-def run_interpreted(module: str, name: str) -> None:
+def run_interpreted(module: str, *arguments: str) -> None:
     """In a process of its own: the interpreter is chosen when triton is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", module, name], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

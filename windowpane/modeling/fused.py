@@ -128,7 +128,7 @@ class FusedDecoder:
         for fused, following in zip(self.layers, self.layers[1:], strict=False):
             fused.next_norm = following.input_norm
         self.layers[-1].next_norm = self.final_norm
-        if self._group.place.ranks == 1:
+        if use_hopper and self._group.place.ranks == 1:
             self._chain_layers(dtype, device)
 
     @property

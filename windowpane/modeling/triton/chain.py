@@ -27,7 +27,7 @@ DIGIT_BYTES = 2 * (32 + 4)  # of a group
 SHARED_BYTES = 227 * 1024
 OTHER_SHARED_BYTES = 4096  # sums that meet, and what the compiler needs for reductions
 MOST_PARTS = 12  # whose sums a thread can hold
-MOST_WIDTH = 16_384  # of a row that a program norms
+MOST_WIDTH = 8192  # of a row that a program norms
 
 
 class Cut(NamedTuple):
@@ -76,6 +76,13 @@ class Links:
     def weights(self) -> list[PackedWeight]:
         return [w for w in (self.out, self.gate_up, self.down, self.following) if w is not None]
 
+    @property
+    def fit(self) -> bool:
+        """Whether each product takes what the one before leaves."""
+        width = len(self.out)
+        inputs = [w.inputs for w in (self.gate_up, self.following) if w is not None]
+        return len(self.gate_up) == 2 * self.down.inputs and {width, len(self.down), *inputs} == {width}
+
 
 class ChainScratch:
     """What programs leave for each other; chains of a device run one after the other and share it."""
@@ -93,7 +100,7 @@ def has_chain(links: Links, dtype: torch.dtype) -> bool:
 
 
 def is_chain(links: Links, dtype: torch.dtype, programs: int) -> bool:
-    if dtype != torch.bfloat16 or not all(_is_taken(w, dtype) for w in links.weights):
+    if dtype != torch.bfloat16 or not links.fit or not all(_is_taken(w, dtype) for w in links.weights):
         return False
     cuts = _cuts(links, programs)
     if cuts[0].form != LONG or cuts[2].form != LONG or len(links.out) > MOST_WIDTH:

@@ -19,7 +19,8 @@ def next_power(x):
 def hold(piece, x, inputs):
     """Inputs of a product [groups, 32] as two digits each: seven bits, and seven more behind them.
 
-    What is no smaller than a 64th of the largest of its group is held exactly, all else as finely as that.
+    What is no smaller than a 32nd of the largest of its group is held exactly, all else as finely as that. A group with
+    an infinity or a NaN is NaN.
     """
     digits, factors = inputs
     GROUPS: gl.constexpr = x.type.shape[0]
@@ -28,6 +29,7 @@ def hold(piece, x, inputs):
     # The power of two that takes the largest to [32, 64). Operands are 16 times their weights.
     exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23, 16)
     factor = ((exponent - 9) << 23).to(gl.float32, bitcast=True)
+    factor = gl.where(exponent == 255, float("nan"), factor)
     up = ((259 - exponent) << 23).to(gl.float32, bitcast=True)
     scaled = x * gl.expand_dims(up, 1)
     first = scaled + MAGIC_VALUE

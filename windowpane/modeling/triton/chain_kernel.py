@@ -42,52 +42,40 @@ _BARRIERS = gl.constexpr(3)  # of a launch
 
 
 @gluon.jit
-def _add_all(a0, b0, c0, d0, e0, a1, b1, c1, d1, e1):
-    return a0 + a1, b0 + b1, c0 + c1, d0 + d1, e0 + e1
+def _add_both(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
 
 
 @gluon.jit
-def _sums(AT, tag, inside, before, post_weight, COUNT: gl.constexpr):
-    """What others left at `AT`, times its weight, and the sums that norms take; how many have another tag."""
+def _left(AT, tag, inside):
+    """What others left at `AT`, the sum of its squares, and how much of it has another tag."""
+    COUNT: gl.constexpr = inside.type.shape[0] * 32
     word = gl.load(AT, mask=inside, other=0, volatile=True)
     missing = gl.where(inside & (word & 0xFFFF != tag), 1.0, 0.0)
     x = gl.where(inside, word & -65536, 0).to(gl.float32, bitcast=True)
-    weighted = x if post_weight is None else x * post_weight
-    own, x2, both, hidden2, missing = gl.reduce(
-        (
-            gl.reshape(x * x, [COUNT]),
-            gl.reshape(weighted * weighted, [COUNT]),
-            gl.reshape(weighted * before, [COUNT]),
-            gl.reshape(before * before, [COUNT]),
-            gl.reshape(missing, [COUNT]),
-        ),
-        0,
-        _add_all,
-    )
-    return weighted, own, x2, both, hidden2, missing
+    square, missing = gl.reduce((gl.reshape(x * x, [COUNT]), gl.reshape(missing, [COUNT])), 0, _add_both)
+    return x, square, missing
 
 
 @gluon.jit
 def _residual_norm(AT, tag, inside, hidden, post_weight, SCALAR, weight, eps, WIDTH: gl.constexpr):
     """hidden + x, normed before where there is a weight for it and times the scalar behind; and its own norm.
 
-    Rounded like `norms.residual_norm`, but all sums are made at once: squares of a sum are those of its terms and twice
-    their product.
+    Rounded like `norms.residual_norm`.
     """
     dtype: gl.constexpr = hidden.dtype
-    COUNT: gl.constexpr = hidden.type.shape[0] * 32
-    before = hidden.to(gl.float32)
-    weighted, own, x2, both, hidden2, missing = _sums(AT, tag, inside, before, post_weight, COUNT)
+    COUNT: gl.constexpr = inside.type.shape[0] * 32
+    x, square, missing = _left(AT, tag, inside)
     while missing > 0.0:
-        weighted, own, x2, both, hidden2, missing = _sums(AT, tag, inside, before, post_weight, COUNT)
-    scale = 1.0 if post_weight is None else gl.rsqrt(own / WIDTH + eps)
-    hidden = (before + (weighted * scale).to(dtype).to(gl.float32)).to(dtype)
-    square = hidden2 + scale * (2 * both + scale * x2)
+        x, square, missing = _left(AT, tag, inside)
+    if post_weight is not None:
+        x = (x * gl.rsqrt(square / WIDTH + eps) * post_weight).to(dtype).to(gl.float32)
+    hidden = (hidden.to(gl.float32) + x).to(dtype)
     if SCALAR is not None:
-        factor = gl.load(SCALAR).to(gl.float32)
-        hidden = (hidden.to(gl.float32) * factor).to(dtype)
-        square *= factor * factor
-    return hidden, (hidden.to(gl.float32) * gl.rsqrt(square / WIDTH + eps) * weight).to(dtype)
+        hidden = (hidden.to(gl.float32) * gl.load(SCALAR).to(gl.float32)).to(dtype)
+    wide = hidden.to(gl.float32)
+    square = gl.sum(gl.reshape(wide * wide, [COUNT]), 0)
+    return hidden, (wide * gl.rsqrt(square / WIDTH + eps) * weight).to(dtype)
 
 
 @gluon.jit
