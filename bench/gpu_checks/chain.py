@@ -8,13 +8,12 @@ Its error may be 1.5 times that of plain torch over dequantised matrices in bf16
 from __future__ import annotations
 
 from functools import partial
-from itertools import cycle
 
 import torch
 import torch.nn.functional as F
 
 from bench.gpu_checks.fused import ALLOWED, CUDA, EPS, Checks, values
-from bench.gpu_checks.quantized import random_weight, relative
+from bench.gpu_checks.quantized import in_turn, random_weight, relative
 from bench.spike.measure import microseconds
 from windowpane.bench.measure import roof_bytes_per_second
 from windowpane.modeling.ops import ACTIVATIONS
@@ -92,9 +91,9 @@ def in_torch(attended: torch.Tensor, hidden: torch.Tensor, links: Links, dtype: 
 
 def compare(name: str, *, plain: bool = False, cancels: bool = False) -> str:
     """`cancels`: the output projection takes a large channel out of the residual stream."""
-    links = random_links(*SHAPES[name], plain=plain)
     if not is_hopper(CUDA):
         return "not taken on this device"
+    links = random_links(*SHAPES[name], plain=plain)
     assert has_chain(links, BF16)
     attended, start = values(1, links.out.inputs), values(1, len(links.out))
     if cancels:
@@ -144,14 +143,13 @@ def timings() -> None:
         layers = [random_links(*SHAPES[name]) for _ in range(4)]  # far more than fits into L2
         attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
         scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA)
-        turns = cycle(layers)
-        took = microseconds(lambda: _once(attended, hidden, next(turns), scratch), repeat=8)  # noqa: B023
-        others = microseconds(lambda: as_launches(attended, hidden, next(turns)), repeat=8)  # noqa: B023
+        took = microseconds(in_turn(layers, partial(_once, attended, hidden, scratch)), repeat=8)
+        others = microseconds(in_turn(layers, partial(as_launches, attended, hidden)), repeat=8)
         rate = sum(w.nbytes for w in layers[0].weights) / took * 1e6
         print(f"{name:26} {took:6.1f} {rate / 1e12:5.2f} {rate / roof:7.1%} {others:11.1f}", flush=True)
 
 
-def _once(attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch) -> None:
+def _once(attended: torch.Tensor, hidden: torch.Tensor, scratch: ChainScratch, links: Links) -> None:
     run_chain(attended, hidden, links, scratch, pdl=True)
 
 

@@ -110,10 +110,6 @@ def teacher_forced(name: str, count: int = TEACHER_TOKENS) -> str:
     implementation: the plain path in bf16 shows how much that is. Tokens must agree where the margin is clear of it.
     """
     tokens = np.random.default_rng(5).integers(3, spec_of(name).vocab_size, size=count)
-    if name in WIDE_QUANTIZED and is_hopper(torch.device("cuda")):
-        runner, _ = make_runner(name, torch.device("cuda"), torch.bfloat16, count, 1, fused=True, graphs=False)
-        assert isinstance(runner, CudaRunner)
-        assert all(layer.chain for layer in runner.model.layers), "not every layer is chained to the next"
     exact = forced_logits(name, tokens, torch.float32, fused=False)
     plain = forced_logits(name, tokens, torch.bfloat16, fused=False)
     got = forced_logits(name, tokens, torch.bfloat16, fused=True)
@@ -220,6 +216,8 @@ def forced_logits(
     runner, manager = make_runner(
         name, device, dtype, length, 1, fused=fused, graphs=True, kv_cache_dtype=kv_cache_dtype
     )
+    if isinstance(runner, CudaRunner) and name in WIDE_QUANTIZED and is_hopper(device):
+        assert all(layer.chain for layer in runner.model.layers), "not every layer is chained to the next"
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)

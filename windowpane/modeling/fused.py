@@ -317,8 +317,8 @@ class FusedLayer:
 
     def links_to(self, following: FusedLayer | None) -> Links | None:
         """What lies between this layer's attention and that of the one following, None unless it is all packed."""
-        qkv = None if following is None else following.qkv
-        biases = [self.out_bias, self.gate_up_bias, self.down_bias, None if following is None else following.qkv_bias]
+        qkv, qkv_bias = (None, None) if following is None else (following.qkv, following.qkv_bias)
+        biases = [self.out_bias, self.gate_up_bias, self.down_bias, qkv_bias]
         if self.model.per_layer_width or any(bias is not None for bias in biases):
             return None
         out, gate_up, down = self.out, self.gate_up, self.down

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,9 @@ from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.chain_forms import AT_A_TURN, AT_ONCE_GROUPS, GATED, LONG, PIECE_GROUPS, TALL, WARPS
 from windowpane.modeling.triton.chain_kernel import chain_kernel
-from windowpane.modeling.triton.hopper_tiled import is_hopper
+from windowpane.modeling.triton.hopper_tiled import GROUP_INPUTS, is_hopper, is_symmetric_int4
 from windowpane.modeling.triton.launch import processors_of
 
-GROUP_INPUTS = 32
 STEP_INPUTS = 256
 LONG_STEPS = 8  # of which each warp has one
 PART_OUTPUTS = {TALL: 128, GATED: 64, LONG: 16}
@@ -38,6 +38,7 @@ class Cut(NamedTuple):
     turns: int
 
 
+@cache
 def cut(outputs: int, inputs: int, programs: int, *, gated: bool = False) -> Cut:
     """The form with the fewest turns. `outputs` of a gated product are what it leaves."""
     share, steps = ceil_div(outputs, programs), ceil_div(inputs, STEP_INPUTS)
@@ -111,11 +112,8 @@ def is_chain(links: Links, dtype: torch.dtype, programs: int) -> bool:
 
 def _is_taken(weight: PackedWeight, dtype: torch.dtype) -> bool:
     return (
-        weight.kind == "int4"
-        and weight.group_inputs == GROUP_INPUTS
-        and weight.zeros is None
+        is_symmetric_int4(weight, dtype)
         and weight.order is None
-        and weight.scales.dtype == dtype
         and weight.inputs % STEP_INPUTS == 0
         and weight.units.numel() < 2**31
         and weight.units.is_contiguous()

@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.modeling.triton.chain_forms import IS_GATED, IS_LONG, PIECE, PORTIONS
 from windowpane.modeling.triton.chain_inputs import hold, hold_all, next_power, places
-from windowpane.modeling.triton.chain_portions import fetch, prepare, product, turns_of
+from windowpane.modeling.triton.chain_portions import fetch, prepare, product, shape_of, turns_of
 from windowpane.modeling.triton.gated import gate_times_up
 
 _BARRIERS = gl.constexpr(3)  # of a launch
@@ -174,25 +174,28 @@ def chain_kernel(
         scales = scales + (  # noqa: RUF005
             gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         )
+    ring = (units, scales)
     inputs = (
         gl.allocate_shared_memory(gl.int8, [PIECES, 2 * PIECE, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0])),
         gl.allocate_shared_memory(gl.float32, [PIECES, 2 * PIECE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     meeting = gl.allocate_shared_memory(gl.float32, [8, 16, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     WIDTH_GROUPS: gl.constexpr = next_power(WIDTH // 32)
-    OUT_TURNS: gl.constexpr = turns_of(ATTENDED_WIDTH, IS_LONG, PARTS)
-    GATE_TURNS: gl.constexpr = turns_of(WIDTH, IS_GATED, GATE_PARTS)
-    DOWN_TURNS: gl.constexpr = turns_of(INNER_WIDTH, IS_LONG, PARTS)
+    OUT_SHAPE: gl.constexpr = shape_of(ATTENDED_WIDTH, IS_LONG, PARTS)
+    GATE_SHAPE: gl.constexpr = shape_of(WIDTH, IS_GATED, GATE_PARTS)
+    DOWN_SHAPE: gl.constexpr = shape_of(INNER_WIDTH, IS_LONG, PARTS)
+    NEXT_SHAPE: gl.constexpr = shape_of(WIDTH, NEXT_FORM, NEXT_PARTS)
+    BEFORE_DOWN: gl.constexpr = turns_of(OUT_SHAPE) + turns_of(GATE_SHAPE)
     first, last = _share(WIDTH)
     inner_first, inner_last = _share(INNER_WIDTH)
     next_first, next_last = _share(next_outputs)
     if PDL:
         gdc_launch_dependents()
-    source = prepare(OUT_U, OUT_S, first, ATTENDED_WIDTH, IS_LONG, 0)
+    out = prepare(OUT_U, OUT_S, first, last, OUT_SHAPE, 0)
     for turn in gl.static_range(STAGES):
-        fetch(source, units, scales, turn, turn, last, ATTENDED_WIDTH, IS_LONG, PARTS)
+        fetch(out, ring, turn, turn, OUT_SHAPE)
         async_copy.commit_group()
-    next_source = prepare(GATE_U, GATE_S, inner_first, WIDTH, IS_GATED, INNER_WIDTH)
+    gate = prepare(GATE_U, GATE_S, inner_first, inner_last, GATE_SHAPE, INNER_WIDTH)
     at = places(WIDTH_GROUPS)
     inside = at < WIDTH
     if PDL:
@@ -200,16 +203,12 @@ def chain_kernel(
     programs = gl.num_programs(0).to(gl.int64)
     target = _now(COUNT) // (_BARRIERS * programs) * (_BARRIERS * programs) + programs
     hold_all(ATTENDED, inputs, ATTENDED_WIDTH)
-    sums = product(
-        source, next_source, units, scales, inputs, last, inner_last, 0, ATTENDED_WIDTH, IS_LONG, PARTS, WIDTH,
-        IS_GATED, GATE_PARTS,
-    )  # fmt: skip
+    sums = product(out, gate, ring, inputs, 0, OUT_SHAPE, GATE_SHAPE)
     tag = (target // programs).to(gl.int32) & 0xFFFF
     _store(OUT, sums, meeting, tag, first, last, IS_LONG, PARTS)
     _arrive_early(COUNT)
 
-    source = next_source
-    next_source = prepare(DOWN_U, DOWN_S, first, INNER_WIDTH, IS_LONG, 0)
+    down = prepare(DOWN_U, DOWN_S, first, last, DOWN_SHAPE, 0)
     # What does not depend on others is loaded before they are waited for. Norms' weights stay in L2, past which all
     # others stream.
     hidden = gl.load(HIDDEN + at, mask=inside, other=0.0, cache_modifier=".cg")
@@ -222,22 +221,16 @@ def chain_kernel(
     hold(0, normed, inputs)
     if gl.program_id(0) == 0:
         gl.store(MIDDLE + at, hidden, mask=inside)
-    sums = product(
-        source, next_source, units, scales, inputs, inner_last, last, OUT_TURNS, WIDTH, IS_GATED, GATE_PARTS,
-        INNER_WIDTH, IS_LONG, PARTS,
-    )  # fmt: skip
+    sums = product(gate, down, ring, inputs, turns_of(OUT_SHAPE), GATE_SHAPE, DOWN_SHAPE)
     _store_gated(INNER, sums, inner_first, inner_last, GATE_PARTS, GELU)
     _arrive(COUNT)
 
-    source = next_source
+    following = down  # of which nothing is asked, where nothing follows
     if NEXT_PARTS > 0:
-        next_source = prepare(NEXT_U, NEXT_S, next_first, WIDTH, NEXT_FORM, 0)
+        following = prepare(NEXT_U, NEXT_S, next_first, next_last, NEXT_SHAPE, 0)
     _await(COUNT, target + programs)
     hold_all(INNER, inputs, INNER_WIDTH)
-    sums = product(
-        source, next_source, units, scales, inputs, last, next_last, OUT_TURNS + GATE_TURNS, INNER_WIDTH, IS_LONG,
-        PARTS, WIDTH, NEXT_FORM, NEXT_PARTS,
-    )  # fmt: skip
+    sums = product(down, following, ring, inputs, BEFORE_DOWN, DOWN_SHAPE, NEXT_SHAPE)
     tag = (target // programs + 2).to(gl.int32) & 0xFFFF
     _store(DOWN, sums, meeting, tag, first, last, IS_LONG, PARTS)
     _arrive_early(COUNT)
@@ -256,9 +249,7 @@ def chain_kernel(
             gl.store(NEXT + at, normed, mask=inside)
     else:
         hold(0, normed, inputs)
-        sums = product(
-            next_source, next_source, units, scales, inputs, next_last, 0, OUT_TURNS + GATE_TURNS + DOWN_TURNS, WIDTH,
-            NEXT_FORM, NEXT_PARTS, WIDTH, NEXT_FORM, 0,
-        )  # fmt: skip
+        NOTHING: gl.constexpr = shape_of(WIDTH, NEXT_FORM, 0)
+        sums = product(following, following, ring, inputs, BEFORE_DOWN + turns_of(DOWN_SHAPE), NEXT_SHAPE, NOTHING)
         _store(NEXT, sums, meeting, None, next_first, next_last, NEXT_FORM, NEXT_PARTS)
     async_copy.wait_group(0)

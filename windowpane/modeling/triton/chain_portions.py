@@ -44,10 +44,12 @@ def _rows_of(r, first, FORM: gl.constexpr, GATE: gl.constexpr):
 
 
 @gluon.jit
-def prepare(U, S, first, INPUTS: gl.constexpr, FORM: gl.constexpr, GATE: gl.constexpr):
+def prepare(U, S, first, last, SHAPE: gl.constexpr, GATE: gl.constexpr):
     """Where the first portion of all lies, row by row, and which outputs and steps its rows are, once for units and
-    once for scales.
+    once for scales; and behind which output there is nothing.
     """
+    INPUTS: gl.constexpr = SHAPE[0]
+    FORM: gl.constexpr = SHAPE[1]
     by_units: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     by_scales: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
     r = gl.arange(0, 128, gl.SliceLayout(1, by_units))
@@ -58,13 +60,17 @@ def prepare(U, S, first, INPUTS: gl.constexpr, FORM: gl.constexpr, GATE: gl.cons
     n2, row, step2 = _rows_of(r, first, FORM, GATE)
     c = gl.arange(0, 8, gl.SliceLayout(0, by_scales))
     scales_at = S + ((row * (INPUTS // 32) + step2 * 8)[:, None] + c[None, :])
-    return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None]
+    return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None], last
 
 
 @gluon.jit
-def fetch(source, units, scales, slot, turn, last, INPUTS: gl.constexpr, FORM: gl.constexpr, PARTS: gl.constexpr):
+def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
     """Ask for the portions of a turn: three parts of the outputs, or three steps of the only one."""
-    units_at, n, step, scales_at, n2, step2 = source
+    units, scales = ring
+    units_at, n, step, scales_at, n2, step2, last = asked
+    INPUTS: gl.constexpr = SHAPE[0]
+    FORM: gl.constexpr = SHAPE[1]
+    PARTS: gl.constexpr = SHAPE[2]
     OUTPUTS: gl.constexpr = 16 if FORM == IS_LONG else 64 if FORM == IS_GATED else 128  # of a part
     STEP: gl.constexpr = 8 if FORM == IS_LONG else 1
     ENDS: gl.constexpr = INPUTS % (256 * STEP * (PORTIONS if PARTS == 1 else 1)) != 0
@@ -149,38 +155,35 @@ def _for_columns(scales, sums, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _turn(
-    source, next_source, units, scales, i, last, next_last, BEFORE: gl.constexpr, INPUTS: gl.constexpr,
-    FORM: gl.constexpr, PARTS: gl.constexpr, NEXT_INPUTS: gl.constexpr, NEXT_FORM: gl.constexpr,
-    NEXT_PARTS: gl.constexpr,
-):  # fmt: skip
+def _turn(asked, following, ring, i, BEFORE: gl.constexpr, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
     """The portions of turn `i` in registers; their places in the ring go to the turn that is STAGES further on."""
+    units, scales = ring
     STAGES: gl.constexpr = units[0].type.shape[0]
-    TURNS: gl.constexpr = turns_of(INPUTS, FORM, PARTS)
+    TURNS: gl.constexpr = turns_of(SHAPE)
     slot = (BEFORE + i) % STAGES
     async_copy.wait_group(STAGES - 1)
     gl.thread_barrier()  # portions are there for all
     portions = ()
     for j in gl.static_range(PORTIONS):
-        portions = portions + (_load_portion(units[j], scales[j], slot, FORM),)  # noqa: RUF005
+        portions = portions + (_load_portion(units[j], scales[j], slot, SHAPE[1]),)  # noqa: RUF005
     gl.thread_barrier()  # their places are free
     ahead = i + STAGES
     if ahead < TURNS:
-        fetch(source, units, scales, slot, ahead, last, INPUTS, FORM, PARTS)
-    elif NEXT_PARTS > 0:
-        fetch(next_source, units, scales, slot, ahead - TURNS, next_last, NEXT_INPUTS, NEXT_FORM, NEXT_PARTS)
+        fetch(asked, ring, slot, ahead, SHAPE)
+    elif NEXT_SHAPE[2] > 0:
+        fetch(following, ring, slot, ahead - TURNS, NEXT_SHAPE)
     async_copy.commit_group()
     return portions
 
 
 @gluon.jit
-def product(
-    source, next_source, units, scales, inputs, last, next_last, BEFORE: gl.constexpr, INPUTS: gl.constexpr,
-    FORM: gl.constexpr, PARTS: gl.constexpr, NEXT_INPUTS: gl.constexpr, NEXT_FORM: gl.constexpr,
-    NEXT_PARTS: gl.constexpr,
-):  # fmt: skip
-    """The sums of this program's outputs, part by part. BEFORE: turns of the products before."""
-    TURNS: gl.constexpr = turns_of(INPUTS, FORM, PARTS)
+def product(asked, following, ring, inputs, BEFORE: gl.constexpr, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
+    """The sums of this program's outputs, part by part. BEFORE: turns of the products before. A next one without parts
+    is none.
+    """
+    FORM: gl.constexpr = SHAPE[1]
+    PARTS: gl.constexpr = SHAPE[2]
+    TURNS: gl.constexpr = turns_of(SHAPE)
     if FORM == IS_LONG:
         zero = gl.zeros([8, 16, 8], gl.float32, gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
     else:
@@ -188,10 +191,7 @@ def product(
     if PARTS == 1:
         total = zero
         for i in range(TURNS):
-            portions = _turn(
-                source, next_source, units, scales, i, last, next_last, BEFORE, INPUTS, FORM, PARTS, NEXT_INPUTS,
-                NEXT_FORM, NEXT_PARTS,
-            )  # fmt: skip
+            portions = _turn(asked, following, ring, i, BEFORE, SHAPE, NEXT_SHAPE)
             for j in gl.static_range(PORTIONS):
                 x, factors = inputs_of(inputs, i * PORTIONS + j, FORM)
                 total = _add_portion(total, x, factors, portions[j], FORM)
@@ -203,10 +203,7 @@ def product(
             x, factors = inputs_of(inputs, step, FORM)
             more = ()
             for t in gl.static_range(TURNS_OF_STEP):
-                portions = _turn(
-                    source, next_source, units, scales, step * TURNS_OF_STEP + t, last, next_last, BEFORE, INPUTS,
-                    FORM, PARTS, NEXT_INPUTS, NEXT_FORM, NEXT_PARTS,
-                )  # fmt: skip
+                portions = _turn(asked, following, ring, step * TURNS_OF_STEP + t, BEFORE, SHAPE, NEXT_SHAPE)
                 for j in gl.static_range(PORTIONS):
                     total = _add_portion(sums[t * PORTIONS + j], x, factors, portions[j], FORM)
                     more = more + (total,)  # noqa: RUF005
@@ -215,8 +212,14 @@ def product(
 
 
 @gluon.constexpr_function
-def turns_of(inputs, form, parts):
-    """Of a product."""
+def shape_of(inputs, form, parts):
+    """Of a product, as its parts are asked for and multiplied."""
+    return (inputs, form, parts)
+
+
+@gluon.constexpr_function
+def turns_of(shape):
+    inputs, form, parts = shape
     step = 8 if form == LONG else 1
     steps = -(-inputs // (256 * step))
     return -(-steps // AT_A_TURN) if parts == 1 else steps * parts // AT_A_TURN

@@ -85,14 +85,18 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
 
 
+def is_symmetric_int4(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """In groups of 32, with scales in `dtype`: what the kernels for Hopper decode."""
+    is_int4 = weight.kind == "int4" and weight.group_inputs == GROUP_INPUTS and weight.zeros is None
+    return is_int4 and weight.scales.dtype == dtype
+
+
 def is_described(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bool:
     return (
-        weight.kind == "int4"
-        and weight.group_inputs == GROUP_INPUTS
-        and weight.zeros is None
+        is_symmetric_int4(weight, x.dtype)
         and weight.scales.shape[1] > 1
         and x.dtype in DTYPES
-        and weight.scales.dtype == out.dtype == x.dtype
+        and out.dtype == x.dtype
         and all(_is_copied(tensor) for tensor in (x, weight.units, weight.scales, out))
     )
 
