@@ -92,6 +92,8 @@ def check_decode(layer: Layer, dtype: torch.dtype) -> str:
     for lengths in ([9000], LENGTHS, [100, 3, 0], [70] * 300):
         paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=8, arena_bytes=ARENA_BYTES)
         told.append(judge(*run_decode(paged, padding=3)))
+    for length in (0, 1, 64, 190, 1023, 1025):  # a lone row has tunings of its own
+        judge(*run_decode(make_pages(layer, [length], DEVICE, dtype, room_tokens=8, arena_bytes=ARENA_BYTES)))
     return told[1]
 
 

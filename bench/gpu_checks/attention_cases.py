@@ -96,7 +96,7 @@ def make_pages(
 ) -> Paged:  # fmt: skip
     """Sequences of these past lengths, in scattered pages of an arena of which `offset_bytes` come before the first."""
     spec = layer.pages(dtype)
-    table = PageTable(spec, len(lengths) + 3, max(*lengths, 1) + room_tokens)
+    table = PageTable(spec, len(lengths) + 3, max([*lengths, 1]) + room_tokens)
     view = LayerView.of(spec, spec.slices[1], table.columns, LAYER_SCALES[: len(spec.slices[1].data_offsets)])
     view = replace(view, stripe=layer.stripes - 1, stripes=layer.stripes)
     slots = np.random.default_rng(sum(lengths)).permutation(len(lengths) + 3)[: len(lengths)].tolist()
@@ -129,7 +129,7 @@ def make_pages(
                 _page_view(arena, view, part)[pages.long()] = -1 if view.code else float("nan")
             vectors[part] = _store(arena, view, spec.kv_format, part, places, vectors[part], kept.start)
         past.append(vectors)
-    rope = _rope(layer, max(*lengths, 1) + room_tokens, device)
+    rope = _rope(layer, max([*lengths, 1]) + room_tokens, device)
     return Paged(layer, view, arena, entries.to(device), slots, past, rope, dtype)
 
 
@@ -243,7 +243,7 @@ def run_decode(
     )  # fmt: skip
     if not bool((out[idle] == 0).all()):
         raise AssertionError("padding rows must be 0")
-    exact, rounded = [], []
+    exact, rounded = [q[:0].double()], [q[:0]]
     for i, row in enumerate(real.tolist()):
         present = (k[row : row + 1], v[row : row + 1])
         exact.append(_decode_reference(paged, i, q[row : row + 1].double(), present))

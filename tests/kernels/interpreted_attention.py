@@ -82,6 +82,19 @@ def programs() -> None:
     require(error(got, exact), "rows without a past")
 
 
+def lone_rows() -> None:
+    """A row by itself at all shares of its past, without one, and as padding."""
+    layers = (Layer(3, 2, 64, window_tokens=200), Layer(1, 7, 128, window_tokens=130), Layer(2, 2, 64))
+    for layer in layers:
+        for length in (0, 1, 64, 199, 500):
+            paged = make_pages(layer, [length], "cpu", FLOAT, room_tokens=1)
+            for count in (1, 4, 30):
+                got, exact, _ = run_decode(paged, programs=count)
+                require(error(got, exact), f"{layer}, {length} tokens, {count} programs")
+        nobody = make_pages(layer, [], "cpu", FLOAT, room_tokens=1)
+        run_decode(nobody, padding=1, programs=4)
+
+
 def far_pages() -> None:
     for layer in (Layer(1, 2, 64), Layer(1, 2, 64, window_tokens=40), Layer(1, 2, 64, rotary=8)):
         paged = make_pages(layer, [70, 33], "cpu", FLOAT, room_tokens=20, offset_bytes=BEYOND_4_GIB)

@@ -124,6 +124,7 @@ def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     decoding.decode(
         q, k, k, torch.zeros(2**20, dtype=torch.uint8), view, ints(2, view.columns, 1), ints(ROWS), ints(ROWS),
         ints(ROWS + 1), scratch, torch.zeros_like(q), scale=0.1, window_tokens=None if latent else 1024, rope=rope,
+        pdl=capability == 90,
     )  # fmt: skip
     ptx = kernel.compiled.asm["ptx"]
     made = {E4M3: "mul.rn.f16x2", E5M2: "fma.rn.bf16x2", INT8: "sub.f16x2", INT4: "fma.rn.f16x2"}

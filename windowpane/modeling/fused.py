@@ -142,13 +142,15 @@ class FusedDecoder:
 
     def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """The normed output of the last layer for the wanted rows; what `logits` takes."""
+        # Attention looks at plans and positions before the launch ahead of it has ended. Both are made with a plain
+        # launch behind them, which waits for them.
+        state = _Pass(step, step.positions, step.chunks, self._plan(step))
         hidden = look_up(self.embedding, tokens, self._group)
         if self.recipe.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         per_layer = self._per_layer(tokens, hidden, self._linear) if self._per_layer else None
         normed = torch.empty_like(hidden)
         rms_norm(hidden, self.layers[0].input_norm, self.recipe.norm_eps, normed, pdl=self._pdl)
-        state = _Pass(step, step.positions, step.chunks, self._plan(step))
         for layer in self.layers:
             if state.narrowed and not len(hidden):
                 break  # a chunk in the middle of a prompt: nobody asks for more
@@ -283,9 +285,9 @@ class FusedLayer:
             _, present = self._heads(
                 self._linear(normed, self.qkv[width:], _part(self.qkv_bias, width, None)), 0, state
             )
-            hidden, normed = hidden[step.wanted], normed[step.wanted]
             state.narrowed = True
             state.positions, state.chunks = step.positions[step.wanted], step.wanted_chunks
+            hidden, normed = hidden[step.wanted], normed[step.wanted]
             if len(hidden):
                 projected = self._linear(normed, self.qkv[:width], _part(self.qkv_bias, None, width))
                 queries, _ = self._heads(projected, r.query_heads, state, queries_only=True)

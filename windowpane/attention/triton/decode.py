@@ -38,11 +38,13 @@ from windowpane.attention.triton.view import (
     section,
     weighted,
 )
-from windowpane.kv.layout import TILE_TOKENS
+from windowpane.kv.layout import OFFSET_UNIT_BYTES, TILE_TOKENS
 
 MAX_ROWS = 1024  # every program looks at the running sums of all rows at once
 GROUP_ROWS = 16  # query heads of a KV head fill a tensor-core tile of 16 rows; fewer are padded
 FEW_HEADS = 8  # as columns, for coded rows, they are padded to this
+UNIT_BYTES = tl.constexpr(OFFSET_UNIT_BYTES)
+LINE_BYTES = tl.constexpr(128)  # of L2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,22 @@ CODED_TUNINGS = {
     (512, False, 4): Tuning(16, 4, 2, 4),
     (512, True, 4): Tuning(32, 3, 4, 4, 168),
 }
+# By (dim, latent): a window of a lone row, which is a tile or two for each program. There is nothing to read ahead.
+# What takes time is fetching instructions, unless those of all launches of a layer fit into a multiprocessor's cache
+# together (docs/performance.md): threads that have less to do each need fewer.
+LONE_WINDOWS = {(256, False): Tuning(32, 2, 8, 2)}
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 2, 4, 1)
 
 
-def tuning_for(view: LayerView, activations: torch.dtype | None = None) -> Tuning:
+def tuning_for(view: LayerView, activations: torch.dtype | None = None, *, lone_window: bool = False) -> Tuning:
     if torch.float32 in (view.dtype, activations):
         return EXACT
     if view.code:
         bits = 4 if view.code == INT4 else 8
         return CODED_TUNINGS.get((view.dim, view.latent, bits), CODED_TUNINGS[512, view.latent, bits])
-    return TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
+    tuning = TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
+    return LONE_WINDOWS.get((view.dim, view.latent), tuning) if lone_window else tuning
 
 
 def decode_programs(view: LayerView, device: torch.device) -> int:
@@ -162,7 +169,7 @@ def decode(
     group = query_heads // view.kv_heads
     if group > GROUP_ROWS:
         raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
-    tuning = tuning_for(view, q.dtype)
+    tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and window_tokens is not None)
     cos, sin, w = rope or (scratch.lse,) * 3
     dtype = operand_type(view.code, q.dtype) if view.code else ELEMENTS[view.dtype]
     _decode_kernel[(scratch.programs,)](
@@ -179,7 +186,7 @@ def decode(
     _combine_kernel[(query_heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,
         scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), scale * LOG2E, D=dim,
-        G=group, S=16, PDL=pdl, num_warps=max(1, dim // 128), launch_pdl=pdl,
+        G=group, S=16, PDL=pdl, num_warps=max(1, dim // (32 if rows == 1 else 128)), launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -380,10 +387,10 @@ def _decode_kernel(
     CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr,
     TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program's share of the line, item by item. R > 0 means a latent."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    """One program's share of the line, item by item. R > 0 means a latent.
+
+    Where the past lies was known before this layer: it is looked up while heads are still made ready.
+    """
     program = tl.program_id(0)
     all_rows = tl.arange(0, MAX_ROWS)
     row_ok = all_rows < rows
@@ -411,6 +418,14 @@ def _decode_kernel(
         k_present = K + row.to(tl.int64) * k_stride + head * D
         v_present = V + row.to(tl.int64) * v_stride + head * D
         o_row = OUT + row.to(tl.int64) * out_stride + head * G * D
+        if PDL:
+            if unit == program * share:
+                _ask_for(
+                    ARENA, table, head, lo, first, past, base, columns, k_offset, v_offset, P, STRIPES, RING, TILE,
+                    (ROW if CODE > 0 else D) * 2, R == 0,
+                )  # fmt: skip
+            gdc_wait()
+            gdc_launch_dependents()
         if CODE > 0 and R > 0:
             coded_latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
@@ -436,6 +451,33 @@ def _decode_kernel(
                 GROUP_ROWS,
             )  # fmt: skip
         unit += count
+    if PDL:  # even without a share: when this launch ends, all before it have ended
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _ask_for(
+    ARENA, table, head, lo, first, past, base, columns, k_offset, v_offset, P: tl.constexpr, STRIPES: tl.constexpr,
+    RING: tl.constexpr, TILE: tl.constexpr, ROW_BYTES: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Have a tile brought to L2, before anybody can attend it."""
+    t = lo + tl.arange(0, TILE)
+    ok = (t >= first) & (t < past)
+    page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
+    LINES: tl.constexpr = triton.next_power_of_2((ROW_BYTES + LINE_BYTES - 1) // LINE_BYTES)
+    line = tl.minimum(tl.arange(0, LINES) * LINE_BYTES, ROW_BYTES - 1)
+    at = ARENA + (page * UNIT_BYTES + (head * P + t % P) * ROW_BYTES)[:, None] + line[None, :]
+    _prefetch(at + k_offset)
+    if PAIR:
+        _prefetch(at + v_offset)
+
+
+@triton.jit
+def _prefetch(at):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -452,7 +494,6 @@ def _combine_kernel(
     """Merge the partial results of one query head, S at a time, with the present token. Whole items are done."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     query_head = tl.program_id(0)
     row = tl.program_id(1)
     head = query_head // G
@@ -462,26 +503,32 @@ def _combine_kernel(
     unit = before * kv_heads + head * tiles
     first = unit // share
     last = (unit + tiles - 1) // share
-    if (tiles == 0) | (first < last):
-        d = tl.arange(0, D)
-        q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d).to(tl.float32)
-        k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d).to(tl.float32)
-        acc = tl.load(V + row.to(tl.int64) * v_stride + head * D + d).to(tl.float32)
-        m = tl.sum(q * k) * scale_log2
-        norm = 1.0
+    in_parts = (tiles == 0) | (first < last)
+    # `decode` let this launch begin once heads were ready: the present token is weighed while the past is attended.
+    d = tl.arange(0, D)
+    wanted = in_parts & (d >= 0)
+    is_row = tl.load(POSITIONS + row) >= 0
+    q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d, mask=wanted, other=0.0).to(tl.float32)
+    k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d, mask=wanted, other=0.0).to(tl.float32)
+    acc = tl.load(V + row.to(tl.int64) * v_stride + head * D + d, mask=wanted, other=0.0).to(tl.float32)
+    m = tl.sum(q * k) * scale_log2
+    norm = 1.0
+    if PDL:
+        gdc_wait()
+    if in_parts:
         if tiles > 0:
             for i in range(first, last + 1, S):
                 program = i + tl.arange(0, S)
                 ok = program <= last
                 at = (program + row * kv_heads + head).to(tl.int64) * G + query_head % G
                 lse = tl.load(LSE + at, mask=ok, other=float("-inf"))
+                part = tl.load(PART + at[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
                 m_new = tl.maximum(m, tl.max(lse, 0))
                 alpha = tl.exp2(m - m_new)
                 weight = tl.exp2(lse - m_new)
-                part = tl.load(PART + at[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
                 acc = acc * alpha + tl.sum(part * weight[:, None], 0)
                 norm = norm * alpha + tl.sum(weight, 0)
                 m = m_new
         # A padding row's activations may be anything.
-        attended = tl.where(tl.load(POSITIONS + row) >= 0, acc / norm, 0.0)
+        attended = tl.where(is_row, acc / norm, 0.0)
         tl.store(OUT + row.to(tl.int64) * out_stride + query_head * D + d, attended.to(OUT.dtype.element_ty))

@@ -17,8 +17,9 @@ from windowpane.attention.triton.view import ELEMENTS, LayerView, rotate, sectio
 from windowpane.attention.triton.write import CodedRows
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 
-# Values and warps per program: with 16 values a thread, both halves of a head come in 16-byte loads.
-VALUES, WARPS = 1024, 2
+# Values and warps per program: with 16 values a thread, both halves of a head come in 16-byte loads. A lone row waits
+# for instructions rather than for values (docs/performance.md), and with more warps there are fewer.
+VALUES, WARPS, LONE_WARPS = 1024, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +127,17 @@ def prepare_heads(
         BALANCED_HEADS=view.kv_heads if view else 0,
         TURN_VALUES=turn_values,
         PDL=pdl,
-        num_warps=WARPS,
+        num_warps=LONE_WARPS if rows == 1 else WARPS,
         launch_pdl=pdl,
     )
 
 
 @triton.jit
-def _load_pairs(at, mask, DISTANCE: tl.constexpr):
-    """float32: the first of each pair of dims, and the second."""
-    low = tl.load(at, mask=mask, other=0.0)
-    high = tl.load(at + DISTANCE, mask=mask, other=0.0)
+def _load_pairs(at, mask, DISTANCE: tl.constexpr, STAY: tl.constexpr = False):
+    """float32: the first of each pair of dims, and the second. They may stay in L2 while layers' weights go past."""
+    POLICY: tl.constexpr = "evict_last" if STAY else ""
+    low = tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY)
+    high = tl.load(at + DISTANCE, mask=mask, other=0.0, eviction_policy=POLICY)
     return low.to(tl.float32), high.to(tl.float32)
 
 
@@ -153,7 +155,7 @@ def _rounded(low, high, DTYPE: tl.constexpr):
 @triton.jit
 def _normed(low, high, WEIGHT, dims, mask, DIM: tl.constexpr, DISTANCE: tl.constexpr, eps, DTYPE: tl.constexpr):
     if WEIGHT is not None:  # on their way while the squares are summed
-        low_weight, high_weight = _load_pairs(WEIGHT + dims, mask, DISTANCE)
+        low_weight, high_weight = _load_pairs(WEIGHT + dims, mask, DISTANCE, True)
     squares = tl.sum(tl.sum(low * low + high * high, 2), 1)
     scale = tl.rsqrt(squares / DIM + eps)[:, None, None]
     low *= scale
@@ -216,7 +218,6 @@ def _heads_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     DTYPE: tl.constexpr = X.dtype.element_ty
     QUERY_PARTS: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
@@ -234,9 +235,8 @@ def _heads_kernel(
     dims = tl.broadcast_to((pieces + tl.arange(0, DISTANCE)[None, :])[None], [HEADS, PIECES, DISTANCE])
     at = head * DIM + dims
 
-    # All loads are under way before the first of them is waited for.
+    # Where a row goes and how it turns was known before this layer: it is looked up while the projection is made.
     position = tl.load(POSITIONS + row)
-    low, high = _load_pairs(X + row * x_stride + kind_head * DIM + at, inside, DISTANCE)
     is_stored = position >= 0
     position = tl.maximum(position, 0)
     if PAIRS > 0:
@@ -248,6 +248,9 @@ def _heads_kernel(
         entry = TABLE + (slot * table_width + position // block_tokens % columns) * stripes + stripe
         page = tl.load(entry, mask=is_stored, other=0).to(tl.int64) * UNIT_BYTES
         in_page = (head * block_tokens + position % block_tokens) * DIM + dims
+    if PDL:
+        gdc_wait()
+    low, high = _load_pairs(X + row * x_stride + kind_head * DIM + at, inside, DISTANCE)
     if CODE > 0:
         # Where words and scales of these heads go: to their page, or to their row of a buffer.
         line = kind_part * HEADS + tl.arange(0, HEADS)
@@ -301,7 +304,7 @@ def _heads_kernel(
                 latents = section(ARENA, page + k_offset, KV_DTYPE)
                 _store_pairs(latents + in_page, low, high, inside & is_stored, DISTANCE, KV_DTYPE)
             if K_NORM is not None:
-                low_weight, high_weight = _load_pairs(K_NORM + dims, inside, DISTANCE)
+                low_weight, high_weight = _load_pairs(K_NORM + dims, inside, DISTANCE, True)
                 low *= low_weight
                 high *= high_weight
         elif K_NORM is not None:
