@@ -15,12 +15,12 @@ import gc
 import json
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from bench.spike.measure import exclusive_times
 from windowpane.bench.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
 from windowpane.bench.workloads import WORKLOADS, Workload
 from windowpane.request import Request, SamplingParams
@@ -209,13 +209,7 @@ def _profiled(started: Started, requests: list[Request], what: str, steps: int) 
         engine.cancel(request)
     while engine.has_work:
         engine.step()
-    # Launches overlap: one that waits for another takes only the time from when that one ended.
-    ran = [event for event in profile.events() if str(event.device_type) == "DeviceType.CUDA"]
-    spent: dict[str, list[float]] = defaultdict(list)
-    ended = 0.0
-    for event in sorted(ran, key=lambda event: event.time_range.end):
-        spent[event.name].append(event.time_range.end - max(event.time_range.start, ended))
-        ended = event.time_range.end
+    spent = exclusive_times(profile)
     table = sorted(((n, round(len(t) / steps), sum(t) / steps) for n, t in spent.items()), key=lambda r: -r[2])
     total = sum(row[2] for row in table)
     print(f"  {what}: wall {wall * 1e6:.0f} µs, kernels {total:.0f} µs")

@@ -1,6 +1,7 @@
 """Timing on the device and error against a reference."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -55,6 +56,17 @@ def _replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1e3
+
+
+def exclusive_times(profile: torch.profiler.profile) -> dict[str, list[float]]:
+    """Microseconds of each launch by kernel. One that overlaps another takes only the time from when that one ended."""
+    ran = [event for event in profile.events() if str(event.device_type) == "DeviceType.CUDA"]
+    spent: dict[str, list[float]] = defaultdict(list)
+    ended = 0.0
+    for event in sorted(ran, key=lambda event: event.time_range.end):
+        spent[event.name].append(event.time_range.end - max(event.time_range.start, ended))
+        ended = event.time_range.end
+    return spent
 
 
 def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:

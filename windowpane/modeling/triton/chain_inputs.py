@@ -7,12 +7,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from windowpane.modeling.triton.chain_forms import AT_ONCE, IS_LONG, MAGIC_VALUE, PIECE, PIECE_GROUPS
-
-
-@gluon.constexpr_function
-def next_power(x):
-    return max(PIECE_GROUPS, 1 << (x - 1).bit_length())
+from windowpane.modeling.triton.chain_forms import (
+    AT_ONCE,
+    IS_FRESH,
+    IS_KEPT,
+    IS_LONG,
+    IS_TAGGED,
+    MAGIC_VALUE,
+    PIECE,
+    PIECE_GROUPS,
+)
 
 
 @gluon.jit
@@ -33,7 +37,7 @@ def hold(piece, x, inputs):
     up = ((259 - exponent) << 23).to(gl.float32, bitcast=True)
     scaled = x * gl.expand_dims(up, 1)
     first = scaled + MAGIC_VALUE
-    second = scaled * 128.0 + (MAGIC_VALUE - (first - MAGIC_VALUE) * 128.0)
+    second = scaled * 128.0 + (129.0 * MAGIC_VALUE - first * 128.0)  # exact in between
     both = gl.join(
         first.to(gl.int32, bitcast=True).to(gl.int8),
         second.to(gl.int32, bitcast=True).to(gl.int8),
@@ -61,7 +65,7 @@ def _by_groups(groups):
 
 
 @gluon.jit
-def places(GROUPS: gl.constexpr):
+def _places(GROUPS: gl.constexpr):
     """Of so many groups of inputs."""
     layout: gl.constexpr = _by_groups(GROUPS)
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
@@ -70,16 +74,76 @@ def places(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def hold_all(X, inputs, INPUTS: gl.constexpr):
-    """X [INPUTS], written by others before the barrier, and zeros behind it."""
-    COUNT: gl.constexpr = (INPUTS // 32 + AT_ONCE - 1) // AT_ONCE
-    at = places(AT_ONCE)
+def place_of(i):
+    """Where the values of piece `i` are."""
+    return i * (PIECE * 32) + _places(PIECE)
+
+
+@gluon.constexpr_function
+def pieces_of(inputs):
+    return -(-inputs // (32 * PIECE_GROUPS))
+
+
+@gluon.constexpr_function
+def ends_in(piece, inputs):
+    """Whether there is less than all of a piece."""
+    return (piece + 1) * 32 * PIECE_GROUPS > inputs
+
+
+@gluon.jit
+def load_pieces(X, INPUTS: gl.constexpr, KIND: gl.constexpr):
+    """X [INPUTS] in pieces, and zeros behind it. What is the same at every step stays in L2, past which weights go."""
+    MODIFIER: gl.constexpr = ".cg" if KIND == IS_FRESH else ""
+    POLICY: gl.constexpr = "evict_last" if KIND == IS_KEPT else ""
+    VOLATILE: gl.constexpr = KIND == IS_TAGGED
     found = ()
-    for i in gl.static_range(COUNT):
-        place = i * (AT_ONCE * 32) + at
-        found = found + (gl.load(X + place, mask=place < INPUTS, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
-    for i in gl.static_range(COUNT):
-        hold(i, found[i], inputs)
+    for i in gl.static_range(pieces_of(INPUTS)):
+        inside = None
+        other = None
+        if ends_in(i, INPUTS):
+            inside = place_of(i) < INPUTS
+            other = 0
+        x = gl.load(X + place_of(i), inside, other, cache_modifier=MODIFIER, eviction_policy=POLICY, volatile=VOLATILE)
+        found = found + (x,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def store_pieces(X, pieces, INPUTS: gl.constexpr):
+    for i in gl.static_range(pieces_of(INPUTS)):
+        inside = None
+        if ends_in(i, INPUTS):
+            inside = place_of(i) < INPUTS
+        gl.store(X + place_of(i), pieces[i], inside)
+
+
+@gluon.jit
+def hold_pieces(x, inputs, INPUTS: gl.constexpr):
+    for i in gl.static_range(pieces_of(INPUTS)):
+        hold(i, x[i], inputs)
+
+
+@gluon.jit
+def hold_all(X, inputs, INPUTS: gl.constexpr):
+    """X [INPUTS], written by others before the barrier, and zeros behind it.
+
+    Some at a time: code for all at once takes long to fetch.
+    """
+    COUNT: gl.constexpr = (INPUTS // 32 + AT_ONCE - 1) // AT_ONCE
+    at = _places(AT_ONCE)
+    a = _load(X, 0, at, INPUTS)
+    b = _load(X, 1, at, INPUTS)
+    c = _load(X, 2, at, INPUTS)
+    for i in range(COUNT):
+        following = _load(X, i + 3, at, INPUTS)
+        hold(i, a, inputs)
+        a, b, c = b, c, following
+
+
+@gluon.jit
+def _load(X, i, at, INPUTS: gl.constexpr):
+    place = i * (AT_ONCE * 32) + at
+    return gl.load(X + place, mask=place < INPUTS, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit

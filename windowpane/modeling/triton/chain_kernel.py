@@ -25,6 +25,7 @@ again.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="var-annotated"
 
 from __future__ import annotations
 
@@ -33,8 +34,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.modeling.triton.chain_forms import IS_GATED, IS_LONG, PIECE, PORTIONS
-from windowpane.modeling.triton.chain_inputs import hold, hold_all, next_power, places
+from windowpane.modeling.triton.chain_forms import IS_FRESH, IS_GATED, IS_KEPT, IS_LONG, IS_TAGGED, PIECE, PORTIONS
+from windowpane.modeling.triton.chain_inputs import (
+    ends_in,
+    hold_all,
+    hold_pieces,
+    load_pieces,
+    pieces_of,
+    place_of,
+    store_pieces,
+)
 from windowpane.modeling.triton.chain_portions import fetch, prepare, product, shape_of, turns_of
 from windowpane.modeling.triton.gated import gate_times_up
 
@@ -47,35 +56,57 @@ def _add_both(a0, b0, a1, b1):
 
 
 @gluon.jit
-def _left(AT, tag, inside):
-    """What others left at `AT`, the sum of its squares, and how much of it has another tag."""
-    COUNT: gl.constexpr = inside.type.shape[0] * 32
-    word = gl.load(AT, mask=inside, other=0, volatile=True)
-    missing = gl.where(inside & (word & 0xFFFF != tag), 1.0, 0.0)
-    x = gl.where(inside, word & -65536, 0).to(gl.float32, bitcast=True)
-    square, missing = gl.reduce((gl.reshape(x * x, [COUNT]), gl.reshape(missing, [COUNT])), 0, _add_both)
+def _left(FROM, tag, WIDTH: gl.constexpr):
+    """What others left, in pieces, the sum of its squares, and whether some of it has another tag."""
+    VALUES: gl.constexpr = PIECE * 32
+    words = load_pieces(FROM, WIDTH, IS_TAGGED)
+    x = ()
+    squares = gl.zeros_like(words[0]).to(gl.float32)
+    missing = gl.zeros_like(squares)
+    for i in gl.static_range(pieces_of(WIDTH)):
+        is_tagged = words[i] & 0xFFFF == tag
+        if ends_in(i, WIDTH):
+            is_tagged = is_tagged | (place_of(i) >= WIDTH)
+        value = (words[i] & -65536).to(gl.float32, bitcast=True)
+        squares += value * value
+        missing = gl.where(is_tagged, missing, 1.0)
+        x = x + (value,)  # noqa: RUF005
+    square, missing = gl.reduce((gl.reshape(squares, [VALUES]), gl.reshape(missing, [VALUES])), 0, _add_both)
     return x, square, missing
 
 
 @gluon.jit
-def _residual_norm(AT, tag, inside, hidden, post_weight, SCALAR, weight, eps, WIDTH: gl.constexpr):
+def _residual_norm(FROM, tag, hidden, post_weight, scalar, weight, eps, WIDTH: gl.constexpr):
     """hidden + x, normed before where there is a weight for it and times the scalar behind; and its own norm.
 
-    Rounded like `norms.residual_norm`.
+    Rounded like `norms.residual_norm`. All in pieces.
     """
-    dtype: gl.constexpr = hidden.dtype
-    COUNT: gl.constexpr = inside.type.shape[0] * 32
-    x, square, missing = _left(AT, tag, inside)
-    while missing > 0.0:
-        x, square, missing = _left(AT, tag, inside)
-    if post_weight is not None:
-        x = (x * gl.rsqrt(square / WIDTH + eps) * post_weight).to(dtype).to(gl.float32)
-    hidden = (hidden.to(gl.float32) + x).to(dtype)
-    if SCALAR is not None:
-        hidden = (hidden.to(gl.float32) * gl.load(SCALAR).to(gl.float32)).to(dtype)
-    wide = hidden.to(gl.float32)
-    square = gl.sum(gl.reshape(wide * wide, [COUNT]), 0)
-    return hidden, (wide * gl.rsqrt(square / WIDTH + eps) * weight).to(dtype)
+    VALUES: gl.constexpr = PIECE * 32
+    dtype: gl.constexpr = hidden[0].dtype
+    x = ()
+    for i in gl.static_range(pieces_of(WIDTH)):
+        x = x + (gl.zeros_like(hidden[i]).to(gl.float32),)  # noqa: RUF005
+    square, missing = 0.0, 1.0
+    while missing > 0.0:  # nearly always once; its code is here once
+        x, square, missing = _left(FROM, tag, WIDTH)
+    scale = gl.rsqrt(square / WIDTH + eps)
+    squares = gl.zeros_like(x[0])
+    updated = ()
+    for i in gl.static_range(pieces_of(WIDTH)):
+        more = x[i]
+        if post_weight is not None:
+            more = (more * scale * post_weight[i]).to(dtype).to(gl.float32)
+        new = (hidden[i].to(gl.float32) + more).to(dtype)
+        if scalar is not None:
+            new = (new.to(gl.float32) * scalar).to(dtype)
+        wide = new.to(gl.float32)
+        squares += wide * wide
+        updated = updated + (new,)  # noqa: RUF005
+    scale = gl.rsqrt(gl.sum(gl.reshape(squares, [VALUES]), 0) / WIDTH + eps)
+    normed = ()
+    for i in gl.static_range(pieces_of(WIDTH)):
+        normed = normed + ((updated[i].to(gl.float32) * scale * weight[i]).to(dtype),)  # noqa: RUF005
+    return updated, normed
 
 
 @gluon.jit
@@ -180,7 +211,6 @@ def chain_kernel(
         gl.allocate_shared_memory(gl.float32, [PIECES, 2 * PIECE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     meeting = gl.allocate_shared_memory(gl.float32, [8, 16, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-    WIDTH_GROUPS: gl.constexpr = next_power(WIDTH // 32)
     OUT_SHAPE: gl.constexpr = shape_of(ATTENDED_WIDTH, IS_LONG, PARTS)
     GATE_SHAPE: gl.constexpr = shape_of(WIDTH, IS_GATED, GATE_PARTS)
     DOWN_SHAPE: gl.constexpr = shape_of(INNER_WIDTH, IS_LONG, PARTS)
@@ -196,12 +226,10 @@ def chain_kernel(
         fetch(out, ring, turn, turn, OUT_SHAPE)
         async_copy.commit_group()
     gate = prepare(GATE_U, GATE_S, inner_first, inner_last, GATE_SHAPE, INNER_WIDTH)
-    at = places(WIDTH_GROUPS)
-    inside = at < WIDTH
     if PDL:
         gdc_wait()
     programs = gl.num_programs(0).to(gl.int64)
-    target = _now(COUNT) // (_BARRIERS * programs) * (_BARRIERS * programs) + programs
+    target = gl.load(COUNT, volatile=True) // (_BARRIERS * programs) * (_BARRIERS * programs) + programs
     hold_all(ATTENDED, inputs, ATTENDED_WIDTH)
     sums = product(out, gate, ring, inputs, 0, OUT_SHAPE, GATE_SHAPE)
     tag = (target // programs).to(gl.int32) & 0xFFFF
@@ -209,18 +237,17 @@ def chain_kernel(
     _arrive_early(COUNT)
 
     down = prepare(DOWN_U, DOWN_S, first, last, DOWN_SHAPE, 0)
-    # What does not depend on others is loaded before they are waited for. Norms' weights stay in L2, past which all
-    # others stream.
-    hidden = gl.load(HIDDEN + at, mask=inside, other=0.0, cache_modifier=".cg")
+    # What does not depend on others is loaded before they are waited for.
+    hidden = load_pieces(HIDDEN, WIDTH, IS_FRESH)
     post_weight = POST_WEIGHT
     if POST_WEIGHT is not None:
-        post_weight = gl.load(POST_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    weight = gl.load(PRE_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        post_weight = load_pieces(POST_WEIGHT, WIDTH, IS_KEPT)
+    weight = load_pieces(PRE_WEIGHT, WIDTH, IS_KEPT)
     _await(COUNT, target)
-    hidden, normed = _residual_norm(OUT + at, tag, inside, hidden, post_weight, None, weight, eps, WIDTH)
-    hold(0, normed, inputs)
+    hidden, normed = _residual_norm(OUT, tag, hidden, post_weight, None, weight, eps, WIDTH)
+    hold_pieces(normed, inputs, WIDTH)
     if gl.program_id(0) == 0:
-        gl.store(MIDDLE + at, hidden, mask=inside)
+        store_pieces(MIDDLE, hidden, WIDTH)
     sums = product(gate, down, ring, inputs, turns_of(OUT_SHAPE), GATE_SHAPE, DOWN_SHAPE)
     _store_gated(INNER, sums, inner_first, inner_last, GATE_PARTS, GELU)
     _arrive(COUNT)
@@ -235,20 +262,23 @@ def chain_kernel(
     _store(DOWN, sums, meeting, tag, first, last, IS_LONG, PARTS)
     _arrive_early(COUNT)
 
-    hidden = gl.load(MIDDLE + at, mask=inside, other=0.0, cache_modifier=".cg")
+    hidden = load_pieces(MIDDLE, WIDTH, IS_FRESH)
     post_weight = POST_MLP_WEIGHT
     if POST_MLP_WEIGHT is not None:
-        post_weight = gl.load(POST_MLP_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    weight = gl.load(NEXT_WEIGHT + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        post_weight = load_pieces(POST_MLP_WEIGHT, WIDTH, IS_KEPT)
+    weight = load_pieces(NEXT_WEIGHT, WIDTH, IS_KEPT)
+    scalar = SCALAR
+    if SCALAR is not None:
+        scalar = gl.load(SCALAR, eviction_policy="evict_last").to(gl.float32)
     _await(COUNT, target + 2 * programs)
-    hidden, normed = _residual_norm(DOWN + at, tag, inside, hidden, post_weight, SCALAR, weight, eps, WIDTH)
+    hidden, normed = _residual_norm(DOWN, tag, hidden, post_weight, scalar, weight, eps, WIDTH)
     if gl.program_id(0) == 0:
-        gl.store(HIDDEN + at, hidden, mask=inside)
+        store_pieces(HIDDEN, hidden, WIDTH)
     if NEXT_PARTS == 0:
         if gl.program_id(0) == 0:
-            gl.store(NEXT + at, normed, mask=inside)
+            store_pieces(NEXT, normed, WIDTH)
     else:
-        hold(0, normed, inputs)
+        hold_pieces(normed, inputs, WIDTH)
         NOTHING: gl.constexpr = shape_of(WIDTH, NEXT_FORM, 0)
         sums = product(following, following, ring, inputs, BEFORE_DOWN + turns_of(DOWN_SHAPE), NEXT_SHAPE, NOTHING)
         _store(NEXT, sums, meeting, None, next_first, next_last, NEXT_FORM, NEXT_PARTS)
