@@ -14,13 +14,13 @@ import traceback
 
 import torch
 
-from bench.gpu_checks import attention, chain, engine, formats, fused, hopper, parallel, quantized
+from bench.gpu_checks import attention, chain, engine, formats, fused, hopper, overlap, parallel, quantized
 
 
 def main() -> None:
     words = [w for w in sys.argv[1:] if not w.startswith("-")]
     torch.manual_seed(time.time_ns() % 2**31)
-    modules = (attention, hopper, fused, quantized, chain, engine, formats, parallel)
+    modules = (attention, overlap, hopper, fused, quantized, chain, engine, formats, parallel)
     checks = [check for module in modules for check in module.checks()]
     failed = []
     for name, check in checks:

@@ -2,8 +2,8 @@
 
 python3 -m bench.gpu_checks.code      timings
 
-The straight code reads and writes next to nothing. As long as both kernels fit into a multiprocessor's instruction
-cache, each takes as long as it would alone.
+The straight code reads and writes next to nothing. While both kernels fit into a multiprocessor's instruction cache,
+the chain takes as long as it would alone; beyond that both take longer with every KiB.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"

@@ -62,3 +62,8 @@ def test_all_launches_of_a_sliding_layer_fit_the_instruction_cache(monkeypatch):
     sizes = [code_bytes(kernel.asm["cubin"]) for kernel in compiled]
     assert all(size > 1000 for size in sizes)
     assert sum(sizes) <= INSTRUCTION_CACHE_BYTES, sizes
+
+
+def test_a_lone_window_has_the_programs_that_its_scratch_is_made_for():
+    for key, tuning in decoding.LONE_WINDOWS.items():
+        assert tuning.programs_per_sm == decoding.TUNINGS[key].programs_per_sm

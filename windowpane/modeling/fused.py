@@ -46,7 +46,8 @@ from windowpane.parallel.group import look_up, summed
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
-OVERLAPPING_LAUNCHES = (9, 0)  # from this compute capability on, a kernel may load weights while the one before ends
+# From this compute capability on, a kernel may load while the one before ends: weights, and what an earlier one made.
+OVERLAPPING_LAUNCHES = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ class FusedDecoder:
 
     def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """The normed output of the last layer for the wanted rows; what `logits` takes."""
-        # Attention looks at plans and positions before the launch ahead of it has ended. Both are made with a plain
-        # launch behind them, which waits for them.
+        # Attention looks up plans and positions before the launch ahead of it has ended. Whatever makes those has a
+        # plain launch behind it, which waits for it.
         state = _Pass(step, step.positions, step.chunks, self._plan(step))
         hidden = look_up(self.embedding, tokens, self._group)
         if self.recipe.embedding_scale != 1.0:
@@ -287,7 +288,7 @@ class FusedLayer:
             )
             state.narrowed = True
             state.positions, state.chunks = step.positions[step.wanted], step.wanted_chunks
-            hidden, normed = hidden[step.wanted], normed[step.wanted]
+            hidden, normed = hidden[step.wanted], normed[step.wanted]  # behind positions, see `final_hidden`
             if len(hidden):
                 projected = self._linear(normed, self.qkv[:width], _part(self.qkv_bias, None, width))
                 queries, _ = self._heads(projected, r.query_heads, state, queries_only=True)

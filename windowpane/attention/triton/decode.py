@@ -162,7 +162,8 @@ def decode(
     `positions` for this window. Rows may be strided, a row itself is contiguous. Padding rows become 0.
 
     Of a latent, pages hold n; q is rotated as usual, k_present is the present token's rebuilt K, and v_present its n.
-    `pdl` lets a launch begin while the one before it ends.
+    `pdl` lets a launch begin while the one before it ends, and look up the lists and the table by then: between whoever
+    wrote those and this there must be a plain launch.
     """
     view.require_dtype(q)
     rows, query_heads, dim = q.shape
@@ -508,10 +509,11 @@ def _combine_kernel(
     d = tl.arange(0, D)
     wanted = in_parts & (d >= 0)
     is_row = tl.load(POSITIONS + row) >= 0
-    q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d, mask=wanted, other=0.0).to(tl.float32)
-    k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d, mask=wanted, other=0.0).to(tl.float32)
-    acc = tl.load(V + row.to(tl.int64) * v_stride + head * D + d, mask=wanted, other=0.0).to(tl.float32)
-    m = tl.sum(q * k) * scale_log2
+    q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
+    k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
+    v = tl.load(V + row.to(tl.int64) * v_stride + head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
+    m = tl.sum(q.to(tl.float32) * k.to(tl.float32)) * scale_log2
+    acc = v.to(tl.float32)
     norm = 1.0
     if PDL:
         gdc_wait()

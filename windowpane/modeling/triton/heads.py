@@ -74,6 +74,9 @@ def prepare_heads(
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
     coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and turned into it
     here, values only with `turn_values`: weights can do it for them.
+
+    `pdl` lets the launch begin while the one before it ends, and look up positions, slots and pages by then: between
+    whoever wrote those and this there must be a plain launch.
     """
     rows, query_heads, dim = q.shape
     kv_heads = k.shape[1]
