@@ -29,7 +29,7 @@ from bench.spike.measure import microseconds
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.segments import ChunkSegment
-from windowpane.attention.triton import decode as decode_kernels
+from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.view import LayerView, Rope
@@ -276,7 +276,7 @@ PREFILL_TRIALS = {
 def sweep(words: Sequence[str] = ()) -> None:
     """Time every step under other tunings than its own, to see whether one should move in."""
     kinds = (
-        ("decode", decode_kernels.TUNINGS, decode_kernels.Tuning, DECODE_TRIALS),
+        ("decode", decode_tunings.TUNINGS, decode_tunings.Tuning, DECODE_TRIALS),
         ("prefill", prefill_kernels.TUNINGS, prefill_kernels.Tuning, PREFILL_TRIALS),
     )
     arena = random_arena(24 * 2**30)

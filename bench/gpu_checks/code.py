@@ -21,10 +21,10 @@ from bench.gpu_checks.chain import BF16, SHAPES, random_links
 from bench.gpu_checks.fused import CUDA, values
 from bench.spike.measure import exclusive_times
 from windowpane.modeling.triton.chain import ChainScratch, run_chain
+from windowpane.modeling.triton.launch import processors_of
 
 INSTRUCTION_BYTES = 16
 SIZES_KIB = (0, 1, 8, 16, 24, 32, 48, 64, 96, 128, 192)
-PROCESSORS = 132
 ROUNDS, WARM_ROUNDS = 3, 30
 
 
@@ -62,13 +62,14 @@ def timings() -> None:
     layers = [random_links(*SHAPES["31B sliding"]) for _ in range(4)]  # far more than fits into L2
     attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
     scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA)
-    x = torch.ones(32 * (PROCESSORS + 1), device=CUDA)
+    processors = processors_of(CUDA)
+    x = torch.ones(32 * (processors + 1), device=CUDA)
 
     def measure(code: str | None, *, with_chain: bool) -> dict[str, float]:
         def once() -> None:
             for links in layers:
                 if code is not None:
-                    straight_kernel[(PROCESSORS,)](x, code, num_warps=1, launch_pdl=True)
+                    straight_kernel[(processors,)](x, code, num_warps=1, launch_pdl=True)
                 if with_chain:
                     run_chain(attended, hidden, links, scratch, pdl=True)
 

@@ -35,7 +35,7 @@ from bench.spike.measure import microseconds
 from tests.running.small_models import CONFIGS, WINDOW
 from windowpane.attention.decoded_past import TOGETHER_BYTES
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.attention.triton.decode import CODED_TUNINGS, Tuning
+from windowpane.attention.triton.decode_tunings import CODED_TUNINGS, Tuning
 from windowpane.attention.triton.widen import plan_past, widen
 from windowpane.kv.formats import FORMATS
 from windowpane.scheduler import Batch, Chunk

@@ -127,9 +127,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatch, tmp_path):
-    layer = LAYERS[name]
+def compiled_chain(layer: Links, monkeypatch):
+    """The kernel as a launch for this layer on an H200 compiles it."""
     recorder = Recorder(chain.chain_kernel)
     monkeypatch.setattr(chain, "chain_kernel", recorder)
     monkeypatch.setattr(chain, "processors_of", lambda device: H200)
@@ -137,8 +136,13 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
     attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
     made = run_chain(attended, hidden, layer, scratch, pdl=True)
     assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
-    tensors = [name for name, x in recorder.launched.items() if isinstance(x, torch.Tensor)]
-    compiled = recorder.compile(aligned=tensors)
+    return recorder.compile(aligned=[name for name, x in recorder.launched.items() if isinstance(x, torch.Tensor)])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatch, tmp_path):
+    layer = LAYERS[name]
+    compiled = compiled_chain(layer, monkeypatch)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= chain._shared_bytes(layer) <= SHARED_BYTES
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES

@@ -10,11 +10,11 @@ import struct
 
 import torch
 
-from tests.kernels.test_chain import BF16, H200, links
+from tests.kernels.test_chain import H200, compiled_chain, links
 from tests.kernels.test_formats_compile import CPU, ints, numbers, record
-from tests.kernels.test_hopper_compiles import LAYERS, Recorder
+from tests.kernels.test_hopper_compiles import LAYERS
 from windowpane.attention.triton import decode as decoding
-from windowpane.modeling.triton import chain
+from windowpane.attention.triton import decode_tunings as tunings
 from windowpane.modeling.triton import heads as preparing
 
 INSTRUCTION_CACHE_BYTES = 128 * 1024
@@ -49,21 +49,12 @@ def test_all_launches_of_a_sliding_layer_fit_the_instruction_cache(monkeypatch):
         q, k, v, arena, view, table, ints(1), ints(1), ints(2), scratch, torch.zeros_like(q), scale=0.1,
         window_tokens=window_tokens, pdl=True,
     )  # fmt: skip
-    products = Recorder(chain.chain_kernel)
-    monkeypatch.setattr(chain, "chain_kernel", products)
-    monkeypatch.setattr(chain, "processors_of", lambda device: H200)
-    layer = links()
-    attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
-    chain.run_chain(
-        attended, hidden, layer, chain.ChainScratch(hidden.shape[1], layer.down.inputs, BF16, CPU), pdl=True
-    )
-    tensors = [name for name, x in products.launched.items() if isinstance(x, torch.Tensor)]
-    compiled = [*(kernel.compiled for kernel in kernels), products.compile(aligned=tensors)]
+    compiled = [*(kernel.compiled for kernel in kernels), compiled_chain(links(), monkeypatch)]
     sizes = [code_bytes(kernel.asm["cubin"]) for kernel in compiled]
     assert all(size > 1000 for size in sizes)
     assert sum(sizes) <= INSTRUCTION_CACHE_BYTES, sizes
 
 
 def test_a_lone_window_has_the_programs_that_its_scratch_is_made_for():
-    for key, tuning in decoding.LONE_WINDOWS.items():
-        assert tuning.programs_per_sm == decoding.TUNINGS[key].programs_per_sm
+    for key, tuning in tunings.LONE_WINDOWS.items():
+        assert tuning.programs_per_sm == tunings.TUNINGS[key].programs_per_sm

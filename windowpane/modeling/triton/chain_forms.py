@@ -12,15 +12,14 @@ WARPS = 8
 # Inputs are held in pieces of so many groups of 32: one step of a long portion.
 PIECE_GROUPS = 64
 AT_ONCE_GROUPS = 128  # of what other programs left
-# Vectors that programs read as a whole: left by others, the same at every step, or words with a tag.
-FRESH, KEPT, TAGGED = 0, 1, 2
 
 # For kernels.
 IS_GATED = gl.constexpr(GATED)
 IS_LONG = gl.constexpr(LONG)
-IS_FRESH = gl.constexpr(FRESH)
-IS_KEPT = gl.constexpr(KEPT)
-IS_TAGGED = gl.constexpr(TAGGED)
+# Vectors that programs read as a whole: left by others, the same at every step, or words with a tag.
+IS_FRESH = gl.constexpr(0)
+IS_KEPT = gl.constexpr(1)
+IS_TAGGED = gl.constexpr(2)
 PORTIONS = gl.constexpr(AT_A_TURN)
 PIECE = gl.constexpr(PIECE_GROUPS)
 AT_ONCE = gl.constexpr(AT_ONCE_GROUPS)

@@ -98,12 +98,13 @@ def load_pieces(X, INPUTS: gl.constexpr, KIND: gl.constexpr):
     VOLATILE: gl.constexpr = KIND == IS_TAGGED
     found = ()
     for i in gl.static_range(pieces_of(INPUTS)):
+        at = place_of(i)
         inside = None
         other = None
         if ends_in(i, INPUTS):
-            inside = place_of(i) < INPUTS
+            inside = at < INPUTS
             other = 0
-        x = gl.load(X + place_of(i), inside, other, cache_modifier=MODIFIER, eviction_policy=POLICY, volatile=VOLATILE)
+        x = gl.load(X + at, inside, other, cache_modifier=MODIFIER, eviction_policy=POLICY, volatile=VOLATILE)
         found = found + (x,)  # noqa: RUF005
     return found
 
@@ -111,10 +112,11 @@ def load_pieces(X, INPUTS: gl.constexpr, KIND: gl.constexpr):
 @gluon.jit
 def store_pieces(X, pieces, INPUTS: gl.constexpr):
     for i in gl.static_range(pieces_of(INPUTS)):
+        at = place_of(i)
         inside = None
         if ends_in(i, INPUTS):
-            inside = place_of(i) < INPUTS
-        gl.store(X + place_of(i), pieces[i], inside)
+            inside = at < INPUTS
+        gl.store(X + at, pieces[i], inside)
 
 
 @gluon.jit

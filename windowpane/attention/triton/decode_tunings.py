@@ -1,0 +1,65 @@
+"""How `decode` is launched: tiles, programs, warps and stages, as they measured fastest on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from windowpane.attention.triton.codes import INT4
+from windowpane.attention.triton.view import LayerView
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """`tile_tokens` are read at a time (they divide 64); programs per multiprocessor must fit its shared memory.
+
+    Where a thread may have fewer `registers` than it would take, more programs fit those too.
+    """
+
+    tile_tokens: int
+    programs_per_sm: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+
+
+# By (dim, latent), for 16-bit rows. The page lookup takes a pipeline stage: with 3 stages a tile is on its way only
+# while another program computes, with 5 while this one does too. Wide rows have the shared memory for one or the other.
+TUNINGS = {
+    (64, False): Tuning(64, 3, 4, 5),
+    (128, False): Tuning(64, 2, 4, 5),
+    (256, False): Tuning(32, 2, 4, 5),
+    (512, False): Tuning(32, 2, 4, 3),
+    (512, True): Tuning(32, 2, 4, 5),
+}
+# By (dim, latent, bits), for coded rows. A tile of 16 tokens lies in one page and is one warp's: nothing waits at a
+# barrier, and many programs hide each other's waits. Wide rows have too many sums for one warp.
+CODED_TUNINGS = {
+    (64, False, 8): Tuning(16, 8, 1, 5),
+    (128, False, 8): Tuning(16, 8, 1, 5),
+    (256, False, 8): Tuning(16, 8, 1, 3),
+    (512, False, 8): Tuning(16, 3, 2, 4),
+    (512, True, 8): Tuning(16, 4, 2, 3),
+    (64, False, 4): Tuning(16, 8, 1, 5),
+    (128, False, 4): Tuning(16, 8, 1, 5),
+    (256, False, 4): Tuning(16, 12, 1, 4, 168),
+    (512, False, 4): Tuning(16, 4, 2, 4),
+    (512, True, 4): Tuning(32, 3, 4, 4, 168),
+}
+# By (dim, latent): a window of a lone row, which is a tile or two for each program. There is nothing to read ahead.
+# What takes time is fetching instructions, unless those of all launches of a layer fit into a multiprocessor's cache
+# together (docs/performance.md): threads that have less to do each need fewer.
+LONE_WINDOWS = {(256, False): replace(TUNINGS[256, False], num_warps=8, num_stages=2)}
+# float32 runs for exactness, not for speed: tiles that fit any head.
+EXACT = Tuning(16, 2, 4, 1)
+
+
+def tuning_for(view: LayerView, activations: torch.dtype | None = None, *, lone_window: bool = False) -> Tuning:
+    if torch.float32 in (view.dtype, activations):
+        return EXACT
+    if view.code:
+        bits = 4 if view.code == INT4 else 8
+        return CODED_TUNINGS.get((view.dim, view.latent, bits), CODED_TUNINGS[512, view.latent, bits])
+    tuning = TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
+    return LONE_WINDOWS.get((view.dim, view.latent), tuning) if lone_window else tuning
