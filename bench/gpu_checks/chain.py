@@ -24,6 +24,7 @@ from windowpane.modeling.triton.packed import packed_gated, packed_linear
 
 BF16 = torch.bfloat16
 REPLAYS = 50
+MOST_FOLLOWING = 18432  # outputs of a projection of Gemma 4 31B
 
 # What is attended, the width, what is inside, and the next layer's projections: of Gemma 4 31B, then others.
 SHAPES = {
@@ -35,12 +36,19 @@ SHAPES = {
     "odd": (5120, 2560, 9728, 3333),
     "Qwen3-32B": (8192, 5120, 25600, 10240),
     "Llama 70B": (8192, 8192, 28672, 10240),
+    "three parts of whole rows": (4096, 2304, 9216, 30_000),
+    "twelve parts": (4096, 2304, 9216, 20_000),
 }
 
 
 def checks() -> Checks:
     return [
         *((f"layer chain {name}", partial(compare, name)) for name in SHAPES),
+        *(
+            (f"layer chain {name}, one kernel with the widest", partial(compare, name, most_following=MOST_FOLLOWING))
+            for name in ("31B sliding", "31B full")
+        ),
+        ("layer chain layers of a model in turn", in_one_kernel),
         ("layer chain without norms between, silu", partial(compare, "31B sliding", plain=True)),
         ("layer chain with a residual that cancels", partial(compare, "31B sliding", plain=True, cancels=True)),
     ]
@@ -89,8 +97,10 @@ def in_torch(attended: torch.Tensor, hidden: torch.Tensor, links: Links, dtype: 
     return [result, hidden]
 
 
-def compare(name: str, *, plain: bool = False, cancels: bool = False) -> str:
-    """`cancels`: the output projection takes a large channel out of the residual stream."""
+def compare(name: str, *, plain: bool = False, cancels: bool = False, most_following: int = 0) -> str:
+    """`cancels`: the output projection takes a large channel out of the residual stream. `most_following`: projections
+    of another layer of the model have so many outputs.
+    """
     if not is_hopper(CUDA):
         return "not taken on this device"
     links = random_links(*SHAPES[name], plain=plain)
@@ -103,7 +113,7 @@ def compare(name: str, *, plain: bool = False, cancels: bool = False) -> str:
         links.out.scales[7] *= factor
     exact = in_torch(attended, start, links, torch.float64)
     torch_errors = [relative(x, e) for x, e in zip(in_torch(attended, start, links, BF16), exact, strict=True)]
-    scratch = ChainScratch(len(links.out), links.down.inputs, BF16, CUDA)
+    scratch = ChainScratch(len(links.out), links.down.inputs, BF16, CUDA, most_following)
     hidden = start.clone()
     found = [run_chain(attended, hidden, links, scratch, pdl=False), hidden.clone()]
     errors = [relative(x, e) for x, e in zip(found, exact, strict=True)]
@@ -121,6 +131,34 @@ def compare(name: str, *, plain: bool = False, cancels: bool = False) -> str:
         assert last is None or torch.equal(results[-1], last), f"turn {turn} differs from the one before"
         last = results[-1].clone()
     return f"{errors[0]:.1e} (torch {torch_errors[0]:.1e})"
+
+
+def in_one_kernel() -> str:
+    """Layers that differ in what they attend and in what follows, in one graph, against each by itself. An odd number
+    of steps among them, so that the ring's places change from one to the next.
+    """
+    if not is_hopper(CUDA):
+        return "not taken on this device"
+    shapes = [
+        (attended, 5376, 21504, following) for attended, following in ((8192, 18432), (6144, 16384), (16384, 16384))
+    ]
+    layers = [random_links(*shape) for shape in shapes]
+    inputs = [values(1, links.out.inputs) for links in layers]
+    start = values(1, 5376)
+    apart, hidden = [], start.clone()
+    for links, attended in zip(layers, inputs, strict=True):
+        scratch = ChainScratch(5376, 21504, BF16, CUDA, MOST_FOLLOWING)
+        apart.append(run_chain(attended, hidden, links, scratch, pdl=False))
+    end, scratch = hidden.clone(), ChainScratch(5376, 21504, BF16, CUDA, MOST_FOLLOWING)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = [run_chain(x, hidden, links, scratch, pdl=True) for x, links in zip(inputs, layers, strict=True)]
+    for turn in range(REPLAYS):
+        hidden.copy_(start)
+        graph.replay()
+        same = [torch.equal(a, b) for a, b in zip([*together, hidden], [*apart, end], strict=True)]
+        assert all(same), f"turn {turn}: {same}"
+    return f"{REPLAYS} replays equal"
 
 
 def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links) -> None:
@@ -142,7 +180,7 @@ def timings() -> None:
     for name in list(SHAPES)[:4]:
         layers = [random_links(*SHAPES[name]) for _ in range(4)]  # far more than fits into L2
         attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
-        scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA)
+        scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA, MOST_FOLLOWING)
         took = microseconds(in_turn(layers, partial(_once, attended, hidden, scratch)), repeat=8)
         others = microseconds(in_turn(layers, partial(as_launches, attended, hidden)), repeat=8)
         rate = sum(w.nbytes for w in layers[0].weights) / took * 1e6

@@ -124,15 +124,17 @@ LAYERS = {
     "31B last": links(attended=16384, following=0),
     "no norms behind products, inputs that end within a step": links(5120, 2560, 9728, 3333, sandwich=False),
     "Llama 70B": links(8192, 8192, 28672, 10240, sandwich=False),
+    "three parts of whole rows": links(4096, 2304, 9216, 30_000, sandwich=False),
+    "twelve parts": links(4096, 2304, 9216, 20_000, sandwich=False),
 }
 
 
-def compiled_chain(layer: Links, monkeypatch):
+def compiled_chain(layer: Links, monkeypatch, most_following: int = 0):
     """The kernel as a launch for this layer on an H200 compiles it."""
     recorder = Recorder(chain.chain_kernel)
     monkeypatch.setattr(chain, "chain_kernel", recorder)
     monkeypatch.setattr(chain, "processors_of", lambda device: H200)
-    scratch = ChainScratch(len(layer.out), layer.down.inputs, BF16, torch.device("cpu"))
+    scratch = ChainScratch(len(layer.out), layer.down.inputs, BF16, torch.device("cpu"), most_following)
     attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
     made = run_chain(attended, hidden, layer, scratch, pdl=True)
     assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
@@ -148,9 +150,26 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
     # 16 bytes at a time, and the tensor cores' byte form: two products for each half of a block.
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
-    # A part of the outputs at a time, or three steps of the only one.
-    portions = sum(max(c.parts, 3) for c in chain._cuts(layer, H200))
-    assert ptx.count("mma.sync.aligned.m16n8k32") == portions * 8
+    # Three parts of the outputs at a time, or three steps of the only one, in one loop for each product.
+    assert ptx.count("mma.sync.aligned.m16n8k32") == len(chain._cuts(layer, H200)) * AT_A_TURN * 8
     # A fence waits for weights too: there is one, behind gate and up, whose results have no tags.
     assert ptx.count(".gpu.release.") == 1
     assert "griddepcontrol.wait" in ptx
+
+
+def test_layers_of_a_model_are_one_kernel(monkeypatch):
+    """Whatever their attention leaves, and however many outputs the next layer's projections have."""
+    layers = [links(), links(following=18432), links(attended=16384)]
+    monkeypatch.setattr(chain, "processors_of", lambda device: H200)
+    kinds = set()
+    for layer in layers:
+        recorder = Recorder(chain.chain_kernel)
+        monkeypatch.setattr(chain, "chain_kernel", recorder)
+        scratch = ChainScratch(5376, 21504, BF16, torch.device("cpu"), most_following=18432)
+        attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, 5376, dtype=BF16)
+        assert run_chain(attended, hidden, layer, scratch, pdl=True).shape == (1, len(layer.following))
+        constant = {p.name for p in recorder.kernel.params if p.is_constexpr}
+        kinds.add(tuple((name, x) for name, x in recorder.launched.items() if name in constant))
+        assert all(name != "out_steps" and name != "next_outputs" for name, _ in next(iter(kinds)))
+        monkeypatch.setattr(chain, "chain_kernel", recorder.kernel)
+    assert len(kinds) == 1

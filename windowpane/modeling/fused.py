@@ -189,8 +189,10 @@ class FusedDecoder:
         links = [a.links_to(b) for a, b in zip(self.layers, [*self.layers[1:], None], strict=True)]
         found = [link if link is not None and has_chain(link, dtype) else None for link in links]
         widths = [link.down.inputs for link in found if link is not None]
+        following = [len(link.following) for link in found if link is not None and link.following is not None]
         if widths:
-            scratch = ChainScratch(self.recipe.hidden_size, max(widths), dtype, device)
+            most_following = max(following, default=0)
+            scratch = ChainScratch(self.recipe.hidden_size, max(widths), dtype, device, most_following)
             for layer, link in zip(self.layers, found, strict=True):
                 layer.chain = None if link is None else (link, scratch)
 

@@ -26,7 +26,7 @@ STAGES = 2
 DIGIT_BYTES = 2 * (32 + 4)  # of a group
 SHARED_BYTES = 227 * 1024
 OTHER_SHARED_BYTES = 4096  # sums that meet, and what the compiler needs for reductions
-MOST_PARTS = 12  # whose sums a thread can hold
+MOST_PARTS = 12  # of a program
 MOST_WIDTH = 8192  # of a row that a program norms
 
 
@@ -86,9 +86,16 @@ class Links:
 
 
 class ChainScratch:
-    """What programs leave for each other; chains of a device run one after the other and share it."""
+    """What programs leave for each other; chains of a device run one after the other and share it.
 
-    def __init__(self, width: int, inner_width: int, dtype: torch.dtype, device: torch.device) -> None:
+    The next layers' projections have `most_following` outputs or fewer. All are cut as if they had so many: then layers
+    of a model are one kernel, and its code is at hand (docs/performance.md).
+    """
+
+    def __init__(
+        self, width: int, inner_width: int, dtype: torch.dtype, device: torch.device, most_following: int = 0
+    ) -> None:
+        self.most_following = most_following
         self.middle = torch.empty(width, dtype=dtype, device=device)
         self.out, self.down = torch.zeros(2, width, dtype=torch.int32, device=device)
         self.inner = torch.empty(inner_width, dtype=dtype, device=device)
@@ -149,8 +156,12 @@ def run_chain(
     last layer. `hidden` [1, width] is updated in place.
     """
     programs = processors_of(hidden.device)
-    out_cut, gate_cut, _, *next_cut = _cuts(links, programs)
+    out_cut, gate_cut = _cuts(links, programs)[:2]
     following = links.following
+    next_cut = Cut(TALL, 0, 0)
+    if following is not None:
+        next_cut = cut(max(len(following), scratch.most_following), following.inputs, programs)
+        assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
     result = hidden.new_empty(1, hidden.shape[1] if following is None else len(following))
     chain_kernel[(programs,)](
         attended, hidden, scratch.middle, scratch.out, scratch.inner, scratch.down, result,
@@ -158,14 +169,14 @@ def run_chain(
         links.down.units, links.down.scales,
         None if following is None else following.units, None if following is None else following.scales,
         links.post_attention_norm, links.pre_mlp_norm, links.post_mlp_norm, links.next_norm, links.scalar,
-        scratch.count, 0 if following is None else len(following), links.eps,
-        ATTENDED_WIDTH=links.out.inputs,
+        scratch.count, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
         WIDTH=hidden.shape[1],
         INNER_WIDTH=links.down.inputs,
+        OUT_ENDS=links.out.inputs % (STEP_INPUTS * LONG_STEPS) != 0,
         PARTS=out_cut.parts,
         GATE_PARTS=gate_cut.parts,
-        NEXT_PARTS=next_cut[0].parts if next_cut else 0,
-        NEXT_FORM=next_cut[0].form if next_cut else TALL,
+        NEXT_PARTS=next_cut.parts,
+        NEXT_FORM=next_cut.form,
         PIECES=_held_groups(links) // PIECE_GROUPS,
         STAGES=STAGES,
         GELU=links.gelu,

@@ -126,26 +126,25 @@ def hold_pieces(x, inputs, INPUTS: gl.constexpr):
 
 
 @gluon.jit
-def hold_all(X, inputs, INPUTS: gl.constexpr):
-    """X [INPUTS], written by others before the barrier, and zeros behind it.
+def hold_all(X, inputs, count):
+    """X [count], written by others before the barrier, and zeros behind it.
 
     Some at a time: code for all at once takes long to fetch.
     """
-    COUNT: gl.constexpr = (INPUTS // 32 + AT_ONCE - 1) // AT_ONCE
     at = _places(AT_ONCE)
-    a = _load(X, 0, at, INPUTS)
-    b = _load(X, 1, at, INPUTS)
-    c = _load(X, 2, at, INPUTS)
-    for i in range(COUNT):
-        following = _load(X, i + 3, at, INPUTS)
+    a = _load(X, 0, at, count)
+    b = _load(X, 1, at, count)
+    c = _load(X, 2, at, count)
+    for i in range((count + AT_ONCE * 32 - 1) // (AT_ONCE * 32)):
+        following = _load(X, i + 3, at, count)
         hold(i, a, inputs)
         a, b, c = b, c, following
 
 
 @gluon.jit
-def _load(X, i, at, INPUTS: gl.constexpr):
+def _load(X, i, at, count):
     place = i * (AT_ONCE * 32) + at
-    return gl.load(X + place, mask=place < INPUTS, other=0.0, cache_modifier=".cg")
+    return gl.load(X + place, mask=place < count, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit

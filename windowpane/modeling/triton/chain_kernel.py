@@ -44,7 +44,15 @@ from windowpane.modeling.triton.chain_inputs import (
     place_of,
     store_pieces,
 )
-from windowpane.modeling.triton.chain_portions import fetch, prepare, product, shape_of, turns_of
+from windowpane.modeling.triton.chain_portions import (
+    ends_within_a_turn,
+    fetch,
+    groups_of,
+    prepare,
+    product,
+    shape_of,
+    turns_of,
+)
 from windowpane.modeling.triton.gated import gate_times_up
 
 _BARRIERS = gl.constexpr(3)  # of a launch
@@ -130,9 +138,16 @@ def _arrive_early(COUNT):
 
 
 @gluon.jit
-def _await(COUNT, target):
+def _await(COUNT, barrier):
+    """All have arrived at this one, of all that ever were."""
+    target = barrier * gl.num_programs(0)
     while _now(COUNT) < target:
         pass
+
+
+@gluon.jit
+def _tag_of(barrier):
+    return barrier.to(gl.int32) & 0xFFFF
 
 
 @gluon.jit
@@ -142,38 +157,56 @@ def _tagged(x, tag):
 
 
 @gluon.jit
-def _store(OUT, sums, meeting, tag, first, last, FORM: gl.constexpr, PARTS: gl.constexpr):
-    """With a `tag`, as words."""
-    if FORM == IS_LONG:
-        for t in gl.static_range(PARTS // PORTIONS):
-            # Warps' sums meet, of three parts at once.
-            a = gl.sum(sums[t * PORTIONS], 2)
-            b = gl.sum(sums[t * PORTIONS + 1], 2)
-            c = gl.sum(sums[t * PORTIONS + 2], 2)
-            meeting.store(gl.join(gl.join(a, b), gl.join(c, c)))
-            total = gl.sum(meeting.load(gl.BlockedLayout([8, 1, 1, 1], [1, 16, 2, 1], [1, 1, 1, 8], [3, 2, 1, 0])), 0)
-            m = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, total.type.layout)))[:, None, None]
-            even = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, total.type.layout)))[None, :, None]
-            odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout)))[None, None, :]
-            part = odd * 2 + even
-            n = first + (t * PORTIONS + part) * 16 + m
-            result = total.to(gl.bfloat16) if tag is None else _tagged(total, tag)
-            gl.store(OUT + n, result, mask=(n < last) & (part < PORTIONS))
-    else:
-        for part in gl.static_range(PARTS):
-            total = gl.sum(sums[part], 1)
-            n = first + part * 128 + gl.arange(0, 128, total.type.layout)
-            gl.store(OUT + n, total.to(gl.bfloat16), mask=n < last)
+def _store_long(OUT, sums, meeting, barrier, first, last):
+    """Three parts, where warps' sums meet. With a `barrier`, as words with its tag."""
+    a, b, c = gl.sum(sums[0], 2), gl.sum(sums[1], 2), gl.sum(sums[2], 2)
+    meeting.store(gl.join(gl.join(a, b), gl.join(c, c)))
+    total = gl.sum(meeting.load(gl.BlockedLayout([8, 1, 1, 1], [1, 16, 2, 1], [1, 1, 1, 8], [3, 2, 1, 0])), 0)
+    m = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, total.type.layout)))[:, None, None]
+    even = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, total.type.layout)))[None, :, None]
+    odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout)))[None, None, :]
+    part = odd * 2 + even
+    n = first + part * 16 + m
+    result = total.to(gl.bfloat16) if barrier is None else _tagged(total, _tag_of(barrier))
+    gl.store(OUT + n, result, mask=(n < last) & (part < PORTIONS))
 
 
 @gluon.jit
-def _store_gated(OUT, sums, first, last, PARTS: gl.constexpr, GELU: gl.constexpr):
+def _store_tall(OUT, sums, first, last, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
+        total = gl.sum(sums[part], 1)
+        n = first + part * 128 + gl.arange(0, 128, total.type.layout)
+        gl.store(OUT + n, total.to(gl.bfloat16), mask=n < last)
+
+
+@gluon.jit
+def _store_gated(OUT, sums, first, last, GELU: gl.constexpr):
+    for part in gl.static_range(PORTIONS):
         total = gl.reshape(gl.sum(sums[part], 1).to(gl.bfloat16), [8, 2, 8])
         gate, up = gl.split(gl.permute(total, (0, 2, 1)))
         warp = gl.arange(0, 8, gl.SliceLayout(1, gate.type.layout))[:, None]
         n = first + part * 64 + warp * 8 + gl.arange(0, 8, gl.SliceLayout(0, gate.type.layout))[None, :]
         gl.store(OUT + n, gate_times_up(gate, up, GELU), mask=n < last)
+
+
+@gluon.jit
+def _multiply(
+    OUT, asked, following, ring, inputs, meeting, barrier, first, before, turns, SHAPE: gl.constexpr,
+    NEXT_SHAPE: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """A product of this program's outputs from `first` on, into OUT: gated, or as words with the tag of a `barrier`."""
+    FORM: gl.constexpr = SHAPE[1]
+    PARTS: gl.constexpr = SHAPE[2]
+    last = asked[6]
+    for group in range(groups_of(SHAPE)):
+        sums = product(asked, following, ring, inputs, before, group, turns, SHAPE, NEXT_SHAPE)
+        if FORM == IS_LONG:
+            _store_long(OUT, sums, meeting, barrier, first + group * (16 * PORTIONS), last)
+        elif FORM == IS_GATED:
+            _store_gated(OUT, sums, first + group * (64 * PORTIONS), last, GELU)
+        else:
+            OWN: gl.constexpr = 1 if PARTS == 1 else PORTIONS
+            _store_tall(OUT, sums, first + group * (128 * PORTIONS), last, OWN)
 
 
 @gluon.jit
@@ -183,16 +216,18 @@ def _share(outputs):
     return program * outputs // programs, (program + 1) * outputs // programs
 
 
-@gluon.jit(do_not_specialize=["next_outputs"])
+@gluon.jit(do_not_specialize=["out_steps", "next_outputs"])
 def chain_kernel(
     ATTENDED, HIDDEN, MIDDLE, OUT, INNER, DOWN, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
-    POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, COUNT, next_outputs, eps,
-    ATTENDED_WIDTH: gl.constexpr, WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr,
+    POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, COUNT, out_steps, next_outputs, eps,
+    WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr, OUT_ENDS: gl.constexpr,
     PARTS: gl.constexpr, GATE_PARTS: gl.constexpr, NEXT_PARTS: gl.constexpr, NEXT_FORM: gl.constexpr,
     PIECES: gl.constexpr, STAGES: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """MIDDLE is the residual stream between attention and MLP, OUT, INNER and DOWN what products leave. NEXT becomes
     the next layer's projections, or without NEXT_U the last norm. COUNT counts arrivals, of this launch and all before.
+    What was attended comes in `out_steps` of 256: layers that differ in this and in the next projections' outputs alone
+    are one kernel, whose code is fetched once.
 
     PARTS, GATE_PARTS and NEXT_PARTS are what a program has at most.
     """
@@ -211,55 +246,60 @@ def chain_kernel(
         gl.allocate_shared_memory(gl.float32, [PIECES, 2 * PIECE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     meeting = gl.allocate_shared_memory(gl.float32, [8, 16, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-    OUT_SHAPE: gl.constexpr = shape_of(ATTENDED_WIDTH, IS_LONG, PARTS)
-    GATE_SHAPE: gl.constexpr = shape_of(WIDTH, IS_GATED, GATE_PARTS)
-    DOWN_SHAPE: gl.constexpr = shape_of(INNER_WIDTH, IS_LONG, PARTS)
-    NEXT_SHAPE: gl.constexpr = shape_of(WIDTH, NEXT_FORM, NEXT_PARTS)
-    BEFORE_DOWN: gl.constexpr = turns_of(OUT_SHAPE) + turns_of(GATE_SHAPE)
+    OUT_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, OUT_ENDS)
+    GATE_SHAPE: gl.constexpr = shape_of(IS_GATED, GATE_PARTS, ends_within_a_turn(WIDTH, IS_GATED, GATE_PARTS))
+    DOWN_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, ends_within_a_turn(INNER_WIDTH, IS_LONG, PARTS))
+    NEXT_SHAPE: gl.constexpr = shape_of(NEXT_FORM, NEXT_PARTS, ends_within_a_turn(WIDTH, NEXT_FORM, NEXT_PARTS))
+    GATE_TURNS: gl.constexpr = turns_of(WIDTH, IS_GATED, GATE_PARTS)
+    DOWN_TURNS: gl.constexpr = turns_of(INNER_WIDTH, IS_LONG, PARTS)
+    NEXT_TURNS: gl.constexpr = turns_of(WIDTH, NEXT_FORM, NEXT_PARTS)
+    WIDTH_STEPS: gl.constexpr = WIDTH // 256
+    INNER_STEPS: gl.constexpr = INNER_WIDTH // 256
+    out_turns = (out_steps + 7) // 8 * (PARTS // PORTIONS)
     first, last = _share(WIDTH)
     inner_first, inner_last = _share(INNER_WIDTH)
     next_first, next_last = _share(next_outputs)
     if PDL:
         gdc_launch_dependents()
-    out = prepare(OUT_U, OUT_S, first, last, OUT_SHAPE, 0)
+    out = prepare(OUT_U, OUT_S, first, last, out_steps, OUT_SHAPE, 0)
     for turn in gl.static_range(STAGES):
         fetch(out, ring, turn, turn, OUT_SHAPE)
         async_copy.commit_group()
-    gate = prepare(GATE_U, GATE_S, inner_first, inner_last, GATE_SHAPE, INNER_WIDTH)
+    gate = prepare(GATE_U, GATE_S, inner_first, inner_last, WIDTH_STEPS, GATE_SHAPE, INNER_WIDTH)
     if PDL:
         gdc_wait()
-    programs = gl.num_programs(0).to(gl.int64)
-    target = gl.load(COUNT, volatile=True) // (_BARRIERS * programs) * (_BARRIERS * programs) + programs
-    hold_all(ATTENDED, inputs, ATTENDED_WIDTH)
-    sums = product(out, gate, ring, inputs, 0, OUT_SHAPE, GATE_SHAPE)
-    tag = (target // programs).to(gl.int32) & 0xFFFF
-    _store(OUT, sums, meeting, tag, first, last, IS_LONG, PARTS)
+    barrier = gl.load(COUNT, volatile=True) // (_BARRIERS * gl.num_programs(0)) * _BARRIERS + 1
+    hold_all(ATTENDED, inputs, out_steps * 256)
+    _multiply(OUT, out, gate, ring, inputs, meeting, barrier, first, 0, out_turns, OUT_SHAPE, GATE_SHAPE, GELU)
     _arrive_early(COUNT)
 
-    down = prepare(DOWN_U, DOWN_S, first, last, DOWN_SHAPE, 0)
+    down = prepare(DOWN_U, DOWN_S, first, last, INNER_STEPS, DOWN_SHAPE, 0)
     # What does not depend on others is loaded before they are waited for.
     hidden = load_pieces(HIDDEN, WIDTH, IS_FRESH)
     post_weight = POST_WEIGHT
     if POST_WEIGHT is not None:
         post_weight = load_pieces(POST_WEIGHT, WIDTH, IS_KEPT)
     weight = load_pieces(PRE_WEIGHT, WIDTH, IS_KEPT)
-    _await(COUNT, target)
-    hidden, normed = _residual_norm(OUT, tag, hidden, post_weight, None, weight, eps, WIDTH)
+    _await(COUNT, barrier)
+    hidden, normed = _residual_norm(OUT, _tag_of(barrier), hidden, post_weight, None, weight, eps, WIDTH)
     hold_pieces(normed, inputs, WIDTH)
     if gl.program_id(0) == 0:
         store_pieces(MIDDLE, hidden, WIDTH)
-    sums = product(gate, down, ring, inputs, turns_of(OUT_SHAPE), GATE_SHAPE, DOWN_SHAPE)
-    _store_gated(INNER, sums, inner_first, inner_last, GATE_PARTS, GELU)
+    _multiply(
+        INNER, gate, down, ring, inputs, meeting, None, inner_first, out_turns, GATE_TURNS, GATE_SHAPE, DOWN_SHAPE, GELU
+    )
     _arrive(COUNT)
 
     following = down  # of which nothing is asked, where nothing follows
     if NEXT_PARTS > 0:
-        following = prepare(NEXT_U, NEXT_S, next_first, next_last, NEXT_SHAPE, 0)
-    _await(COUNT, target + programs)
+        following = prepare(NEXT_U, NEXT_S, next_first, next_last, WIDTH_STEPS, NEXT_SHAPE, 0)
+    _await(COUNT, barrier + 1)
     hold_all(INNER, inputs, INNER_WIDTH)
-    sums = product(down, following, ring, inputs, BEFORE_DOWN, DOWN_SHAPE, NEXT_SHAPE)
-    tag = (target // programs + 2).to(gl.int32) & 0xFFFF
-    _store(DOWN, sums, meeting, tag, first, last, IS_LONG, PARTS)
+    before = out_turns + GATE_TURNS
+    barrier += 2
+    _multiply(
+        DOWN, down, following, ring, inputs, meeting, barrier, first, before, DOWN_TURNS, DOWN_SHAPE, NEXT_SHAPE, GELU
+    )
     _arrive_early(COUNT)
 
     hidden = load_pieces(MIDDLE, WIDTH, IS_FRESH)
@@ -270,8 +310,8 @@ def chain_kernel(
     scalar = SCALAR
     if SCALAR is not None:
         scalar = gl.load(SCALAR, eviction_policy="evict_last").to(gl.float32)
-    _await(COUNT, target + 2 * programs)
-    hidden, normed = _residual_norm(DOWN, tag, hidden, post_weight, scalar, weight, eps, WIDTH)
+    _await(COUNT, barrier)
+    hidden, normed = _residual_norm(DOWN, _tag_of(barrier), hidden, post_weight, scalar, weight, eps, WIDTH)
     if gl.program_id(0) == 0:
         store_pieces(HIDDEN, hidden, WIDTH)
     if NEXT_PARTS == 0:
@@ -279,7 +319,10 @@ def chain_kernel(
             store_pieces(NEXT, normed, WIDTH)
     else:
         hold_pieces(normed, inputs, WIDTH)
-        NOTHING: gl.constexpr = shape_of(WIDTH, NEXT_FORM, 0)
-        sums = product(following, following, ring, inputs, BEFORE_DOWN + turns_of(DOWN_SHAPE), NEXT_SHAPE, NOTHING)
-        _store(NEXT, sums, meeting, None, next_first, next_last, NEXT_FORM, NEXT_PARTS)
+        NOTHING: gl.constexpr = shape_of(NEXT_FORM, 0, False)
+        before += DOWN_TURNS
+        _multiply(
+            NEXT, following, following, ring, inputs, meeting, None, next_first, before, NEXT_TURNS, NEXT_SHAPE,
+            NOTHING, GELU,
+        )  # fmt: skip
     async_copy.wait_group(0)

@@ -44,58 +44,61 @@ def _rows_of(r, first, FORM: gl.constexpr, GATE: gl.constexpr):
 
 
 @gluon.jit
-def prepare(U, S, first, last, SHAPE: gl.constexpr, GATE: gl.constexpr):
+def prepare(U, S, first, last, steps, SHAPE: gl.constexpr, GATE: gl.constexpr):
     """Where the first portion of all lies, row by row, and which outputs and steps its rows are, once for units and
-    once for scales; and behind which output there is nothing.
+    once for scales; behind which output there is nothing; and how many steps of 256 inputs there are.
     """
-    INPUTS: gl.constexpr = SHAPE[0]
     FORM: gl.constexpr = SHAPE[1]
     by_units: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     by_scales: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
     r = gl.arange(0, 128, gl.SliceLayout(1, by_units))
     n, row, step = _rows_of(r, first, FORM, GATE)
     c = gl.arange(0, 64, gl.SliceLayout(0, by_units))
-    units_at = U + ((row * (INPUTS // 4) + step * 64)[:, None] + c[None, :])
+    units_at = U + ((row * (steps * 64) + step * 64)[:, None] + c[None, :])
     r = gl.arange(0, 128, gl.SliceLayout(1, by_scales))
     n2, row, step2 = _rows_of(r, first, FORM, GATE)
     c = gl.arange(0, 8, gl.SliceLayout(0, by_scales))
-    scales_at = S + ((row * (INPUTS // 32) + step2 * 8)[:, None] + c[None, :])
-    return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None], last
+    scales_at = S + ((row * (steps * 8) + step2 * 8)[:, None] + c[None, :])
+    return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None], last, steps
 
 
 @gluon.jit
 def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
-    """Ask for the portions of a turn: three parts of the outputs, or three steps of the only one."""
+    """Ask for the portions of a turn: a step of three parts of the outputs, or three steps of the only one. Three parts
+    come with all their steps before the next three.
+    """
     units, scales = ring
-    units_at, n, step, scales_at, n2, step2, last = asked
-    INPUTS: gl.constexpr = SHAPE[0]
+    units_at, n, step, scales_at, n2, step2, last, steps = asked
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
     OUTPUTS: gl.constexpr = 16 if FORM == IS_LONG else 64 if FORM == IS_GATED else 128  # of a part
     STEP: gl.constexpr = 8 if FORM == IS_LONG else 1
-    ENDS: gl.constexpr = INPUTS % (256 * STEP * (PORTIONS if PARTS == 1 else 1)) != 0
     if PARTS == 1:
         part = 0
         first_step = turn * (PORTIONS * STEP)
+    elif PARTS == PORTIONS:
+        part = 0
+        first_step = turn * STEP
     else:
-        part = turn % (PARTS // PORTIONS) * PORTIONS
-        first_step = turn // (PARTS // PORTIONS) * STEP
-    units_at += part * (OUTPUTS * (INPUTS // 4)) + first_step * 64
-    scales_at += part * (OUTPUTS * (INPUTS // 32)) + first_step * 8
+        turns = (steps + (STEP - 1)) // STEP  # of three parts
+        part = turn // turns * PORTIONS
+        first_step = turn % turns * STEP
+    units_at += part * OUTPUTS * (steps * 64) + first_step * 64
+    scales_at += part * OUTPUTS * (steps * 8) + first_step * 8
     # From one portion of the turn to the next.
     MORE_OUTPUTS: gl.constexpr = 0 if PARTS == 1 else OUTPUTS
     MORE_STEPS: gl.constexpr = STEP if PARTS == 1 else 0
     for j in gl.static_range(PORTIONS):
         ok = n + (part * OUTPUTS + j * MORE_OUTPUTS) < last
         ok2 = n2 + (part * OUTPUTS + j * MORE_OUTPUTS) < last
-        if ENDS:
-            ok = ok & (step + (first_step + j * MORE_STEPS) < INPUTS // 256)
-            ok2 = ok2 & (step2 + (first_step + j * MORE_STEPS) < INPUTS // 256)
+        if SHAPE[0]:
+            ok = ok & (step + (first_step + j * MORE_STEPS) < steps)
+            ok2 = ok2 & (step2 + (first_step + j * MORE_STEPS) < steps)
         async_copy.async_copy_global_to_shared(
-            units[j].index(slot), units_at + j * (MORE_OUTPUTS * (INPUTS // 4) + MORE_STEPS * 64), mask=ok
+            units[j].index(slot), units_at + j * (MORE_OUTPUTS * (steps * 64) + MORE_STEPS * 64), mask=ok
         )
         async_copy.async_copy_global_to_shared(
-            scales[j].index(slot), scales_at + j * (MORE_OUTPUTS * (INPUTS // 32) + MORE_STEPS * 8), mask=ok2
+            scales[j].index(slot), scales_at + j * (MORE_OUTPUTS * (steps * 8) + MORE_STEPS * 8), mask=ok2
         )
 
 
@@ -155,12 +158,11 @@ def _for_columns(scales, sums, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _turn(asked, following, ring, i, BEFORE: gl.constexpr, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
+def _turn(asked, following, ring, i, before, turns, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
     """The portions of turn `i` in registers; their places in the ring go to the turn that is STAGES further on."""
     units, scales = ring
     STAGES: gl.constexpr = units[0].type.shape[0]
-    TURNS: gl.constexpr = turns_of(SHAPE)
-    slot = (BEFORE + i) % STAGES
+    slot = (before + i) % STAGES
     async_copy.wait_group(STAGES - 1)
     gl.thread_barrier()  # portions are there for all
     portions = ()
@@ -168,58 +170,65 @@ def _turn(asked, following, ring, i, BEFORE: gl.constexpr, SHAPE: gl.constexpr, 
         portions = portions + (_load_portion(units[j], scales[j], slot, SHAPE[1]),)  # noqa: RUF005
     gl.thread_barrier()  # their places are free
     ahead = i + STAGES
-    if ahead < TURNS:
+    if ahead < turns:
         fetch(asked, ring, slot, ahead, SHAPE)
     elif NEXT_SHAPE[2] > 0:
-        fetch(following, ring, slot, ahead - TURNS, NEXT_SHAPE)
+        fetch(following, ring, slot, ahead - turns, NEXT_SHAPE)
     async_copy.commit_group()
     return portions
 
 
 @gluon.jit
-def product(asked, following, ring, inputs, BEFORE: gl.constexpr, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
-    """The sums of this program's outputs, part by part. BEFORE: turns of the products before. A next one without parts
-    is none.
+def product(asked, following, ring, inputs, before, group, turns, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
+    """The sums of a group of this program's outputs, which are three parts or the only one. The product has so many
+    turns, those before it had `before`. A next product without parts is none.
     """
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
-    TURNS: gl.constexpr = turns_of(SHAPE)
     if FORM == IS_LONG:
         zero = gl.zeros([8, 16, 8], gl.float32, gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
     else:
         zero = gl.zeros([128, 8], gl.float32, gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8]))
     if PARTS == 1:
         total = zero
-        for i in range(TURNS):
-            portions = _turn(asked, following, ring, i, BEFORE, SHAPE, NEXT_SHAPE)
+        for i in range(turns):
+            portions = _turn(asked, following, ring, i, before, turns, SHAPE, NEXT_SHAPE)
             for j in gl.static_range(PORTIONS):
                 x, factors = inputs_of(inputs, i * PORTIONS + j, FORM)
                 total = _add_portion(total, x, factors, portions[j], FORM)
         return (total,)
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
-        TURNS_OF_STEP: gl.constexpr = PARTS // PORTIONS
-        sums = (zero,) * PARTS
-        for step in range(TURNS // TURNS_OF_STEP):
+        own_turns = turns // (PARTS // PORTIONS)
+        sums = (zero,) * PORTIONS
+        for step in range(own_turns):
             x, factors = inputs_of(inputs, step, FORM)
+            portions = _turn(asked, following, ring, group * own_turns + step, before, turns, SHAPE, NEXT_SHAPE)
             more = ()
-            for t in gl.static_range(TURNS_OF_STEP):
-                portions = _turn(asked, following, ring, step * TURNS_OF_STEP + t, BEFORE, SHAPE, NEXT_SHAPE)
-                for j in gl.static_range(PORTIONS):
-                    total = _add_portion(sums[t * PORTIONS + j], x, factors, portions[j], FORM)
-                    more = more + (total,)  # noqa: RUF005
+            for j in gl.static_range(PORTIONS):
+                more = more + (_add_portion(sums[j], x, factors, portions[j], FORM),)  # noqa: RUF005
             sums = more
         return sums
 
 
 @gluon.constexpr_function
-def shape_of(inputs, form, parts):
-    """Of a product, as its parts are asked for and multiplied."""
-    return (inputs, form, parts)
+def groups_of(shape):
+    """Of three parts, or the only one."""
+    return max(shape[2] // AT_A_TURN, 1)
 
 
 @gluon.constexpr_function
-def turns_of(shape):
-    inputs, form, parts = shape
-    step = 8 if form == LONG else 1
-    steps = -(-inputs // (256 * step))
+def shape_of(form, parts, ends):
+    """Of a product, as its parts are asked for and multiplied; whether its inputs end within a turn of them."""
+    return (ends, form, parts)
+
+
+@gluon.constexpr_function
+def ends_within_a_turn(inputs, form, parts):
+    step = 256 * (8 if form == LONG else 1)
+    return inputs % (step * (AT_A_TURN if parts == 1 else 1)) != 0
+
+
+@gluon.constexpr_function
+def turns_of(inputs, form, parts):
+    steps = -(-inputs // (256 * (8 if form == LONG else 1)))
     return -(-steps // AT_A_TURN) if parts == 1 else steps * parts // AT_A_TURN
