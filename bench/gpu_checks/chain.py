@@ -50,6 +50,7 @@ def checks() -> Checks:
         ),
         ("layer chain layers of a model in turn", in_one_kernel),
         ("layer chain without norms between, silu", partial(compare, "31B sliding", plain=True)),
+        ("layer chain of what is not a number", not_a_number),
         ("layer chain with a residual that cancels", partial(compare, "31B sliding", plain=True, cancels=True)),
     ]
 
@@ -113,7 +114,7 @@ def compare(name: str, *, plain: bool = False, cancels: bool = False, most_follo
         links.out.scales[7] *= factor
     exact = in_torch(attended, start, links, torch.float64)
     torch_errors = [relative(x, e) for x, e in zip(in_torch(attended, start, links, BF16), exact, strict=True)]
-    scratch = ChainScratch(len(links.out), links.down.inputs, BF16, CUDA, most_following)
+    scratch = ChainScratch(len(links.out), links.down.inputs, CUDA, most_following)
     hidden = start.clone()
     found = [run_chain(attended, hidden, links, scratch, pdl=False), hidden.clone()]
     errors = [relative(x, e) for x, e in zip(found, exact, strict=True)]
@@ -147,9 +148,9 @@ def in_one_kernel() -> str:
     start = values(1, 5376)
     apart, hidden = [], start.clone()
     for links, attended in zip(layers, inputs, strict=True):
-        scratch = ChainScratch(5376, 21504, BF16, CUDA, MOST_FOLLOWING)
+        scratch = ChainScratch(5376, 21504, CUDA, MOST_FOLLOWING)
         apart.append(run_chain(attended, hidden, links, scratch, pdl=False))
-    end, scratch = hidden.clone(), ChainScratch(5376, 21504, BF16, CUDA, MOST_FOLLOWING)
+    end, scratch = hidden.clone(), ChainScratch(5376, 21504, CUDA, MOST_FOLLOWING)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         together = [run_chain(x, hidden, links, scratch, pdl=True) for x, links in zip(inputs, layers, strict=True)]
@@ -159,6 +160,21 @@ def in_one_kernel() -> str:
         same = [torch.equal(a, b) for a, b in zip([*together, hidden], [*apart, end], strict=True)]
         assert all(same), f"turn {turn}: {same}"
     return f"{REPLAYS} replays equal"
+
+
+def not_a_number() -> str:
+    """Whatever its bits are: those that stand for what is not there yet must not come out of a product."""
+    if not is_hopper(CUDA):
+        return "not taken on this device"
+    for bits in (-1, 0x7FFF, 0x7FC0, 0x7F80):
+        links = random_links(*SHAPES["small"])
+        attended, hidden = values(1, links.out.inputs), values(1, len(links.out))
+        attended.view(torch.int16)[0, 7] = bits
+        scratch = ChainScratch(len(links.out), links.down.inputs, CUDA)
+        for _ in range(3):
+            found = run_chain(attended, hidden, links, scratch, pdl=False)
+        assert found.isnan().all() and hidden.isnan().all(), hex(bits)
+    return "comes out as it went in"
 
 
 def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links) -> None:
@@ -180,7 +196,7 @@ def timings() -> None:
     for name in list(SHAPES)[:4]:
         layers = [random_links(*SHAPES[name]) for _ in range(4)]  # far more than fits into L2
         attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
-        scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA, MOST_FOLLOWING)
+        scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, CUDA, MOST_FOLLOWING)
         took = microseconds(in_turn(layers, partial(_once, attended, hidden, scratch)), repeat=8)
         others = microseconds(in_turn(layers, partial(as_launches, attended, hidden)), repeat=8)
         rate = sum(w.nbytes for w in layers[0].weights) / took * 1e6

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bench.gpu_checks.chain import BF16, MOST_FOLLOWING, SHAPES, random_links
+from bench.gpu_checks.chain import MOST_FOLLOWING, SHAPES, random_links
 from bench.gpu_checks.fused import CUDA, values
 from bench.spike.measure import exclusive_times
 from windowpane.modeling.triton.chain import ChainScratch, run_chain
@@ -61,7 +61,7 @@ def microseconds_of_kernels(graph: torch.cuda.CUDAGraph) -> dict[str, float]:
 def timings() -> None:
     layers = [random_links(*SHAPES["31B sliding"]) for _ in range(4)]  # far more than fits into L2
     attended, hidden = values(1, layers[0].out.inputs), values(1, len(layers[0].out))
-    scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, BF16, CUDA, MOST_FOLLOWING)
+    scratch = ChainScratch(len(layers[0].out), layers[0].down.inputs, CUDA, MOST_FOLLOWING)
     processors = processors_of(CUDA)
     x = torch.ones(32 * (processors + 1), device=CUDA)
 

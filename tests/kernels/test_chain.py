@@ -6,6 +6,7 @@ The kernel has no interpreter; `python3 -m bench.gpu_check "layer chain"` checks
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -134,7 +135,7 @@ def compiled_chain(layer: Links, monkeypatch, most_following: int = 0):
     recorder = Recorder(chain.chain_kernel)
     monkeypatch.setattr(chain, "chain_kernel", recorder)
     monkeypatch.setattr(chain, "processors_of", lambda device: H200)
-    scratch = ChainScratch(len(layer.out), layer.down.inputs, BF16, torch.device("cpu"), most_following)
+    scratch = ChainScratch(len(layer.out), layer.down.inputs, torch.device("cpu"), most_following)
     attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
     made = run_chain(attended, hidden, layer, scratch, pdl=True)
     assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
@@ -152,8 +153,8 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
     # Three parts of the outputs at a time, or three steps of the only one, in one loop for each product.
     assert ptx.count("mma.sync.aligned.m16n8k32") == len(chain._cuts(layer, H200)) * AT_A_TURN * 8
-    # A fence waits for weights too: there is one, behind gate and up, whose results have no tags.
-    assert ptx.count(".gpu.release.") == 1
+    # A fence would wait for weights too.
+    assert not re.search(r"\b(fence|membar|atom)\b|\.release|\.acquire", ptx)
     assert "griddepcontrol.wait" in ptx
 
 
@@ -165,7 +166,7 @@ def test_layers_of_a_model_are_one_kernel(monkeypatch):
     for layer in layers:
         recorder = Recorder(chain.chain_kernel)
         monkeypatch.setattr(chain, "chain_kernel", recorder)
-        scratch = ChainScratch(5376, 21504, BF16, torch.device("cpu"), most_following=18432)
+        scratch = ChainScratch(5376, 21504, torch.device("cpu"), most_following=18432)
         attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, 5376, dtype=BF16)
         assert run_chain(attended, hidden, layer, scratch, pdl=True).shape == (1, len(layer.following))
         constant = {p.name for p in recorder.kernel.params if p.is_constexpr}

@@ -188,13 +188,15 @@ class FusedDecoder:
         """Have layers run all that lies between their attention and the next one's in one launch, where they can."""
         links = [a.links_to(b) for a, b in zip(self.layers, [*self.layers[1:], None], strict=True)]
         found = [link if link is not None and has_chain(link, dtype) else None for link in links]
-        widths = [link.down.inputs for link in found if link is not None]
         following = [len(link.following) for link in found if link is not None and link.following is not None]
-        if widths:
-            most_following = max(following, default=0)
-            scratch = ChainScratch(self.recipe.hidden_size, max(widths), dtype, device, most_following)
-            for layer, link in zip(self.layers, found, strict=True):
-                layer.chain = None if link is None else (link, scratch)
+        scratch: dict[int, ChainScratch] = {}
+        for layer, link in zip(self.layers, found, strict=True):
+            if link is not None:
+                width = link.down.inputs
+                if width not in scratch:
+                    most_following = max(following, default=0)
+                    scratch[width] = ChainScratch(self.recipe.hidden_size, width, device, most_following)
+                layer.chain = link, scratch[width]
 
     def _angles_of(self, rope: Rope, positions: int, device: torch.device) -> Angles | None:
         if rope.kind is None:

@@ -12,7 +12,7 @@ import torch
 
 from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.chain_forms import AT_A_TURN, AT_ONCE_GROUPS, GATED, LONG, PIECE_GROUPS, TALL, WARPS
+from windowpane.modeling.triton.chain_forms import AT_A_TURN, GATED, LONG, PIECE_GROUPS, TALL, WARPS
 from windowpane.modeling.triton.chain_kernel import chain_kernel
 from windowpane.modeling.triton.hopper_tiled import GROUP_INPUTS, is_hopper, is_symmetric_int4
 from windowpane.modeling.triton.launch import processors_of
@@ -92,14 +92,10 @@ class ChainScratch:
     of a model are one kernel, and its code is at hand (docs/performance.md).
     """
 
-    def __init__(
-        self, width: int, inner_width: int, dtype: torch.dtype, device: torch.device, most_following: int = 0
-    ) -> None:
+    def __init__(self, width: int, inner_width: int, device: torch.device, most_following: int = 0) -> None:
         self.most_following = most_following
-        self.middle = torch.empty(width, dtype=dtype, device=device)
-        self.out, self.down = torch.zeros(2, width, dtype=torch.int32, device=device)
-        self.inner = torch.empty(inner_width, dtype=dtype, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.left = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device).view(torch.bfloat16)
+        self.side = torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def has_chain(links: Links, dtype: torch.dtype) -> bool:
@@ -141,12 +137,13 @@ def _cuts(links: Links, programs: int) -> list[Cut]:
 
 
 def _held_groups(links: Links) -> int:
-    return max(ceil_div(w.inputs // GROUP_INPUTS, AT_ONCE_GROUPS) * AT_ONCE_GROUPS for w in links.weights)
+    return max(ceil_div(w.inputs // GROUP_INPUTS, PIECE_GROUPS) * PIECE_GROUPS for w in links.weights)
 
 
 def _shared_bytes(links: Links) -> int:
     ring = STAGES * AT_A_TURN * PORTION_BYTES
-    return ring + _held_groups(links) * DIGIT_BYTES + OTHER_SHARED_BYTES
+    residual = ceil_div(len(links.out), PIECE_GROUPS * GROUP_INPUTS) * PIECE_GROUPS * GROUP_INPUTS * 2
+    return ring + residual + _held_groups(links) * DIGIT_BYTES + OTHER_SHARED_BYTES
 
 
 def run_chain(
@@ -164,12 +161,12 @@ def run_chain(
         assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
     result = hidden.new_empty(1, hidden.shape[1] if following is None else len(following))
     chain_kernel[(programs,)](
-        attended, hidden, scratch.middle, scratch.out, scratch.inner, scratch.down, result,
+        attended, hidden, scratch.left, result,
         links.out.units, links.out.scales, links.gate_up.units, links.gate_up.scales,
         links.down.units, links.down.scales,
         None if following is None else following.units, None if following is None else following.scales,
         links.post_attention_norm, links.pre_mlp_norm, links.post_mlp_norm, links.next_norm, links.scalar,
-        scratch.count, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
+        scratch.side, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
         WIDTH=hidden.shape[1],
         INNER_WIDTH=links.down.inputs,
         OUT_ENDS=links.out.inputs % (STEP_INPUTS * LONG_STEPS) != 0,

@@ -11,18 +11,20 @@ AT_A_TURN = 3  # portions
 WARPS = 8
 # Inputs are held in pieces of so many groups of 32: one step of a long portion.
 PIECE_GROUPS = 64
-AT_ONCE_GROUPS = 128  # of what other programs left
 
 # For kernels.
 IS_GATED = gl.constexpr(GATED)
 IS_LONG = gl.constexpr(LONG)
-# Vectors that programs read as a whole: left by others, the same at every step, or words with a tag.
+# Vectors that programs read as a whole: new at every step, or the same.
 IS_FRESH = gl.constexpr(0)
 IS_KEPT = gl.constexpr(1)
-IS_TAGGED = gl.constexpr(2)
+# A product's inputs: held before it begins, or left by launches before or by programs of this one and held piece by
+# piece.
+ARE_HELD = gl.constexpr(0)
+ARE_THERE = gl.constexpr(1)
+ARE_LEFT = gl.constexpr(2)
 PORTIONS = gl.constexpr(AT_A_TURN)
 PIECE = gl.constexpr(PIECE_GROUPS)
-AT_ONCE = gl.constexpr(AT_ONCE_GROUPS)
 # A float32 of which the lowest bits are an integer plus 2**22.
 MAGIC = gl.constexpr(0x4B400000)
 MAGIC_VALUE = gl.constexpr(12582912.0)

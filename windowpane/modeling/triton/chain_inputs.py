@@ -7,28 +7,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from windowpane.modeling.triton.chain_forms import (
-    AT_ONCE,
-    IS_FRESH,
-    IS_KEPT,
-    IS_LONG,
-    IS_TAGGED,
-    MAGIC_VALUE,
-    PIECE,
-    PIECE_GROUPS,
-)
+from windowpane.modeling.triton.chain_forms import IS_KEPT, IS_LONG, MAGIC_VALUE, PIECE, PIECE_GROUPS
 
 
 @gluon.jit
-def hold(piece, x, inputs):
-    """Inputs of a product [groups, 32] as two digits each: seven bits, and seven more behind them.
+def digits_of(x):
+    """A piece of a product's inputs [groups, 32] as two digits each: seven bits, and seven more behind them; and what
+    each group's digits stand for.
 
     What is no smaller than a 32nd of the largest of its group is held exactly, all else as finely as that. A group with
     an infinity or a NaN is NaN.
     """
-    digits, factors = inputs
-    GROUPS: gl.constexpr = x.type.shape[0]
-    SAME: gl.constexpr = digits.type.shape[0] * PIECE // GROUPS
     x = x.to(gl.float32)
     # The power of two that takes the largest to [32, 64). Operands are 16 times their weights.
     exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23, 16)
@@ -43,40 +32,40 @@ def hold(piece, x, inputs):
         second.to(gl.int32, bitcast=True).to(gl.int8),
     )
     # Unit 16 · half + 8 · q + 2 · i + c goes to byte 16 · q + 4 · i + 2 · half + c.
-    both = gl.reshape(both, [GROUPS, 2, 2, 4, 2, 2])
-    both = gl.reshape(gl.permute(both, (0, 5, 2, 3, 1, 4)), [2 * GROUPS, 32])
-    to = digits._reinterpret(gl.int8, [SAME, 2 * GROUPS, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0]))
-    to.index(piece).store(both)
-    to = factors._reinterpret(gl.float32, [SAME, 2 * GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    to.index(piece).store(gl.reshape(gl.join(factor, factor * 0.0078125), [2 * GROUPS]))
-
-
-@gluon.constexpr_function
-def _by_groups(groups):
-    """Eight inputs of a group to a thread, such that their digits are eight bytes in a row."""
-    bits = [2**i for i in range(6, groups.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 16], *([bit, 0] for bit in bits)],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0], [32, 0]],
-        block_bases=[],
-        shape=[groups, 32],
-    )
+    both = gl.reshape(both, [PIECE, 2, 2, 4, 2, 2])
+    both = gl.reshape(gl.permute(both, (0, 5, 2, 3, 1, 4)), [2 * PIECE, 32])
+    return both, gl.reshape(gl.join(factor, factor * 0.0078125), [2 * PIECE])
 
 
 @gluon.jit
-def _places(GROUPS: gl.constexpr):
-    """Of so many groups of inputs."""
-    layout: gl.constexpr = _by_groups(GROUPS)
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
-    unit = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    return group[:, None] * 32 + unit[None, :]
+def hold(i, piece, inputs):
+    """Digits of piece `i` for all warps."""
+    digits, factors = inputs
+    digits.index(i).store(piece[0])
+    factors.index(i).store(piece[1])
+
+
+@gluon.constexpr_function
+def piece_layout():
+    """Of its eight values a thread has four side by side and four that are 16 further on, so that their digits are
+    eight bytes in a row.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0], [32, 0]],
+        block_bases=[],
+        shape=[PIECE_GROUPS, 32],
+    )
 
 
 @gluon.jit
 def place_of(i):
     """Where the values of piece `i` are."""
-    return i * (PIECE * 32) + _places(PIECE)
+    layout: gl.constexpr = piece_layout()
+    group = gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+    unit = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    return i * (PIECE * 32) + (group[:, None] * 32 + unit[None, :])
 
 
 @gluon.constexpr_function
@@ -93,9 +82,8 @@ def ends_in(piece, inputs):
 @gluon.jit
 def load_pieces(X, INPUTS: gl.constexpr, KIND: gl.constexpr):
     """X [INPUTS] in pieces, and zeros behind it. What is the same at every step stays in L2, past which weights go."""
-    MODIFIER: gl.constexpr = ".cg" if KIND == IS_FRESH else ""
+    MODIFIER: gl.constexpr = "" if KIND == IS_KEPT else ".cg"
     POLICY: gl.constexpr = "evict_last" if KIND == IS_KEPT else ""
-    VOLATILE: gl.constexpr = KIND == IS_TAGGED
     found = ()
     for i in gl.static_range(pieces_of(INPUTS)):
         at = place_of(i)
@@ -104,7 +92,7 @@ def load_pieces(X, INPUTS: gl.constexpr, KIND: gl.constexpr):
         if ends_in(i, INPUTS):
             inside = at < INPUTS
             other = 0
-        x = gl.load(X + at, inside, other, cache_modifier=MODIFIER, eviction_policy=POLICY, volatile=VOLATILE)
+        x = gl.load(X + at, inside, other, cache_modifier=MODIFIER, eviction_policy=POLICY)
         found = found + (x,)  # noqa: RUF005
     return found
 
@@ -122,29 +110,7 @@ def store_pieces(X, pieces, INPUTS: gl.constexpr):
 @gluon.jit
 def hold_pieces(x, inputs, INPUTS: gl.constexpr):
     for i in gl.static_range(pieces_of(INPUTS)):
-        hold(i, x[i], inputs)
-
-
-@gluon.jit
-def hold_all(X, inputs, count):
-    """X [count], written by others before the barrier, and zeros behind it.
-
-    Some at a time: code for all at once takes long to fetch.
-    """
-    at = _places(AT_ONCE)
-    a = _load(X, 0, at, count)
-    b = _load(X, 1, at, count)
-    c = _load(X, 2, at, count)
-    for i in range((count + AT_ONCE * 32 - 1) // (AT_ONCE * 32)):
-        following = _load(X, i + 3, at, count)
-        hold(i, a, inputs)
-        a, b, c = b, c, following
-
-
-@gluon.jit
-def _load(X, i, at, count):
-    place = i * (AT_ONCE * 32) + at
-    return gl.load(X + place, mask=place < count, other=0.0, cache_modifier=".cg")
+        hold(i, digits_of(x[i]), inputs)
 
 
 @gluon.jit

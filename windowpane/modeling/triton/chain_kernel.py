@@ -15,13 +15,12 @@ its own; their sums meet at the end.
 
 Reading is what takes time, but only as long as a weight costs little more than an instruction. Tensor cores for bytes
 need two for eight weights: a mask leaves four of them. Activations become two digits of seven bits, with a power of two
-for each group of 32 inputs, which is exact but for the smallest (`chain_inputs.hold`). Tensor cores have 8 columns for
-rows of activations, and here is one row: each column has one digit of one of a block's four groups, so that a block's
-sums meet their scales once. Sums start as a float32 whose lowest bits they are.
+for each group of 32 inputs, which is exact but for the smallest (`chain_inputs.digits_of`). Tensor cores have 8 columns
+for rows of activations, and here is one row: each column has one digit of one of a block's four groups, so that a
+block's sums meet their scales once. Sums start as a float32 whose lowest bits they are.
 
-Programs meet at a counter. What they leave behind `out` and `down` goes without a fence, which would wait for all the
-weights that are on their way as well: each value has a tag of its barrier beside it, and who finds another one looks
-again.
+Programs do not count each other: what they leave behind a product says for itself whether it is there (`chain_left`).
+There are two places for it, of which launches use one in turn and clear the other.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -34,16 +33,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.modeling.triton.chain_forms import IS_FRESH, IS_GATED, IS_KEPT, IS_LONG, IS_TAGGED, PIECE, PORTIONS
-from windowpane.modeling.triton.chain_inputs import (
-    ends_in,
-    hold_all,
-    hold_pieces,
-    load_pieces,
-    pieces_of,
-    place_of,
-    store_pieces,
+from windowpane.modeling.triton.chain_forms import (
+    ARE_LEFT,
+    ARE_THERE,
+    IS_FRESH,
+    IS_GATED,
+    IS_KEPT,
+    IS_LONG,
+    PIECE,
+    PORTIONS,
 )
+from windowpane.modeling.triton.chain_inputs import hold_pieces, load_pieces, piece_layout, pieces_of, store_pieces
+from windowpane.modeling.triton.chain_left import forget, take
 from windowpane.modeling.triton.chain_portions import (
     ends_within_a_turn,
     fetch,
@@ -55,49 +56,23 @@ from windowpane.modeling.triton.chain_portions import (
 )
 from windowpane.modeling.triton.gated import gate_times_up
 
-_BARRIERS = gl.constexpr(3)  # of a launch
-
 
 @gluon.jit
-def _add_both(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-@gluon.jit
-def _left(FROM, tag, WIDTH: gl.constexpr):
-    """What others left, in pieces, the sum of its squares, and whether some of it has another tag."""
-    VALUES: gl.constexpr = PIECE * 32
-    words = load_pieces(FROM, WIDTH, IS_TAGGED)
-    x = ()
-    squares = gl.zeros_like(words[0]).to(gl.float32)
-    missing = gl.zeros_like(squares)
-    for i in gl.static_range(pieces_of(WIDTH)):
-        is_tagged = words[i] & 0xFFFF == tag
-        if ends_in(i, WIDTH):
-            is_tagged = is_tagged | (place_of(i) >= WIDTH)
-        value = (words[i] & -65536).to(gl.float32, bitcast=True)
-        squares += value * value
-        missing = gl.where(is_tagged, missing, 1.0)
-        x = x + (value,)  # noqa: RUF005
-    square, missing = gl.reduce((gl.reshape(squares, [VALUES]), gl.reshape(missing, [VALUES])), 0, _add_both)
-    return x, square, missing
-
-
-@gluon.jit
-def _residual_norm(FROM, tag, hidden, post_weight, scalar, weight, eps, WIDTH: gl.constexpr):
-    """hidden + x, normed before where there is a weight for it and times the scalar behind; and its own norm.
+def _residual_norm(LEFT, hidden, post_weight, scalar, weight, eps, WIDTH: gl.constexpr):
+    """hidden + what is left, normed where there is a weight for it, times the scalar; and the norm of that.
 
     Rounded like `norms.residual_norm`. All in pieces.
     """
     VALUES: gl.constexpr = PIECE * 32
     dtype: gl.constexpr = hidden[0].dtype
+    left = take(LEFT, WIDTH)
     x = ()
+    squares = gl.zeros_like(hidden[0]).to(gl.float32)
     for i in gl.static_range(pieces_of(WIDTH)):
-        x = x + (gl.zeros_like(hidden[i]).to(gl.float32),)  # noqa: RUF005
-    square, missing = 0.0, 1.0
-    while missing > 0.0:  # nearly always once; its code is here once
-        x, square, missing = _left(FROM, tag, WIDTH)
-    scale = gl.rsqrt(square / WIDTH + eps)
+        wide = left[i].to(gl.float32)
+        squares += wide * wide
+        x = x + (wide,)  # noqa: RUF005
+    scale = gl.rsqrt(gl.sum(gl.reshape(squares, [VALUES]), 0) / WIDTH + eps)
     squares = gl.zeros_like(x[0])
     updated = ()
     for i in gl.static_range(pieces_of(WIDTH)):
@@ -118,47 +93,8 @@ def _residual_norm(FROM, tag, hidden, post_weight, scalar, weight, eps, WIDTH: g
 
 
 @gluon.jit
-def _now(COUNT):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u64 $0, [$1];", "=l,l", [COUNT], dtype=gl.int64, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _arrive(COUNT):
-    gl.thread_barrier()  # all of the program's results are there
-    gl.atomic_add(COUNT, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def _arrive_early(COUNT):
-    """Results are on their way and have their tag: nothing waits for them, nor for weights on their way here."""
-    gl.thread_barrier()
-    gl.atomic_add(COUNT, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def _await(COUNT, barrier):
-    """All have arrived at this one, of all that ever were."""
-    target = barrier * gl.num_programs(0)
-    while _now(COUNT) < target:
-        pass
-
-
-@gluon.jit
-def _tag_of(barrier):
-    return barrier.to(gl.int32) & 0xFFFF
-
-
-@gluon.jit
-def _tagged(x, tag):
-    """bfloat16 in the upper half of a word, and a tag of the barrier in the lower half."""
-    return x.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16 | tag
-
-
-@gluon.jit
-def _store_long(OUT, sums, meeting, barrier, first, last):
-    """Three parts, where warps' sums meet. With a `barrier`, as words with its tag."""
+def _store_long(OUT, sums, meeting, first, last):
+    """Three parts, where warps' sums meet."""
     a, b, c = gl.sum(sums[0], 2), gl.sum(sums[1], 2), gl.sum(sums[2], 2)
     meeting.store(gl.join(gl.join(a, b), gl.join(c, c)))
     total = gl.sum(meeting.load(gl.BlockedLayout([8, 1, 1, 1], [1, 16, 2, 1], [1, 1, 1, 8], [3, 2, 1, 0])), 0)
@@ -167,8 +103,7 @@ def _store_long(OUT, sums, meeting, barrier, first, last):
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout)))[None, None, :]
     part = odd * 2 + even
     n = first + part * 16 + m
-    result = total.to(gl.bfloat16) if barrier is None else _tagged(total, _tag_of(barrier))
-    gl.store(OUT + n, result, mask=(n < last) & (part < PORTIONS))
+    gl.store(OUT + n, total.to(gl.bfloat16), mask=(n < last) & (part < PORTIONS))
 
 
 @gluon.jit
@@ -191,17 +126,17 @@ def _store_gated(OUT, sums, first, last, GELU: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    OUT, asked, following, ring, inputs, meeting, barrier, first, before, turns, SHAPE: gl.constexpr,
+    OUT, asked, following, ring, inputs, source, meeting, first, before, turns, SHAPE: gl.constexpr,
     NEXT_SHAPE: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """A product of this program's outputs from `first` on, into OUT: gated, or as words with the tag of a `barrier`."""
+    """A product of this program's outputs from `first` on, into OUT, where gated ones go once activated and joined."""
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
     last = asked[6]
     for group in range(groups_of(SHAPE)):
-        sums = product(asked, following, ring, inputs, before, group, turns, SHAPE, NEXT_SHAPE)
+        sums = product(asked, following, ring, inputs, source, before, group, turns, SHAPE, NEXT_SHAPE)
         if FORM == IS_LONG:
-            _store_long(OUT, sums, meeting, barrier, first + group * (16 * PORTIONS), last)
+            _store_long(OUT, sums, meeting, first + group * (16 * PORTIONS), last)
         elif FORM == IS_GATED:
             _store_gated(OUT, sums, first + group * (64 * PORTIONS), last, GELU)
         else:
@@ -216,18 +151,22 @@ def _share(outputs):
     return program * outputs // programs, (program + 1) * outputs // programs
 
 
+@gluon.jit
+def _bits(X):
+    return X.to(gl.pointer_type(gl.int16), bitcast=True)
+
+
 @gluon.jit(do_not_specialize=["out_steps", "next_outputs"])
 def chain_kernel(
-    ATTENDED, HIDDEN, MIDDLE, OUT, INNER, DOWN, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
-    POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, COUNT, out_steps, next_outputs, eps,
+    ATTENDED, HIDDEN, LEFT, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
+    POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, SIDE, out_steps, next_outputs, eps,
     WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr, OUT_ENDS: gl.constexpr,
     PARTS: gl.constexpr, GATE_PARTS: gl.constexpr, NEXT_PARTS: gl.constexpr, NEXT_FORM: gl.constexpr,
     PIECES: gl.constexpr, STAGES: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """MIDDLE is the residual stream between attention and MLP, OUT, INNER and DOWN what products leave. NEXT becomes
-    the next layer's projections, or without NEXT_U the last norm. COUNT counts arrivals, of this launch and all before.
-    What was attended comes in `out_steps` of 256: layers that differ in this and in the next projections' outputs alone
-    are one kernel, whose code is fetched once.
+    """LEFT [2, …] is what products leave, on this launch's SIDE and on the other. NEXT becomes the next layer's
+    projections, or without NEXT_U the last norm. What was attended comes in `out_steps` of 256: layers that differ in
+    this and in the next projections' outputs alone are one kernel, whose code is fetched once.
 
     PARTS, GATE_PARTS and NEXT_PARTS are what a program has at most.
     """
@@ -246,9 +185,13 @@ def chain_kernel(
         gl.allocate_shared_memory(gl.float32, [PIECES, 2 * PIECE], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     meeting = gl.allocate_shared_memory(gl.float32, [8, 16, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-    OUT_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, OUT_ENDS)
+    WIDTH_PIECES: gl.constexpr = pieces_of(WIDTH)
+    middle = gl.allocate_shared_memory(
+        HIDDEN.dtype.element_ty, [WIDTH_PIECES, PIECE, 32], gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    )
+    OUT_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, OUT_ENDS, ARE_THERE)
     GATE_SHAPE: gl.constexpr = shape_of(IS_GATED, GATE_PARTS, ends_within_a_turn(WIDTH, IS_GATED, GATE_PARTS))
-    DOWN_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, ends_within_a_turn(INNER_WIDTH, IS_LONG, PARTS))
+    DOWN_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, ends_within_a_turn(INNER_WIDTH, IS_LONG, PARTS), ARE_LEFT)
     NEXT_SHAPE: gl.constexpr = shape_of(NEXT_FORM, NEXT_PARTS, ends_within_a_turn(WIDTH, NEXT_FORM, NEXT_PARTS))
     GATE_TURNS: gl.constexpr = turns_of(WIDTH, IS_GATED, GATE_PARTS)
     DOWN_TURNS: gl.constexpr = turns_of(INNER_WIDTH, IS_LONG, PARTS)
@@ -268,10 +211,13 @@ def chain_kernel(
     gate = prepare(GATE_U, GATE_S, inner_first, inner_last, WIDTH_STEPS, GATE_SHAPE, INNER_WIDTH)
     if PDL:
         gdc_wait()
-    barrier = gl.load(COUNT, volatile=True) // (_BARRIERS * gl.num_programs(0)) * _BARRIERS + 1
-    hold_all(ATTENDED, inputs, out_steps * 256)
-    _multiply(OUT, out, gate, ring, inputs, meeting, barrier, first, 0, out_turns, OUT_SHAPE, GATE_SHAPE, GELU)
-    _arrive_early(COUNT)
+    side = gl.load(SIDE, volatile=True)
+    EACH: gl.constexpr = 2 * WIDTH + INNER_WIDTH
+    OUT = LEFT + side * EACH
+    INNER = OUT + WIDTH
+    DOWN = INNER + INNER_WIDTH
+    attended = (_bits(ATTENDED), out_steps * 256)
+    _multiply(OUT, out, gate, ring, inputs, attended, meeting, first, 0, out_turns, OUT_SHAPE, GATE_SHAPE, GELU)
 
     down = prepare(DOWN_U, DOWN_S, first, last, INNER_STEPS, DOWN_SHAPE, 0)
     # What does not depend on others is loaded before they are waited for.
@@ -280,29 +226,27 @@ def chain_kernel(
     if POST_WEIGHT is not None:
         post_weight = load_pieces(POST_WEIGHT, WIDTH, IS_KEPT)
     weight = load_pieces(PRE_WEIGHT, WIDTH, IS_KEPT)
-    _await(COUNT, barrier)
-    hidden, normed = _residual_norm(OUT, _tag_of(barrier), hidden, post_weight, None, weight, eps, WIDTH)
+    other = _bits(LEFT) + (1 - side) * EACH
+    forget(other, first, last)
+    forget(other + WIDTH, inner_first, inner_last)
+    forget(other + (WIDTH + INNER_WIDTH), first, last)
+    hidden, normed = _residual_norm(_bits(OUT), hidden, post_weight, None, weight, eps, WIDTH)
     hold_pieces(normed, inputs, WIDTH)
-    if gl.program_id(0) == 0:
-        store_pieces(MIDDLE, hidden, WIDTH)
+    for i in gl.static_range(WIDTH_PIECES):
+        middle.index(i).store(hidden[i])
     _multiply(
-        INNER, gate, down, ring, inputs, meeting, None, inner_first, out_turns, GATE_TURNS, GATE_SHAPE, DOWN_SHAPE, GELU
+        INNER, gate, down, ring, inputs, None, meeting, inner_first, out_turns, GATE_TURNS, GATE_SHAPE, DOWN_SHAPE, GELU
     )
-    _arrive(COUNT)
 
     following = down  # of which nothing is asked, where nothing follows
     if NEXT_PARTS > 0:
         following = prepare(NEXT_U, NEXT_S, next_first, next_last, WIDTH_STEPS, NEXT_SHAPE, 0)
-    _await(COUNT, barrier + 1)
-    hold_all(INNER, inputs, INNER_WIDTH)
     before = out_turns + GATE_TURNS
-    barrier += 2
+    inner = (_bits(INNER), INNER_WIDTH)
     _multiply(
-        DOWN, down, following, ring, inputs, meeting, barrier, first, before, DOWN_TURNS, DOWN_SHAPE, NEXT_SHAPE, GELU
+        DOWN, down, following, ring, inputs, inner, meeting, first, before, DOWN_TURNS, DOWN_SHAPE, NEXT_SHAPE, GELU
     )
-    _arrive_early(COUNT)
 
-    hidden = load_pieces(MIDDLE, WIDTH, IS_FRESH)
     post_weight = POST_MLP_WEIGHT
     if POST_MLP_WEIGHT is not None:
         post_weight = load_pieces(POST_MLP_WEIGHT, WIDTH, IS_KEPT)
@@ -310,10 +254,14 @@ def chain_kernel(
     scalar = SCALAR
     if SCALAR is not None:
         scalar = gl.load(SCALAR, eviction_policy="evict_last").to(gl.float32)
-    _await(COUNT, barrier)
-    hidden, normed = _residual_norm(DOWN, _tag_of(barrier), hidden, post_weight, scalar, weight, eps, WIDTH)
+    layout: gl.constexpr = piece_layout()
+    hidden = ()
+    for i in gl.static_range(WIDTH_PIECES):
+        hidden = hidden + (middle.index(i).load(layout),)  # noqa: RUF005
+    hidden, normed = _residual_norm(_bits(DOWN), hidden, post_weight, scalar, weight, eps, WIDTH)
     if gl.program_id(0) == 0:
         store_pieces(HIDDEN, hidden, WIDTH)
+        gl.store(SIDE, 1 - side)
     if NEXT_PARTS == 0:
         if gl.program_id(0) == 0:
             store_pieces(NEXT, normed, WIDTH)
@@ -322,7 +270,7 @@ def chain_kernel(
         NOTHING: gl.constexpr = shape_of(NEXT_FORM, 0, False)
         before += DOWN_TURNS
         _multiply(
-            NEXT, following, following, ring, inputs, meeting, None, next_first, before, NEXT_TURNS, NEXT_SHAPE,
+            NEXT, following, following, ring, inputs, None, meeting, next_first, before, NEXT_TURNS, NEXT_SHAPE,
             NOTHING, GELU,
         )  # fmt: skip
     async_copy.wait_group(0)

@@ -9,15 +9,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from windowpane.modeling.triton.chain_forms import (
+    ARE_HELD,
+    ARE_LEFT,
     AT_A_TURN,
     IS_GATED,
     IS_LONG,
     LONG,
     MAGIC,
     MAGIC_VALUE,
+    PIECE,
     PORTIONS,
 )
-from windowpane.modeling.triton.chain_inputs import inputs_of
+from windowpane.modeling.triton.chain_inputs import digits_of, hold, inputs_of, place_of
+from windowpane.modeling.triton.chain_left import settle
 
 # The lower and the upper four bits of four bytes, each q as 16 · (q - 8).
 _TAKE = gl.constexpr("""{
@@ -158,8 +162,33 @@ def _for_columns(scales, sums, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _turn(asked, following, ring, i, before, turns, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
-    """The portions of turn `i` in registers; their places in the ring go to the turn that is STAGES further on."""
+def _piece(source, i, SHAPE: gl.constexpr):
+    """Of a product's inputs that are not held yet, and zeros behind them."""
+    if SHAPE[3] == ARE_HELD:
+        return 0
+    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+        X, count = source
+        at = place_of(i)
+        return gl.load(X + at, mask=at < count, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _digits(source, piece, i, SHAPE: gl.constexpr):
+    if SHAPE[3] == ARE_HELD:
+        return 0
+    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+        if SHAPE[3] == ARE_LEFT:
+            piece = settle((piece,), source[0] + i * (PIECE * 32))[0]
+        return digits_of(piece.to(gl.bfloat16, bitcast=True))
+
+
+@gluon.jit
+def _turn(
+    asked, following, ring, inputs, digits, step, i, before, turns, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr
+):
+    """The portions of turn `i` in registers; their places in the ring go to the turn that is STAGES further on. What
+    the product takes at this step is held meanwhile, unless all is.
+    """
     units, scales = ring
     STAGES: gl.constexpr = units[0].type.shape[0]
     slot = (before + i) % STAGES
@@ -168,6 +197,8 @@ def _turn(asked, following, ring, i, before, turns, SHAPE: gl.constexpr, NEXT_SH
     portions = ()
     for j in gl.static_range(PORTIONS):
         portions = portions + (_load_portion(units[j], scales[j], slot, SHAPE[1]),)  # noqa: RUF005
+    if SHAPE[3] != ARE_HELD:
+        hold(step, digits, inputs)
     gl.thread_barrier()  # their places are free
     ahead = i + STAGES
     if ahead < turns:
@@ -179,9 +210,12 @@ def _turn(asked, following, ring, i, before, turns, SHAPE: gl.constexpr, NEXT_SH
 
 
 @gluon.jit
-def product(asked, following, ring, inputs, before, group, turns, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr):
+def product(
+    asked, following, ring, inputs, source, before, group, turns, SHAPE: gl.constexpr, NEXT_SHAPE: gl.constexpr
+):
     """The sums of a group of this program's outputs, which are three parts or the only one. The product has so many
-    turns, those before it had `before`. A next product without parts is none.
+    turns, those before it had `before`. A next product without parts is none. `source`: inputs that are not held yet,
+    as bits, and how many.
     """
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
@@ -192,7 +226,7 @@ def product(asked, following, ring, inputs, before, group, turns, SHAPE: gl.cons
     if PARTS == 1:
         total = zero
         for i in range(turns):
-            portions = _turn(asked, following, ring, i, before, turns, SHAPE, NEXT_SHAPE)
+            portions = _turn(asked, following, ring, inputs, 0, i, i, before, turns, SHAPE, NEXT_SHAPE)
             for j in gl.static_range(PORTIONS):
                 x, factors = inputs_of(inputs, i * PORTIONS + j, FORM)
                 total = _add_portion(total, x, factors, portions[j], FORM)
@@ -200,13 +234,19 @@ def product(asked, following, ring, inputs, before, group, turns, SHAPE: gl.cons
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
         own_turns = turns // (PARTS // PORTIONS)
         sums = (zero,) * PORTIONS
+        digits = _digits(source, _piece(source, 0, SHAPE), 0, SHAPE)
         for step in range(own_turns):
+            piece = _piece(source, step + 1, SHAPE)
+            portions = _turn(
+                asked, following, ring, inputs, digits, step, group * own_turns + step, before, turns, SHAPE, NEXT_SHAPE
+            )
             x, factors = inputs_of(inputs, step, FORM)
-            portions = _turn(asked, following, ring, group * own_turns + step, before, turns, SHAPE, NEXT_SHAPE)
             more = ()
             for j in gl.static_range(PORTIONS):
                 more = more + (_add_portion(sums[j], x, factors, portions[j], FORM),)  # noqa: RUF005
             sums = more
+            # Warps are apart here, and some multiply while others do this.
+            digits = _digits(source, piece, step + 1, SHAPE)
         return sums
 
 
@@ -217,9 +257,11 @@ def groups_of(shape):
 
 
 @gluon.constexpr_function
-def shape_of(form, parts, ends):
-    """Of a product, as its parts are asked for and multiplied; whether its inputs end within a turn of them."""
-    return (ends, form, parts)
+def shape_of(form, parts, ends, inputs=ARE_HELD):
+    """Of a product, as its parts are asked for and multiplied; whether its inputs end within a turn of them, and where
+    these come from.
+    """
+    return (ends, form, parts, inputs)
 
 
 @gluon.constexpr_function
