@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan
 
 from windowpane.modeling.triton.chain_forms import IS_KEPT, IS_LONG, MAGIC_VALUE, PIECE, PIECE_GROUPS
+
+_ALL = gl.constexpr(PropagateNan.ALL)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_ALL)
 
 
 @gluon.jit
@@ -20,7 +28,7 @@ def digits_of(x):
     """
     x = x.to(gl.float32)
     # The power of two that takes the largest to [32, 64). Operands are 16 times their weights.
-    exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23, 16)
+    exponent = gl.maximum(gl.reduce(gl.abs(x), 1, _larger).to(gl.int32, bitcast=True) >> 23, 16)
     factor = ((exponent - 9) << 23).to(gl.float32, bitcast=True)
     factor = gl.where(exponent == 255, float("nan"), factor)
     up = ((259 - exponent) << 23).to(gl.float32, bitcast=True)
