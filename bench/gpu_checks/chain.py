@@ -163,7 +163,7 @@ def in_one_kernel() -> str:
 
 
 def not_a_number() -> str:
-    """Whatever its bits are: those that stand for what is not there yet must not come out of a product."""
+    """Whatever its bits are. If a product left those that stand for what is not there yet, this would hang."""
     if not is_hopper(CUDA):
         return "not taken on this device"
     for bits in (-1, 0x7FFF, 0x7FC0, 0x7F80):
@@ -174,7 +174,7 @@ def not_a_number() -> str:
         for _ in range(3):
             found = run_chain(attended, hidden, links, scratch, pdl=False)
         assert found.isnan().all() and hidden.isnan().all(), hex(bits)
-    return "comes out as it went in"
+    return "comes out as NaN"
 
 
 def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links) -> None:

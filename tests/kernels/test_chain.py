@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
+from windowpane.modeling import fused
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton import chain
 from windowpane.modeling.triton.chain import ChainScratch, Links, cut, is_chain, run_chain
@@ -171,6 +173,24 @@ def test_layers_of_a_model_are_one_kernel(monkeypatch):
         assert run_chain(attended, hidden, layer, scratch, pdl=True).shape == (1, len(layer.following))
         constant = {p.name for p in recorder.kernel.params if p.is_constexpr}
         kinds.add(tuple((name, x) for name, x in recorder.launched.items() if name in constant))
-        assert all(name != "out_steps" and name != "next_outputs" for name, _ in next(iter(kinds)))
+        for_any_number = {p.name for p in recorder.kernel.params if p.do_not_specialize}
+        assert for_any_number == {"out_steps", "next_outputs"}, "what these layers differ in"
         monkeypatch.setattr(chain, "chain_kernel", recorder.kernel)
     assert len(kinds) == 1
+
+
+def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
+    """A launch clears what the one before it left, wherever that lies."""
+    monkeypatch.setattr(fused, "has_chain", lambda link, dtype: link.down.inputs > 8192)
+    widths, following = [21504, 9728, 21504, 8192, 9728], [16384, 18432, 16384, 30_000, 0]
+    found = [links(inner=inner, following=next_) for inner, next_ in zip(widths, following, strict=True)]
+    layers = [SimpleNamespace(links_to=lambda other, link=link: link, chain=None) for link in found]
+    model = SimpleNamespace(layers=layers, recipe=SimpleNamespace(hidden_size=5376))
+    fused.FusedDecoder._chain_layers(model, BF16, torch.device("cpu"))
+    assert layers[3].chain is None
+    chains = [layer.chain for layer in layers if layer.chain is not None]
+    assert [link for link, _ in chains] == [found[i] for i in (0, 1, 2, 4)]
+    (_, a), (_, b), (_, c), (_, d) = chains
+    assert a is c and b is d and a is not b
+    assert all(scratch.left.shape == (2, 2 * 5376 + link.down.inputs) for link, scratch in chains)
+    assert {scratch.most_following for _, scratch in chains} == {18432}, "of layers that have a chain"

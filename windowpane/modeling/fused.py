@@ -189,12 +189,12 @@ class FusedDecoder:
         links = [a.links_to(b) for a, b in zip(self.layers, [*self.layers[1:], None], strict=True)]
         found = [link if link is not None and has_chain(link, dtype) else None for link in links]
         following = [len(link.following) for link in found if link is not None and link.following is not None]
+        most_following = max(following, default=0)
         scratch: dict[int, ChainScratch] = {}
         for layer, link in zip(self.layers, found, strict=True):
             if link is not None:
                 width = link.down.inputs
                 if width not in scratch:
-                    most_following = max(following, default=0)
                     scratch[width] = ChainScratch(self.recipe.hidden_size, width, device, most_following)
                 layer.chain = link, scratch[width]
 

@@ -26,7 +26,7 @@ STAGES = 2
 DIGIT_BYTES = 2 * (32 + 4)  # of a group
 SHARED_BYTES = 227 * 1024
 OTHER_SHARED_BYTES = 4096  # sums that meet, and what the compiler needs for reductions
-MOST_PARTS = 12  # of a program
+MOST_PARTS = 12  # of a program; more were never checked
 MOST_WIDTH = 8192  # of a row that a program norms
 
 
@@ -88,8 +88,9 @@ class Links:
 class ChainScratch:
     """What programs leave for each other; chains of a device run one after the other and share it.
 
-    The next layers' projections have `most_following` outputs or fewer. All are cut as if they had so many: then layers
-    of a model are one kernel, and its code is at hand (docs/performance.md).
+    Layers of a model whose MLPs have this inner width may share it. The next layers' projections have `most_following`
+    outputs or fewer, and all are cut as if they had so many: then these layers are one kernel, and its code is at hand
+    (docs/performance.md). 0: projections are cut for themselves.
     """
 
     def __init__(self, width: int, inner_width: int, device: torch.device, most_following: int = 0) -> None:
@@ -152,6 +153,7 @@ def run_chain(
     """From what one row attended [1, inputs] to the next layer's projections [1, outputs], or to the norm behind the
     last layer. `hidden` [1, width] is updated in place.
     """
+    assert scratch.left.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
     programs = processors_of(hidden.device)
     out_cut, gate_cut = _cuts(links, programs)[:2]
     following = links.following

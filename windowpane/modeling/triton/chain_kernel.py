@@ -2,8 +2,8 @@
 
 From what was attended to the next layer's queries, keys and values there are four products with norms between them.
 One after the other as launches, each would begin with empty hands: weights take longest to come when nobody has asked
-for them yet. Here programs ask for the next product's weights while the one before ends, as these depend on nothing;
-between products all programs wait for each other.
+for them yet. Here programs ask for the next product's weights while the one before ends, as these depend on nothing.
+Between products a program waits for what it needs of the others.
 
     attended → out → + norms → gate, up → activated → down → + norms → q, k, v of the next layer
 
@@ -58,14 +58,14 @@ from windowpane.modeling.triton.gated import gate_times_up
 
 
 @gluon.jit
-def _residual_norm(LEFT, hidden, post_weight, scalar, weight, eps, WIDTH: gl.constexpr):
+def _residual_norm(FROM, hidden, post_weight, scalar, weight, eps, WIDTH: gl.constexpr):
     """hidden + what is left, normed where there is a weight for it, times the scalar; and the norm of that.
 
     Rounded like `norms.residual_norm`. All in pieces.
     """
     VALUES: gl.constexpr = PIECE * 32
     dtype: gl.constexpr = hidden[0].dtype
-    left = take(LEFT, WIDTH)
+    left = take(FROM, WIDTH)
     x = ()
     squares = gl.zeros_like(hidden[0]).to(gl.float32)
     for i in gl.static_range(pieces_of(WIDTH)):
@@ -166,7 +166,8 @@ def chain_kernel(
 ):  # fmt: skip
     """LEFT [2, …] is what products leave, on this launch's SIDE and on the other. NEXT becomes the next layer's
     projections, or without NEXT_U the last norm. What was attended comes in `out_steps` of 256: layers that differ in
-    this and in the next projections' outputs alone are one kernel, whose code is fetched once.
+    this and in the next projections' outputs alone are one kernel, whose code is fetched once (unless what was attended
+    is wider than all else, or ends within a turn in some of them).
 
     PARTS, GATE_PARTS and NEXT_PARTS are what a program has at most.
     """
@@ -186,7 +187,7 @@ def chain_kernel(
     )
     meeting = gl.allocate_shared_memory(gl.float32, [8, 16, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     WIDTH_PIECES: gl.constexpr = pieces_of(WIDTH)
-    middle = gl.allocate_shared_memory(
+    middle = gl.allocate_shared_memory(  # the residual stream between attention and MLP
         HIDDEN.dtype.element_ty, [WIDTH_PIECES, PIECE, 32], gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     )
     OUT_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, OUT_ENDS, ARE_THERE)

@@ -1,7 +1,9 @@
 """What programs of a launch leave for each other: bfloat16 that is all ones until it is there (`chain_kernel`).
 
 Nobody counts arrivals and nothing is fenced: a fence would wait for the weights that are on their way as well. A value
-says for itself whether it is there, as no result is all ones: what is not a number is rounded to 0x7FFF.
+says for itself whether it is there, as no result is all ones: what is not a number is rounded to 0x7FFF. That takes
+stores of two bytes that are seen whole, and by others without being asked to. PTX does not promise it of plain stores;
+Hopper does it.
 """
 
 # mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
