@@ -26,6 +26,7 @@ from windowpane.models.packing import PackedForm
 BF16 = torch.bfloat16
 H200 = 132
 META = torch.device("meta")
+CHAIN_KERNEL = chain.chain_kernel
 
 
 def weight(outputs: int, inputs: int, group: int = 32, zeros: bool = False, dtype: torch.dtype = BF16) -> PackedWeight:
@@ -132,15 +133,20 @@ LAYERS = {
 }
 
 
-def compiled_chain(layer: Links, monkeypatch, most_following: int = 0):
-    """The kernel as a launch for this layer on an H200 compiles it."""
-    recorder = Recorder(chain.chain_kernel)
+def recorded_chain(layer: Links, monkeypatch, most_following: int = 0) -> Recorder:
+    """A launch for this layer on an H200."""
+    recorder = Recorder(CHAIN_KERNEL)
     monkeypatch.setattr(chain, "chain_kernel", recorder)
     monkeypatch.setattr(chain, "processors_of", lambda device: H200)
     scratch = ChainScratch(len(layer.out), layer.down.inputs, torch.device("cpu"), most_following)
     attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
     made = run_chain(attended, hidden, layer, scratch, pdl=True)
     assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
+    return recorder
+
+
+def compiled_chain(layer: Links, monkeypatch, most_following: int = 0):
+    recorder = recorded_chain(layer, monkeypatch, most_following)
     return recorder.compile(aligned=[name for name, x in recorder.launched.items() if isinstance(x, torch.Tensor)])
 
 
@@ -162,20 +168,13 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
 
 def test_layers_of_a_model_are_one_kernel(monkeypatch):
     """Whatever their attention leaves, and however many outputs the next layer's projections have."""
-    layers = [links(), links(following=18432), links(attended=16384)]
-    monkeypatch.setattr(chain, "processors_of", lambda device: H200)
+    constant = {p.name for p in CHAIN_KERNEL.params if p.is_constexpr}
+    for_any_number = {p.name for p in CHAIN_KERNEL.params if p.do_not_specialize}
+    assert for_any_number == {"out_steps", "next_outputs"}, "what these layers differ in"
     kinds = set()
-    for layer in layers:
-        recorder = Recorder(chain.chain_kernel)
-        monkeypatch.setattr(chain, "chain_kernel", recorder)
-        scratch = ChainScratch(5376, 21504, torch.device("cpu"), most_following=18432)
-        attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, 5376, dtype=BF16)
-        assert run_chain(attended, hidden, layer, scratch, pdl=True).shape == (1, len(layer.following))
-        constant = {p.name for p in recorder.kernel.params if p.is_constexpr}
-        kinds.add(tuple((name, x) for name, x in recorder.launched.items() if name in constant))
-        for_any_number = {p.name for p in recorder.kernel.params if p.do_not_specialize}
-        assert for_any_number == {"out_steps", "next_outputs"}, "what these layers differ in"
-        monkeypatch.setattr(chain, "chain_kernel", recorder.kernel)
+    for layer in (links(), links(following=18432), links(attended=16384)):
+        launched = recorded_chain(layer, monkeypatch, most_following=18432).launched
+        kinds.add(tuple((name, x) for name, x in launched.items() if name in constant))
     assert len(kinds) == 1
 
 

@@ -13,7 +13,9 @@ import torch
 from windowpane.kv.retention import ceil_div
 from windowpane.modeling.quantized import PackedWeight
 from windowpane.modeling.triton.chain_forms import AT_A_TURN, GATED, LONG, PIECE_GROUPS, TALL, WARPS
+from windowpane.modeling.triton.chain_inputs import pieces_of
 from windowpane.modeling.triton.chain_kernel import chain_kernel
+from windowpane.modeling.triton.chain_portions import ends_within_a_turn
 from windowpane.modeling.triton.hopper_tiled import GROUP_INPUTS, is_hopper, is_symmetric_int4
 from windowpane.modeling.triton.launch import processors_of
 
@@ -137,14 +139,15 @@ def _cuts(links: Links, programs: int) -> list[Cut]:
     return cuts if links.following is None else [*cuts, cut(*links.following.shape, programs)]
 
 
-def _held_groups(links: Links) -> int:
-    return max(ceil_div(w.inputs // GROUP_INPUTS, PIECE_GROUPS) * PIECE_GROUPS for w in links.weights)
+def _held_pieces(links: Links) -> int:
+    pieces: int = max(pieces_of(w.inputs) for w in links.weights)
+    return pieces
 
 
 def _shared_bytes(links: Links) -> int:
     ring = STAGES * AT_A_TURN * PORTION_BYTES
-    residual = ceil_div(len(links.out), PIECE_GROUPS * GROUP_INPUTS) * PIECE_GROUPS * GROUP_INPUTS * 2
-    return ring + residual + _held_groups(links) * DIGIT_BYTES + OTHER_SHARED_BYTES
+    residual: int = pieces_of(len(links.out)) * PIECE_GROUPS * GROUP_INPUTS * 2
+    return ring + residual + _held_pieces(links) * PIECE_GROUPS * DIGIT_BYTES + OTHER_SHARED_BYTES
 
 
 def run_chain(
@@ -171,12 +174,12 @@ def run_chain(
         scratch.side, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
         WIDTH=hidden.shape[1],
         INNER_WIDTH=links.down.inputs,
-        OUT_ENDS=links.out.inputs % (STEP_INPUTS * LONG_STEPS) != 0,
+        OUT_ENDS=ends_within_a_turn(links.out.inputs, *out_cut[:2]),
         PARTS=out_cut.parts,
         GATE_PARTS=gate_cut.parts,
         NEXT_PARTS=next_cut.parts,
         NEXT_FORM=next_cut.form,
-        PIECES=_held_groups(links) // PIECE_GROUPS,
+        PIECES=_held_pieces(links),
         STAGES=STAGES,
         GELU=links.gelu,
         PDL=pdl,

@@ -15,9 +15,6 @@ PIECE_GROUPS = 64
 # For kernels.
 IS_GATED = gl.constexpr(GATED)
 IS_LONG = gl.constexpr(LONG)
-# Vectors that programs read as a whole: new at every step, or the same.
-IS_FRESH = gl.constexpr(0)
-IS_KEPT = gl.constexpr(1)
 # A product's inputs: held before it begins, or left by launches before or by programs of this one and held piece by
 # piece.
 ARE_HELD = gl.constexpr(0)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
-from windowpane.modeling.triton.chain_forms import IS_KEPT, IS_LONG, MAGIC_VALUE, PIECE, PIECE_GROUPS
+from windowpane.modeling.triton.chain_forms import IS_LONG, MAGIC_VALUE, PIECE, PIECE_GROUPS
 
 _ALL = gl.constexpr(PropagateNan.ALL)
 
@@ -88,10 +88,10 @@ def ends_in(piece, inputs):
 
 
 @gluon.jit
-def load_pieces(X, INPUTS: gl.constexpr, KIND: gl.constexpr):
-    """X [INPUTS] in pieces, and zeros behind it. What is the same at every step stays in L2, past which weights go."""
-    MODIFIER: gl.constexpr = "" if KIND == IS_KEPT else ".cg"
-    POLICY: gl.constexpr = "evict_last" if KIND == IS_KEPT else ""
+def load_pieces(X, INPUTS: gl.constexpr, STAY: gl.constexpr):
+    """X [INPUTS] in pieces, and zeros behind it. What each step needs again may STAY in L2 while weights go past."""
+    MODIFIER: gl.constexpr = "" if STAY else ".cg"
+    POLICY: gl.constexpr = "evict_last" if STAY else ""
     found = ()
     for i in gl.static_range(pieces_of(INPUTS)):
         at = place_of(i)

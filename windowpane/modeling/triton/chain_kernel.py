@@ -36,9 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from windowpane.modeling.triton.chain_forms import (
     ARE_LEFT,
     ARE_THERE,
-    IS_FRESH,
     IS_GATED,
-    IS_KEPT,
     IS_LONG,
     PIECE,
     PORTIONS,
@@ -222,11 +220,11 @@ def chain_kernel(
 
     down = prepare(DOWN_U, DOWN_S, first, last, INNER_STEPS, DOWN_SHAPE, 0)
     # What does not depend on others is loaded before they are waited for.
-    hidden = load_pieces(HIDDEN, WIDTH, IS_FRESH)
+    hidden = load_pieces(HIDDEN, WIDTH, False)
     post_weight = POST_WEIGHT
     if POST_WEIGHT is not None:
-        post_weight = load_pieces(POST_WEIGHT, WIDTH, IS_KEPT)
-    weight = load_pieces(PRE_WEIGHT, WIDTH, IS_KEPT)
+        post_weight = load_pieces(POST_WEIGHT, WIDTH, True)
+    weight = load_pieces(PRE_WEIGHT, WIDTH, True)
     other = _bits(LEFT) + (1 - side) * EACH
     forget(other, first, last)
     forget(other + WIDTH, inner_first, inner_last)
@@ -250,8 +248,8 @@ def chain_kernel(
 
     post_weight = POST_MLP_WEIGHT
     if POST_MLP_WEIGHT is not None:
-        post_weight = load_pieces(POST_MLP_WEIGHT, WIDTH, IS_KEPT)
-    weight = load_pieces(NEXT_WEIGHT, WIDTH, IS_KEPT)
+        post_weight = load_pieces(POST_MLP_WEIGHT, WIDTH, True)
+    weight = load_pieces(NEXT_WEIGHT, WIDTH, True)
     scalar = SCALAR
     if SCALAR is not None:
         scalar = gl.load(SCALAR, eviction_policy="evict_last").to(gl.float32)

@@ -13,12 +13,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from windowpane.modeling.triton.chain_forms import PIECE, PIECE_GROUPS
-from windowpane.modeling.triton.chain_inputs import ends_in, piece_layout, pieces_of, place_of
+from windowpane.modeling.triton.chain_forms import PIECE_GROUPS
+from windowpane.modeling.triton.chain_inputs import ends_in, pieces_of, place_of
 
 _PIECE_BYTES = PIECE_GROUPS * 32 * 2
 _WORDS = 4  # of a thread's eight values of a piece, two and two beside each other
 _SECOND_BYTES = 32  # from the first two to the others
+_OF_THREAD = gl.constexpr(1 | 2 | 16)  # in which places of a thread's values differ
 
 
 @gluon.constexpr_function
@@ -55,10 +56,7 @@ def _types(dtype, count):
 def settle(x, X):
     """Pieces x of X, as bits, once all of them are there."""
     PIECES: gl.constexpr = len(x)
-    layout: gl.constexpr = piece_layout()
-    group = gl.arange(0, PIECE, gl.SliceLayout(1, layout))
-    unit = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    first_of_thread = X + (group[:, None] * 32 + (unit & 12)[None, :])
+    first_of_thread = X + (place_of(0) & ~_OF_THREAD)
     return gl.inline_asm_elementwise(
         _looking(PIECES), _operands(PIECES), x + (first_of_thread,),  # noqa: RUF005
         dtype=_types(gl.int16, PIECES), is_pure=False, pack=8,
