@@ -19,8 +19,8 @@ from bench.machine import machine_line
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.models import load
-from windowpane.request import Request, SamplingParams
-from windowpane.scheduler import Scheduler
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import Scheduler
 from windowpane.simulate.workloads import Chat
 
 LOAD = 0.95

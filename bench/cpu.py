@@ -24,15 +24,15 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LogitsProcessor, LogitsProcessorList
 
 from bench.machine import machine_line
-from windowpane.embedded import embedded_path
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.models import ModelSpec, load
+from windowpane.models.embedded import embedded_path
 from windowpane.native import build
-from windowpane.request import Request, SamplingParams
-from windowpane.runner import Runner
-from windowpane.scheduler import Scheduler
+from windowpane.runners.plain import Runner
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import Scheduler
 from windowpane.weights import load_weights
 
 CPU = torch.device("cpu")

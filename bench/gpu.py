@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from bench.spike.measure import exclusive_times
-from windowpane.bench.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
-from windowpane.bench.workloads import WORKLOADS, Workload
-from windowpane.request import Request, SamplingParams
-from windowpane.startup import Started, accounts, start
+from bench.timing import exclusive_times
+from windowpane.engine.startup import Started, accounts, start
+from windowpane.measure.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
+from windowpane.measure.workloads import WORKLOADS, Workload
+from windowpane.schedule.request import Request, SamplingParams
 
 GIB = 2**30
 SHORT_TOKENS = 4096  # the longest sequence of b1 and serve

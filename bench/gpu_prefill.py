@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from windowpane.modeling.recipe import LayerRecipe, Recipe, read_recipe
+from windowpane.engine.startup import Started, start
+from windowpane.lowering.recipe import LayerRecipe, Recipe, read_recipe
 from windowpane.models.spec import ModelSpec
-from windowpane.request import Request, SamplingParams
-from windowpane.startup import Started, start
+from windowpane.schedule.request import Request, SamplingParams
 
 PRODUCTS, FULL, SLIDING, REST = "matrix products", "full attention", "sliding attention", "rest"
 # Kernels by what their names contain; the first that fits counts.

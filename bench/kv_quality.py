@@ -34,14 +34,14 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.machine import machine_line
-from windowpane.attention.pages import KVPages
-from windowpane.attention.step import Segment, Step
-from windowpane.embedded import embedded_path
+from windowpane.device.pages import KVPages
+from windowpane.device.step import Segment, Step
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
-from windowpane.modeling.decoder import Decoder
-from windowpane.modeling.recipe import read_recipe
-from windowpane.modeling.scales import Calibration, settle_scales, warm_up_text
+from windowpane.lowering.recipe import read_recipe
+from windowpane.lowering.reference.decoder import Decoder
+from windowpane.lowering.scales import Calibration, settle_scales, warm_up_text
 from windowpane.models import load
+from windowpane.models.embedded import embedded_path
 from windowpane.plan import quality
 from windowpane.text.tokenizer import load_tokenizer
 from windowpane.weights import load_weights

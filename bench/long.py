@@ -16,8 +16,8 @@ import time
 import numpy as np
 import torch
 
-from windowpane.scheduler import Batch
-from windowpane.startup import start
+from windowpane.engine.startup import start
+from windowpane.schedule.batch import Batch
 
 GIB = 2**30
 STEPS = 8

@@ -20,12 +20,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from windowpane.embedded import DEFAULT_GENERATE
-from windowpane.engine import Engine
+from windowpane.engine.engine import Engine
+from windowpane.engine.startup import start
 from windowpane.models import shipped_names
-from windowpane.pace import Pace
-from windowpane.request import Request, SamplingParams
-from windowpane.startup import start
+from windowpane.models.embedded import DEFAULT_GENERATE
+from windowpane.schedule.pace import Pace
+from windowpane.schedule.request import Request, SamplingParams
 
 SETTLING_STEPS = 12  # of decoding alone, before the prompt arrives: also what its pace is told
 

@@ -22,8 +22,8 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.models import load
-from windowpane.request import Request, SamplingParams
-from windowpane.scheduler import Scheduler
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import Scheduler
 
 KV_BYTES = 5_000 * 5 * 2**19  # 5,000 blocks of 2.5 MiB
 SESSION_TOKENS, ROUNDS, ANSWER_TOKENS = 8_192, 3, 16

@@ -25,8 +25,8 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Window
 from windowpane.models import load
-from windowpane.request import Request, SamplingParams
-from windowpane.scheduler import DEFAULT_GROWTH_TOKENS, Scheduler
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import DEFAULT_GROWTH_TOKENS, Scheduler
 
 REQUESTS, PROMPT_TOKENS, MAX_MODEL_LEN = 256, 1024, 131_072
 

@@ -30,8 +30,8 @@ from rich.table import Table
 
 from bench.machine import machine_line
 from tests.tiny_model import make_model
-from windowpane.llm import LLM
-from windowpane.request import Request, SamplingParams
+from windowpane.engine.llm import LLM
+from windowpane.schedule.request import Request, SamplingParams
 
 PROMPTS = 32  # distinct ones; streams take them in turn
 FLAGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 256 * 2**20}
@@ -81,7 +81,7 @@ class Served:
     """A server process, and what it says of itself."""
 
     def __init__(self, model: Path) -> None:
-        code = "import sys; from windowpane.cli import main; sys.exit(main())"
+        code = "import sys; from windowpane.cli.main import main; sys.exit(main())"
         flags = [part for name, value in FLAGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
         command = [sys.executable, "-c", code, "serve", str(model), "--load-format", "dummy", "--port", "0", *flags]
         self.process = subprocess.Popen(

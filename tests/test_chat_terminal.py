@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from windowpane.embedded import DEFAULT_CHAT, EmbeddedError, embedded_path
+from windowpane.models.embedded import DEFAULT_CHAT, EmbeddedError, embedded_path
 
 START_SECONDS, ANSWER_SECONDS = 240, 240
 MARK = "› "
@@ -27,7 +27,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._here, there = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from windowpane.cli import main; main()", "chat", *arguments],
+            [sys.executable, "-c", "from windowpane.cli.main import main; main()", "chat", *arguments],
             stdin=there,
             stdout=there,
             stderr=there,

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.models.small_configs import small
-from windowpane import __version__, cli
+from windowpane import __version__
+from windowpane.cli import main as cli
 from windowpane.models import shipped_names
 
 Run = tuple[int, str, str]
@@ -379,7 +380,7 @@ def test_planning_imports_neither_torch_nor_numpy(words: list[str]) -> None:
     heavy = "{'torch', 'numpy', 'transformers'}"
     script = (
         f"import sys; sys.argv = ['windowpane', *{words!r}]\n"
-        "from windowpane.cli import main\n"
+        "from windowpane.cli.main import main\n"
         "code = main()\n"
         f"sys.exit(code or sorted(set(sys.modules) & {heavy}))"
     )
@@ -390,7 +391,7 @@ def test_planning_imports_neither_torch_nor_numpy(words: list[str]) -> None:
 
 
 def test_a_terminal_without_block_characters_gets_question_marks() -> None:
-    command = [sys.executable, "-c", "import sys; from windowpane.cli import main; sys.exit(main())", "plan"]
+    command = [sys.executable, "-c", "import sys; from windowpane.cli.main import main; sys.exit(main())", "plan"]
     done = subprocess.run(
         [*command, "gemma-4-31b", "--gpu", "h200"],
         capture_output=True,
@@ -441,7 +442,7 @@ class TestRunningAModel:
     def test_chat_answers_each_line_and_remembers(
         self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from windowpane.llm import LLM
+        from windowpane.engine.llm import LLM
 
         heard = []
         encode = LLM.encode
@@ -488,10 +489,10 @@ class TestRunningAModel:
 
     def test_bench_counts_the_bytes_that_a_step_must_read(self, model: str) -> None:
         """One token at 19 past ones: weights without the looked-up embedding, 7 window tokens and 19 full ones."""
-        from windowpane.bench.measure import past_bytes, read_weights_bytes
-        from windowpane.config import EngineConfig
+        from windowpane.measure.measure import past_bytes, read_weights_bytes
         from windowpane.models import load
         from windowpane.models.weights import parameter_count
+        from windowpane.plan.config import EngineConfig
         from windowpane.plan.planner import size_up
 
         spec = load(model)
@@ -528,7 +529,7 @@ class TestRunningAModel:
         self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "torch", None)
-        monkeypatch.delitem(sys.modules, "windowpane.llm", raising=False)
-        monkeypatch.delitem(sys.modules, "windowpane.engine", raising=False)
+        monkeypatch.delitem(sys.modules, "windowpane.engine.llm", raising=False)
+        monkeypatch.delitem(sys.modules, "windowpane.engine.engine", raising=False)
         code, _, err = terminal.run("generate", model, "--prompt", "x")
         assert (code, err) == (2, "windowpane: running a model needs the package torch: pip install torch\n")

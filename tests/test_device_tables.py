@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from windowpane.attention.device_tables import DeviceTables
+from windowpane.device.tables import DeviceTables
 from windowpane.kv.changes import Changes, TableUpdate
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from windowpane import embedded
-from windowpane.embedded import EMBEDDED, EmbeddedError, EmbeddedModel, Part, embedded_path
+from windowpane.models import embedded
+from windowpane.models.embedded import EMBEDDED, EmbeddedError, EmbeddedModel, Part, embedded_path
 
 
 @pytest.fixture(autouse=True)

@@ -18,16 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kv.test_layout import layout_of
-from windowpane import engine as engine_module
-from windowpane.engine import Engine, TokenOutput
+from windowpane.engine import engine as engine_module
+from windowpane.engine.engine import Engine, TokenOutput
+from windowpane.engine.sampler import Sampler
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
-from windowpane.request import FinishReason, Request, SamplingParams
-from windowpane.sampler import Sampler
-from windowpane.scheduler import Batch, RequestTooLong, Scheduler
+from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import FinishReason, Request, SamplingParams
+from windowpane.schedule.scheduler import RequestTooLong, Scheduler
 
 VOCAB = 128
 CACHES = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(64), 1, 64, 64)]

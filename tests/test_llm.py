@@ -14,10 +14,10 @@ import windowpane
 from tests.models.small_configs import small
 from tests.tiny_model import BOS, EOS, make_model
 from windowpane import LLM, FinishReason, RequestFailed, SamplingParams
-from windowpane.config import ConfigError
+from windowpane.engine.startup import accounts, free_memory_bytes, read_flags, start
+from windowpane.plan.config import ConfigError
 from windowpane.plan.planner import PlanError
-from windowpane.scheduler import RequestTooLong
-from windowpane.startup import accounts, free_memory_bytes, read_flags, start
+from windowpane.schedule.scheduler import RequestTooLong
 from windowpane.text import TextError
 
 FLAGS: dict[str, Any] = {

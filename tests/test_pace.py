@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_scheduler import engine_for, request, solo_output
-from windowpane.pace import FEWEST_TOKENS, FIRST_TOKENS, MOST_GROWTH, Pace
+from windowpane.schedule.pace import FEWEST_TOKENS, FIRST_TOKENS, MOST_GROWTH, Pace
 
 
 def steps_of(pace: Pace, cost: Callable[[int, int], float], prompt: int) -> list[tuple[int, float]]:

@@ -17,8 +17,8 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Full, Window
-from windowpane.request import Request, SamplingParams
-from windowpane.scheduler import RequestTooLong, Scheduler
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import RequestTooLong, Scheduler
 
 LONG = os.environ.get("WINDOWPANE_LONG")
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from windowpane import sampler as sampling
-from windowpane.request import Request, SamplingParams
-from windowpane.sampler import Draw, Sampler, keep_likely, top_logprobs
+from windowpane.engine import sampler as sampling
+from windowpane.engine.sampler import Draw, Sampler, keep_likely, top_logprobs
+from windowpane.schedule.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 50

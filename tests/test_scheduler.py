@@ -17,8 +17,9 @@ from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
-from windowpane.request import FinishReason, Request, SamplingParams
-from windowpane.scheduler import MAX_PREEMPTIONS, PATIENCE, Batch, RequestTooLong, Scheduler
+from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import FinishReason, Request, SamplingParams
+from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler
 
 STOP = 7
 LONG = os.environ.get("WINDOWPANE_LONG")  # examples to run instead of the fast slice, e.g. 20000 for a million steps

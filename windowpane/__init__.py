@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windowpane.llm import LLM, Stream
-    from windowpane.request import FinishReason, SamplingParams, TokenLogprobs
+    from windowpane.engine.llm import LLM, Stream
+    from windowpane.schedule.request import FinishReason, SamplingParams, TokenLogprobs
     from windowpane.text.answer import Completion, RequestFailed
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "Completion", "FinishReason", "RequestFailed", "SamplingParams", "Stream", "TokenLogprobs"]
 
-_HOMES = dict.fromkeys(("LLM", "Stream"), "windowpane.llm")
+_HOMES = dict.fromkeys(("LLM", "Stream"), "windowpane.engine.llm")
 _HOMES |= dict.fromkeys(("Completion", "RequestFailed"), "windowpane.text.answer")
-_HOMES |= dict.fromkeys(("FinishReason", "SamplingParams", "TokenLogprobs"), "windowpane.request")
+_HOMES |= dict.fromkeys(("FinishReason", "SamplingParams", "TokenLogprobs"), "windowpane.schedule.request")
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from bench.gpu_checks.attention_cases import (
     run_prefill,
     run_write,
 )
-from bench.spike.measure import microseconds
+from bench.timing import microseconds
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.segments import ChunkSegment

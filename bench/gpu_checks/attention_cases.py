@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from windowpane.attention import codecs
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.coded_chunks import CodedChunkAttention, make_chunk_attention
-from windowpane.attention.decoded_past import TOGETHER_BYTES
-from windowpane.attention.device_step import ChunkQueries
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.segments import ChunkSegment, Tiling
@@ -25,11 +22,14 @@ from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
 from windowpane.attention.triton.widen import plain_view, scratch_page_bytes
 from windowpane.attention.triton.write import write
+from windowpane.device import codecs
 from windowpane.kv.caches import TokenCache
+from windowpane.kv.decoded_past import TOGETHER_BYTES
 from windowpane.kv.formats import KVFormat, kv_format
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
 from windowpane.kv.retention import Full, Window, ceil_div
 from windowpane.kv.tables import PageTable
+from windowpane.lowering.gpu.step import ChunkQueries
 
 SMALL_ARENA_BYTES = 2**28  # beyond this, on a CPU, only pages in use are poisoned: untouched memory costs nothing
 LAYER_SCALES = (0.01, 0.02)  # of K and V, for formats that have one for the whole layer

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from bench.gpu_checks.fused import ALLOWED, CUDA, EPS, Checks, values
 from bench.gpu_checks.quantized import in_turn, random_weight, relative
-from bench.spike.measure import microseconds
-from windowpane.bench.measure import roof_bytes_per_second
-from windowpane.modeling.ops import ACTIVATIONS
-from windowpane.modeling.triton.chain import ChainScratch, Links, has_chain, run_chain
-from windowpane.modeling.triton.hopper_tiled import is_hopper
-from windowpane.modeling.triton.norms import residual_norm
-from windowpane.modeling.triton.packed import packed_gated, packed_linear
+from bench.timing import microseconds
+from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, has_chain, run_chain
+from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
+from windowpane.lowering.gpu.kernels.norms import residual_norm
+from windowpane.lowering.gpu.kernels.packed import packed_gated, packed_linear
+from windowpane.lowering.reference.ops import ACTIVATIONS
+from windowpane.measure.measure import roof_bytes_per_second
 
 BF16 = torch.bfloat16
 REPLAYS = 50

@@ -10,18 +10,19 @@ import numpy as np
 import torch
 
 from tests.running.small_models import CONFIGS, QUANTIZED, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
-from windowpane.cuda_runner import CudaRunner
-from windowpane.engine import Engine
+from windowpane.engine.engine import Engine
+from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
-from windowpane.modeling.triton.hopper_tiled import is_hopper
-from windowpane.request import Request, SamplingParams
-from windowpane.runner import Runner
-from windowpane.sampler import Sampler
-from windowpane.scheduler import Batch, Chunk, Scheduler
+from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
+from windowpane.runners.cuda import CudaRunner
+from windowpane.runners.plain import Runner
+from windowpane.schedule.batch import Batch, PromptChunk
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import Scheduler
 
 RESTORED = ("qwen3", "gemma3", "gemma4 everything")
 
@@ -222,7 +223,7 @@ def forced_logits(
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)
     manager.extend(0, prompt)
-    chunk = Chunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
+    chunk = PromptChunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
     batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes())
     logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, prompt)).clone()]
     slot = np.zeros(1, dtype=np.int64)

@@ -31,14 +31,14 @@ from bench.gpu_checks.attention import (
 )
 from bench.gpu_checks.attention_cases import Layer, make_pages, run_prefill
 from bench.gpu_checks.engine import forced_logits, make_runner
-from bench.spike.measure import microseconds
+from bench.timing import microseconds
 from tests.running.small_models import CONFIGS, WINDOW
-from windowpane.attention.decoded_past import TOGETHER_BYTES
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.triton.decode_tunings import CODED_TUNINGS, Tuning
 from windowpane.attention.triton.widen import plan_past, widen
+from windowpane.kv.decoded_past import TOGETHER_BYTES
 from windowpane.kv.formats import FORMATS
-from windowpane.scheduler import Batch, Chunk
+from windowpane.schedule.batch import Batch, PromptChunk
 
 Check = tuple[str, Callable[[], str]]
 
@@ -119,7 +119,7 @@ def _other_codes(name: str, tokens: np.ndarray, fmt: str) -> list[float]:
         )
         manager.start(0, len(tokens))
         manager.extend(0, len(tokens))
-        nobody, chunk = np.zeros(0, dtype=np.int64), Chunk(0, 0, tokens.astype(np.int32), samples=True)
+        nobody, chunk = np.zeros(0, dtype=np.int64), PromptChunk(0, 0, tokens.astype(np.int32), samples=True)
         runner.forward(Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes()))
         runners.append(runner)
     plain, kernels = runners

@@ -18,15 +18,15 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 
-from bench.spike.measure import microseconds
+from bench.timing import microseconds
 from windowpane.attention.triton.view import LayerView
-from windowpane.modeling.ops import ACTIVATIONS, Ops
-from windowpane.modeling.rope import Rope, rotate
-from windowpane.modeling.triton.gated import gated, gated_per_layer
-from windowpane.modeling.triton.heads import PageWrite, prepare_heads
-from windowpane.modeling.triton.logits import ArgmaxScratch, argmax, softcap
-from windowpane.modeling.triton.matvec import MAX_ROWS, Launch, gated_matvec, matvec, plan_launch
-from windowpane.modeling.triton.norms import residual_norm, rms_norm
+from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
+from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
+from windowpane.lowering.gpu.kernels.logits import ArgmaxScratch, argmax, softcap
+from windowpane.lowering.gpu.kernels.matvec import MAX_ROWS, Launch, gated_matvec, matvec, plan_launch
+from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
+from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
+from windowpane.lowering.rope import Rope, rotate
 
 Checks = list[tuple[str, Callable[[], str]]]
 

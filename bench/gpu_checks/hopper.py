@@ -31,13 +31,13 @@ from bench.gpu_checks.attention import (
 )
 from bench.gpu_checks.attention_cases import Layer, make_pages, run_prefill
 from bench.gpu_checks.engine import make_runner
-from bench.spike.measure import microseconds
+from bench.timing import microseconds
 from tests.running.small_models import WIDE_CONFIGS
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.attention.hopper.sizes import CAPABILITY, Heads
-from windowpane.cuda_runner import CudaRunner
 from windowpane.kv.changes import NO_CHANGES
-from windowpane.scheduler import Batch, Chunk
+from windowpane.kv.hopper_scratch import CAPABILITY, Heads
+from windowpane.runners.cuda import CudaRunner
+from windowpane.schedule.batch import Batch, PromptChunk
 
 CHECKED = {
     "31B window": WINDOW_31B,
@@ -143,7 +143,7 @@ def _chunk_logits(
     logits, start = [], 0
     for count in ENGINE_CHUNKS:
         manager.extend(0, start + count)
-        chunk = Chunk(0, start, tokens[start : start + count], samples=True)
+        chunk = PromptChunk(0, start, tokens[start : start + count], samples=True)
         batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes() or NO_CHANGES)
         logits.append(runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, count)).clone())
         start += count

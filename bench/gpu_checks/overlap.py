@@ -10,8 +10,8 @@ import torch
 from bench.gpu_checks.attention import DEVICE, LAYERS, Bare, random_arena
 from bench.gpu_checks.attention_cases import Layer
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.modeling.triton.heads import PageWrite, prepare_heads
-from windowpane.modeling.triton.norms import rms_norm
+from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
+from windowpane.lowering.gpu.kernels.norms import rms_norm
 
 ARENA_BYTES = 2**30
 TOKENS = 4096

@@ -15,18 +15,18 @@ from bench.gpu_checks.engine import NEW_TOKENS, Checks, Setting, greedy, run
 from tests.parallel.checkpoints import twin_config, write_checkpoint
 from tests.parallel.ranks import RANKS, Model, start_on
 from tests.running.small_models import CONFIGS, WINDOW
-from windowpane.engine import Engine
+from windowpane.engine.engine import Engine
+from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
+from windowpane.lowering.group import ALONE
 from windowpane.models import from_config
 from windowpane.models.spec import RankPlace
 from windowpane.models.weights import weight_bytes
-from windowpane.parallel.group import ALONE
 from windowpane.parallel.launch import Workers
 from windowpane.parallel.process_group import ProcessGroup, host_store
-from windowpane.sampler import Sampler
-from windowpane.scheduler import Scheduler
+from windowpane.schedule.scheduler import Scheduler
 
 LENGTHS = (1, 5, WINDOW, 3 * WINDOW + 7, 130)
 

@@ -23,11 +23,9 @@ import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
 from bench.gpu_checks.fused import ALLOWED, CUDA, Checks, nans, values
-from bench.spike.measure import microseconds
-from windowpane.modeling.ops import ACTIVATIONS
-from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton.hopper_tiled import STAGES, plan_shares
-from windowpane.modeling.triton.packed import (
+from bench.timing import microseconds
+from windowpane.lowering.gpu.kernels.hopper_tiled import STAGES, plan_shares
+from windowpane.lowering.gpu.kernels.packed import (
     MOST_ROWS,
     SPLIT_ROWS,
     Launch,
@@ -40,6 +38,8 @@ from windowpane.modeling.triton.packed import (
     packed_product,
     plan_launch,
 )
+from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.reference.ops import ACTIVATIONS
 from windowpane.models.packing import PackedForm
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windowpane.attention import codecs
+from windowpane.device import codecs
 from windowpane.kv.formats import FORMATS, KVFormat
 
 CODED = [fmt for fmt in FORMATS.values() if fmt.family != "float"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from windowpane import cli
+from windowpane.cli import main as cli
 from windowpane.doctor.diagnosis import Diagnosis, diagnose
 from windowpane.doctor.log import LogError, LogFacts, Rounded, read_log
 from windowpane.models import ModelError

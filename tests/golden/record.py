@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.golden.cases import NEW_TOKENS, PROMPTS, golden_path
-from windowpane.embedded import embedded_path
+from windowpane.models.embedded import embedded_path
 from windowpane.text import load_tokenizer
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.cases import NEW_TOKENS, PROMPTS, golden_path
 from windowpane import LLM, SamplingParams
-from windowpane.embedded import EmbeddedError, embedded_path
+from windowpane.models.embedded import EmbeddedError, embedded_path
 
 CLEAR_MARGIN = 2e-3  # logits of both sides may each be off by a few roundings of values around 20
 

@@ -15,8 +15,8 @@ import torch
 from bench.gpu_checks.chain import in_torch
 from bench.gpu_checks.engine import Setting, run
 from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
-from windowpane.modeling import fused
-from windowpane.modeling.triton.chain import ChainScratch, Links
+from windowpane.lowering.gpu import decoder as fused
+from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
 _TINY: dict[str, Any] = {

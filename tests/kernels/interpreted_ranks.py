@@ -16,17 +16,17 @@ import torch
 from bench.gpu_checks.engine import Setting, greedy, run
 from tests.kernels.interpreted_decoder import TINY
 from tests.running.small_models import CONFIGS, QUANTIZED, spec_of, weights_of
-from windowpane.cuda_runner import CudaRunner
-from windowpane.engine import Engine
+from windowpane.engine.engine import Engine
+from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
-from windowpane.modeling.decoder import Weights
+from windowpane.lowering.reference.decoder import Weights
 from windowpane.models.spec import RankPlace
 from windowpane.models.weights import text_tensors
 from windowpane.parallel.process_group import ProcessGroup, host_store, join_store
-from windowpane.sampler import Sampler
-from windowpane.scheduler import Scheduler
+from windowpane.runners.cuda import CudaRunner
+from windowpane.schedule.scheduler import Scheduler
 from windowpane.weights import load_weights
 
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
-from windowpane.modeling import fused
-from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton import chain
-from windowpane.modeling.triton.chain import ChainScratch, Links, cut, is_chain, run_chain
-from windowpane.modeling.triton.chain_forms import AT_A_TURN, GATED, LONG, TALL
+from windowpane.lowering.gpu import decoder as fused
+from windowpane.lowering.gpu.kernels import chain
+from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, cut, is_chain, run_chain
+from windowpane.lowering.gpu.kernels.chain_forms import AT_A_TURN, GATED, LONG, TALL
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windowpane.modeling.triton import chain_left
+from windowpane.lowering.gpu.kernels import chain_left
 
 ALL_ONES = 0xFFFF
 NUMBERS = st.sampled_from([0, 1, 0x7FFF, 0x8000, 0xFFFE]) | st.integers(0, ALL_ONES - 1)

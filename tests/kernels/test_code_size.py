@@ -15,7 +15,7 @@ from tests.kernels.test_formats_compile import CPU, ints, numbers, record
 from tests.kernels.test_hopper_compiles import LAYERS
 from windowpane.attention.triton import decode as decoding
 from windowpane.attention.triton import decode_tunings as tunings
-from windowpane.modeling.triton import heads as preparing
+from windowpane.lowering.gpu.kernels import heads as preparing
 
 INSTRUCTION_CACHE_BYTES = 128 * 1024
 QUERY_HEADS = 32

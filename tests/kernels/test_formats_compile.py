@@ -19,7 +19,7 @@ from windowpane.attention.triton import write as writing
 from windowpane.attention.triton.codes import CODES, E4M3, E5M2, INT4, INT8
 from windowpane.attention.triton.view import LayerView
 from windowpane.kv.formats import FORMATS
-from windowpane.modeling.triton import heads as preparing
+from windowpane.lowering.gpu.kernels import heads as preparing
 
 POINTERS = {
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.float32: "*fp32", torch.bfloat16: "*bf16",

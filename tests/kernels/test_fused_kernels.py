@@ -15,15 +15,15 @@ import torch.nn.functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
-    from windowpane.modeling.ops import Ops
+    from windowpane.lowering.reference.ops import Ops
 
     _rms_norm = Ops().norm
-    from windowpane.modeling.rope import Rope, rotate
-    from windowpane.modeling.triton.gated import gated, gated_per_layer
-    from windowpane.modeling.triton.heads import PageWrite, prepare_heads
-    from windowpane.modeling.triton.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
-    from windowpane.modeling.triton.matvec import Launch, gated_matvec, matvec
-    from windowpane.modeling.triton.norms import residual_norm, rms_norm
+    from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
+    from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
+    from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
+    from windowpane.lowering.gpu.kernels.matvec import Launch, gated_matvec, matvec
+    from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
+    from windowpane.lowering.rope import Rope, rotate
 
 EPS = 1e-6
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}

@@ -16,10 +16,10 @@ import torch
 
 from windowpane.attention.chunk_attention import ChunkAttention, has_rows_for_hopper, hopper_scratch
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.attention.hopper.sizes import Heads, scratch_bytes
 from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView
+from windowpane.kv.hopper_scratch import Heads, scratch_bytes
 
 CPU = torch.device("cpu")
 WINDOW_31B = Heads(16, 32, 256, latent=False, windowed=True)

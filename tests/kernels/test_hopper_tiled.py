@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
-from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton import hopper_tiled
-from windowpane.modeling.triton.hopper_tiled import STAGES, hopper_product, is_described, plan_shares
+from windowpane.lowering.gpu.kernels import hopper_tiled
+from windowpane.lowering.gpu.kernels.hopper_tiled import STAGES, hopper_product, is_described, plan_shares
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 
 BF16 = torch.bfloat16

@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.test_formats_compile import POINTERS, SHARED_BYTES, Recorder
 from tests.kernels.test_hopper_compiles import stack_bytes
-from windowpane.modeling.quantized import PackedWeight
-from windowpane.modeling.triton import split
+from windowpane.lowering.gpu.kernels import split
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 
 CPU = torch.device("cpu")

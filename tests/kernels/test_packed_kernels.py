@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from windowpane.modeling.quantized import PackedWeight, pack_units, pack_zeros
+from windowpane.lowering.packed import PackedWeight, pack_units, pack_zeros
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    from windowpane.modeling.triton import packed
-    from windowpane.modeling.triton.packed import Launch, dequantize_into, packed_gated, packed_linear
+    from windowpane.lowering.gpu.kernels import packed
+    from windowpane.lowering.gpu.kernels.packed import Launch, dequantize_into, packed_gated, packed_linear
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
 

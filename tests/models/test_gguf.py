@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 
-from windowpane.embedded import embedded_path
 from windowpane.models import ModelError, load
+from windowpane.models.embedded import embedded_path
 from windowpane.models.gguf import hf_config, read_header
 
 LLAMA: dict[str, Any] = {

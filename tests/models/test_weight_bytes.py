@@ -14,7 +14,7 @@ from tests.models.small_configs import SMALL, small
 from windowpane.kv.caches import ShardingError
 from windowpane.models import load, shipped_names
 from windowpane.models.config import Config
-from windowpane.models.llama import read as read_llama
+from windowpane.models.families.llama import read as read_llama
 from windowpane.models.quantization import STORED_BYTES
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, text_tensors, weight_breakdown, weight_bytes

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from windowpane.attention.pages import KVPages
-from windowpane.attention.step import Step
+from windowpane.device.pages import KVPages
+from windowpane.device.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Full, Retention, Window
-from windowpane.modeling.cpu import FEW_ROWS, CpuOps
-from windowpane.modeling.ops import ACTIVATIONS, Ops
+from windowpane.lowering.cpu.ops import FEW_ROWS, CpuOps
+from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.native import build
 
 PLAIN = Ops()

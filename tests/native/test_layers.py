@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.running.harness import Knobs, generate
-from windowpane.modeling.cpu import CpuOps, _DecodingLayer
+from windowpane.lowering.cpu.ops import CpuOps, _DecodingLayer
 from windowpane.native import build
 
 PROMPTS = [list(range(3, 60)), list(range(40, 97)), list(range(70, 127))]  # equally long, so that all decode together

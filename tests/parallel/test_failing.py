@@ -28,7 +28,7 @@ from windowpane.kv.changes import NO_CHANGES
 from windowpane.parallel.job import RankJob
 from windowpane.parallel.launch import RankRefused, RanksLost, Workers
 from windowpane.parallel.messages import Load, Loaded, Start
-from windowpane.scheduler import Batch, Chunk
+from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.text.answer import RequestFailed
 from windowpane.weights import LoadedWeights
 
@@ -142,7 +142,7 @@ class TestRaising:
             raise RuntimeError("out of luck")
 
         nobody = np.zeros(0, dtype=np.int64)
-        chunk = Chunk(0, 0, np.zeros(4, dtype=np.int32), samples=True)
+        chunk = PromptChunk(0, 0, np.zeros(4, dtype=np.int32), samples=True)
         batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), NO_CHANGES)
         monkeypatch.setattr(runner._own, "forward", broken)  # the other rank waits for it in a sum
         with within(PATIENCE_S), pytest.raises(RanksLost, match="rank 0 failed: RuntimeError: out of luck"):
@@ -190,7 +190,7 @@ def test_ranks_end_with_their_engine_however_that_ends(model: Path) -> None:
 
     A plain SIGTERM is like SIGKILL: Python ends without a word.
     """
-    command = [sys.executable, "-c", "import sys; from windowpane.cli import main; sys.exit(main())", "generate"]
+    command = [sys.executable, "-c", "import sys; from windowpane.cli.main import main; sys.exit(main())", "generate"]
     command += [str(model), *SMALL, "--tensor-parallel-size", "2", "-p", "a", "--max-tokens", "10000", "--ignore-eos"]
     signals = (signal.SIGKILL, signal.SIGINT)
     processes = [

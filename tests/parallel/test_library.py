@@ -12,8 +12,8 @@ import pytest
 from tests.parallel.checkpoints import twin_config, write_checkpoint
 from tests.running.test_against_transformers import prompt
 from windowpane import LLM, SamplingParams
+from windowpane.engine.startup import accounts, start
 from windowpane.models import load
-from windowpane.startup import accounts, start
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",

@@ -17,7 +17,7 @@ from tests.parallel.checkpoints import SCHEMES, quantized_spec, write_checkpoint
 from tests.parallel.ranks import CPU
 from tests.running.small_models import CONFIGS, spec_of
 from tests.weights.test_gguf_weights import BLOCK, GEMMA_NORMS, made_up
-from windowpane.modeling.quantized import PackedWeight
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models import ModelSpec, from_config, load, shipped_names
 from windowpane.models.spec import RankPlace, Shard
 from windowpane.models.weights import sharding_problem, text_tensors, weight_bytes

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from windowpane.attention.decoded_past import TOGETHER_BYTES
-from windowpane.config import ConfigError, EngineConfig
+from windowpane.kv.decoded_past import TOGETHER_BYTES
 from windowpane.models import load
 from windowpane.plan import quality
+from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.planner import Plan, PlanError, make_plan
 from windowpane.plan.quality import Fit, loss
 

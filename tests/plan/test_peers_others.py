@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from windowpane.config import EngineConfig
 from windowpane.models import load
+from windowpane.plan.config import EngineConfig
 from windowpane.plan.peers import llama_cpp, sglang, tensorrt_llm
 from windowpane.plan.peers.all import reports
 from windowpane.plan.peers.report import PeerReport

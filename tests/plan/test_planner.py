@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.models.small_configs import small
-from windowpane.config import ConfigError, EngineConfig
 from windowpane.kv.arena import Arena, Cursor
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import FORMATS
@@ -21,6 +20,7 @@ from windowpane.models import load, shipped_names
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import weight_bytes
 from windowpane.plan.cards import cards_that_fit
+from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.hardware import GPUS
 from windowpane.plan.memory import GPU_RUNTIME_BYTES, ArenaUse, activation_bytes
 from windowpane.plan.peers.report import PeerReport

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from windowpane import cli
-from windowpane.config import EngineConfig
+from windowpane.cli import main as cli
 from windowpane.models import load
+from windowpane.plan.config import EngineConfig
 from windowpane.plan.planner import make_plan
 from windowpane.plan.plot import OURS, draw_plan, engines_of
 

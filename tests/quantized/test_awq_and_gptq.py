@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.small_configs import small
-from windowpane.modeling.quantized import PackedWeight
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models import ModelSpec, load
 from windowpane.models.spec import TensorSpec
 from windowpane.models.weights import text_tensors, weight_bytes

@@ -12,11 +12,11 @@ import torch
 from tests.quantized.compressed import config_of, decompressed, save_quantized
 from tests.running.harness import Knobs, generate_with
 from tests.running.test_against_transformers import prompt
-from windowpane.modeling.quantized import JoinedWeight, PackedWeight, linear, stack
+from windowpane.engine.startup import accounts, start
+from windowpane.lowering.packed import JoinedWeight, PackedWeight, linear, stack
 from windowpane.models import load
 from windowpane.models.weights import held_bytes, text_tensors, weight_bytes
-from windowpane.request import Request, SamplingParams
-from windowpane.startup import accounts, start
+from windowpane.schedule.request import Request, SamplingParams
 from windowpane.weights import load_weights
 from windowpane.weights import quantized as loading
 

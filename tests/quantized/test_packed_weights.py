@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from windowpane.modeling import quantized
-from windowpane.modeling.quantized import (
+from windowpane.lowering import packed as quantized
+from windowpane.lowering.packed import (
     PackedWeight,
     pack_units,
     pack_zeros,

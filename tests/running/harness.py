@@ -15,11 +15,11 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
-from windowpane.modeling.decoder import Weights
+from windowpane.lowering.reference.decoder import Weights
 from windowpane.models import ModelSpec
-from windowpane.request import Request, SamplingParams
-from windowpane.runner import Runner
-from windowpane.scheduler import Scheduler
+from windowpane.runners.plain import Runner
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

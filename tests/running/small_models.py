@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from windowpane.modeling.decoder import Weights
+from windowpane.lowering.reference.decoder import Weights
 from windowpane.models import ModelSpec, from_config
 from windowpane.weights import load_weights
 

@@ -5,8 +5,8 @@ import torch
 
 from tests.running.harness import Knobs, generate
 from tests.running.small_models import CONFIGS, WINDOW, reference
-from windowpane.modeling import decoder
-from windowpane.modeling.ops import Ops
+from windowpane.lowering.reference import decoder
+from windowpane.lowering.reference.ops import Ops
 
 PROMPT_TOKENS = 3 * WINDOW + 5
 NEW_TOKENS = 64

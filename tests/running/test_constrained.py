@@ -14,7 +14,7 @@ from tests.test_llm import FLAGS
 from tests.text.models import GEMMA, SMOLLM2
 from tests.tiny_model import make_model
 from windowpane import LLM, FinishReason, SamplingParams
-from windowpane.request import Grammar, Matcher, Request
+from windowpane.schedule.request import Grammar, Matcher, Request
 from windowpane.text.answer import with_stop_ids
 from windowpane.text.grammar import GrammarError, Grammars
 from windowpane.text.parsers import TOOL_PARSERS, ToolArguments, ToolStart, tool_grammar, tool_parser

@@ -11,13 +11,13 @@ import torch
 from tests.running.harness import Knobs, Run, generate
 from tests.running.small_models import WINDOW, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
-from windowpane.attention.pages import KVPages
+from windowpane.device.pages import KVPages
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
-from windowpane.modeling.decoder import Decoder
-from windowpane.modeling.recipe import read_recipe
-from windowpane.modeling.scales import Calibration, settle_scales
-from windowpane.runner import Runner
+from windowpane.lowering.recipe import read_recipe
+from windowpane.lowering.reference.decoder import Decoder
+from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.runners.plain import Runner
 
 NEW_TOKENS = 16
 CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]

@@ -5,7 +5,7 @@ import torch
 from tests.running.harness import Knobs, generate, layout_of
 from tests.running.small_models import WINDOW, spec_of
 from tests.running.test_against_transformers import prompt
-from windowpane.attention import pages as pages_module
+from windowpane.device import pages as pages_module
 from windowpane.kv import arena as arena_module
 from windowpane.kv.capacity import Capacity
 

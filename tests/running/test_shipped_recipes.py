@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from windowpane.kv.retention import Full
-from windowpane.modeling.recipe import Recipe, read_recipe
-from windowpane.modeling.rope import Rope
+from windowpane.lowering.recipe import Recipe, read_recipe
+from windowpane.lowering.rope import Rope
 from windowpane.models import load, shipped_names
 from windowpane.models.spec import ModelError
 

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from tests.running.small_models import CONFIGS, spec_of, weights_of
-from windowpane.attention.pages import KVPages, LayerPages
-from windowpane.config import EngineConfig
+from windowpane.device.pages import KVPages, LayerPages
+from windowpane.engine.startup import start
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.retention import Cross
 from windowpane.models import ModelSpec, load, shipped_names
+from windowpane.plan.config import EngineConfig
 from windowpane.plan.planner import PlanError, make_plan, size_up
-from windowpane.request import Request, SamplingParams
-from windowpane.startup import start
+from windowpane.schedule.request import Request, SamplingParams
 from windowpane.weights import load_kv_scales, load_weights
 
 CPU = torch.device("cpu")

@@ -46,7 +46,7 @@ class ServerProcess:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-c", "import sys; from windowpane.cli import main; sys.exit(main())"]
+        self._command = [sys.executable, "-c", "import sys; from windowpane.cli.main import main; sys.exit(main())"]
         self._command += ["serve", str(model), "--port", str(self.port), "--log-level", "warning", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -15,10 +15,10 @@ import httpx
 import openai
 import uvicorn
 
+from windowpane.engine.startup import start
 from windowpane.server.app import make_app
 from windowpane.server.run import ServerOptions, make_service
 from windowpane.server.service import Service
-from windowpane.startup import start
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.server.harness import Running, running
-from windowpane.request import FinishReason
+from windowpane.schedule.request import FinishReason
 from windowpane.server import service as service_module
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "temperature": 0}

@@ -20,12 +20,12 @@ from typing import Any
 import httpx
 import pytest
 
-from windowpane.cli import main
-from windowpane.config import ConfigError
+from windowpane.cli.main import main
+from windowpane.plan.config import ConfigError
 from windowpane.server import run
 
 PATIENCE_S = 60
-COMMAND = [sys.executable, "-c", "import sys; from windowpane.cli import main; sys.exit(main())", "serve"]
+COMMAND = [sys.executable, "-c", "import sys; from windowpane.cli.main import main; sys.exit(main())", "serve"]
 SMALL = ["--load-format", "dummy", "--kv-cache-memory-bytes", "4MiB", "--max-num-seqs", "8"]
 SMALL += ["--max-num-batched-tokens", "64", "--device", "cpu"]
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from tests.kv.test_layout import gemma_4_31b, layout_of
 from tests.test_engine import engine_for, request
-from windowpane.engine import Engine, TokenOutput
+from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Full, Window
-from windowpane.request import FinishReason
+from windowpane.schedule.request import FinishReason
 from windowpane.server import stats
 from windowpane.server.meter import HISTORY_S, Meter
 from windowpane.server.stats import ModelFacts, _Feed, snapshot

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from windowpane import cli
-from windowpane.config import EngineConfig
+from windowpane.cli import main as cli
 from windowpane.models import load
+from windowpane.plan.config import EngineConfig
 from windowpane.plan.hardware import parse_gpus
 from windowpane.plan.planner import Plan, make_plan
 from windowpane.simulate.cost import CostModel, cost_model

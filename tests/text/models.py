@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from windowpane.embedded import embedded_path
+from windowpane.models.embedded import embedded_path
 from windowpane.text import Tokenizer, load_tokenizer
 
 

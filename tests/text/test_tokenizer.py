@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from tests.models.test_gguf import LLAMA, write_gguf
 from tests.text.models import GEMMA, SMOLLM2, embedded_tokenizer
-from windowpane.embedded import embedded_path
+from windowpane.models.embedded import embedded_path
 from windowpane.models.gguf import read_header
 from windowpane.text import TextError, load_tokenizer
 from windowpane.text.gguf_tokenizer import build

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from tests.models.test_gguf import GEMMA3, LLAMA, write_gguf
-from windowpane.embedded import EMBEDDED, embedded_path
 from windowpane.models import load
+from windowpane.models.embedded import EMBEDDED, embedded_path
 from windowpane.models.weights import text_tensors
 from windowpane.weights import WeightsError, load_weights
 from windowpane.weights import gguf as gguf_weights

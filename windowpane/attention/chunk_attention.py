@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
-from windowpane.attention.device_step import ChunkQueries
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.attention.hopper.sizes import CAPABILITY, ROTARY_DIMS, Heads
 from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
 from windowpane.attention.triton.view import LayerView, Rope
+from windowpane.kv.hopper_scratch import CAPABILITY, ROTARY_DIMS, Heads
 from windowpane.kv.layout import BLOCK_CHOICES
+from windowpane.lowering.gpu.step import ChunkQueries
 
 
 def heads_of(view: LayerView, query_heads: int, window_tokens: int | None) -> Heads:

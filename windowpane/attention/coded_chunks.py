@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from windowpane.attention.chunk_attention import ChunkAttention
-from windowpane.attention.device_step import ChunkQueries
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView, Rope
 from windowpane.attention.triton.widen import PastPlan, plain_view, plan_past, widen
-from windowpane.transfer import to_device
+from windowpane.device.transfer import to_device
+from windowpane.lowering.gpu.step import ChunkQueries
 
 
 def make_chunk_attention(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from windowpane.config import EngineConfig
 from windowpane.doctor.failures import Case, Failure, find_failures, known_failures
 from windowpane.doctor.log import LogError, LogFacts, flatten, is_vllm_log, looked_for, read_log
 from windowpane.doctor.shapes import find_model
@@ -19,6 +18,7 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.retention import Chunk, Window
 from windowpane.models.spec import ModelError, ModelSpec
+from windowpane.plan.config import EngineConfig
 from windowpane.plan.hardware import Gpu, parse_gpus
 from windowpane.plan.memory import Device
 from windowpane.plan.peers import vllm

@@ -114,7 +114,7 @@ def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:
     """The reader of an architecture. Families whose name it bears are imported first: one is as a rule enough."""
     squeezed = architecture.lower().replace("_", "")
     for family in sorted(FAMILIES, key=lambda name: not squeezed.startswith(name.replace("_", ""))):
-        module = import_module(f"windowpane.models.{family}")
+        module = import_module(f"windowpane.models.families.{family}")
         if architecture in module.ARCHITECTURES:
             read: Callable[[Config, str], ModelSpec] = module.read
             return read
@@ -122,7 +122,7 @@ def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:
 
 
 def _known() -> list[str]:
-    modules = (import_module(f"windowpane.models.{family}") for family in FAMILIES)
+    modules = (import_module(f"windowpane.models.families.{family}") for family in FAMILIES)
     return sorted(architecture for module in modules for architecture in module.ARCHITECTURES)
 
 

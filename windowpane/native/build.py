@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from windowpane.embedded import cache_directory
+from windowpane.models.embedded import cache_directory
 
 SWITCH = "WINDOWPANE_CPU_KERNELS"
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))

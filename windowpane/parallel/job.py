@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from windowpane.config import ConfigError
 from windowpane.kv.layout import Layout
 from windowpane.models.spec import ModelSpec, RankPlace
+from windowpane.plan.config import ConfigError
 from windowpane.plan.sizes import format_bytes
 from windowpane.weights import LoadedWeights, load_weights
 
 if TYPE_CHECKING:
-    from windowpane.cuda_runner import CudaRunner
-    from windowpane.modeling.scales import Calibration
-    from windowpane.parallel.group import RankGroup
-    from windowpane.runner import Runner
+    from windowpane.lowering.group import RankGroup
+    from windowpane.lowering.scales import Calibration
+    from windowpane.runners.cuda import CudaRunner
+    from windowpane.runners.plain import Runner
 
 LoadProgress = Callable[[str, int, int], None]
 GraphProgress = Callable[[int, int], None]
@@ -69,10 +69,10 @@ class RankJob:
         sizes = (self.spec, weights, self.layout, self.num_slabs, self.num_slots, self.max_model_len)
         dtype = getattr(torch, self.dtype)
         if device.type == "cpu":
-            from windowpane.runner import Runner
+            from windowpane.runners.plain import Runner
 
             return Runner(*sizes, device=device, dtype=dtype, group=group, calibration=self.calibration)
-        from windowpane.cuda_runner import CudaRunner
+        from windowpane.runners.cuda import CudaRunner
 
         return CudaRunner(
             *sizes,
@@ -86,7 +86,7 @@ class RankJob:
 
     def rehearse(self, runner: Runner | CudaRunner) -> None:
         """Run the largest step once where it is worth it, all ranks together."""
-        from windowpane.runner import Runner
+        from windowpane.runners.plain import Runner
 
         if not isinstance(runner, Runner):
             runner.rehearse(self.batched_tokens)

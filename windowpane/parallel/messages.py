@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from windowpane.models.spec import RankPlace
 from windowpane.parallel.job import RankJob, RankReport
-from windowpane.scheduler import Batch
+from windowpane.schedule.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)

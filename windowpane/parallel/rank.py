@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from windowpane.device.transfer import to_device
 from windowpane.parallel.job import RankJob, RankReport
 from windowpane.parallel.messages import (
     Answer,
@@ -20,13 +21,12 @@ from windowpane.parallel.messages import (
     TakeSampled,
 )
 from windowpane.parallel.process_group import ProcessGroup, join_store
-from windowpane.runner import Runner, StepOutput
-from windowpane.scheduler import Batch
-from windowpane.transfer import to_device
+from windowpane.runners.plain import Runner, StepOutput
+from windowpane.schedule.batch import Batch
 from windowpane.weights import LoadedWeights
 
 if TYPE_CHECKING:
-    from windowpane.cuda_runner import CudaRunner
+    from windowpane.runners.cuda import CudaRunner
 
 
 class Rank:

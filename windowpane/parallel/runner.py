@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from windowpane.interrupts import interrupts_later
 from windowpane.parallel.launch import Workers
 from windowpane.parallel.messages import Forward, PromptLogits, TakeSampled
-from windowpane.runner import StepOutput
-from windowpane.scheduler import Batch
+from windowpane.runners.interrupts import interrupts_later
+from windowpane.runners.plain import StepOutput
+from windowpane.schedule.batch import Batch
 
 if TYPE_CHECKING:
-    from windowpane.cuda_runner import CudaRunner
-    from windowpane.runner import Runner
+    from windowpane.runners.cuda import CudaRunner
+    from windowpane.runners.plain import Runner
 
 
 class ParallelRunner:

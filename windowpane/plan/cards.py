@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windowpane.config import ConfigError, EngineConfig
 from windowpane.kv.caches import ShardingError
 from windowpane.models.spec import ModelSpec
+from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.hardware import parse_gpus
 from windowpane.plan.memory import Device
 from windowpane.plan.planner import PlanError, Sizing, fit, size_up

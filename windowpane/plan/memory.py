@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windowpane.attention.hopper.sizes import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
-from windowpane.config import EngineConfig
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import KVFormat, dtype_bytes
+from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Window, ceil_div
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.spec import ModelSpec
+from windowpane.plan.config import EngineConfig
 
 # CUDA context, libraries' workspaces and captured graphs. A round figure; measured at start-up by the engine.
 GPU_RUNTIME_BYTES = 2**30

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from windowpane.attention.decoded_past import decoded_past_bytes
-from windowpane.config import ConfigError, EngineConfig
 from windowpane.kv.caches import Cache, ShardingError, TokenCache
 from windowpane.kv.capacity import Capacity
+from windowpane.kv.decoded_past import decoded_past_bytes
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Full, Window
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
+from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.gates import Gate, gate
 from windowpane.plan.hardware import Gpu, parse_gpus
 from windowpane.plan.memory import Budget, Device, activation_bytes, prefill_scratch_bytes

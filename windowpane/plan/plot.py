@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windowpane.pictures import (
+from windowpane.plan.memory import ArenaUse
+from windowpane.plan.peers import all as all_peers
+from windowpane.plan.peers.report import PeerReport
+from windowpane.plan.pictures import (
     BLUE,
     DASHES,
     GIB,
@@ -24,9 +27,6 @@ from windowpane.pictures import (
     save,
     spread,
 )
-from windowpane.plan.memory import ArenaUse
-from windowpane.plan.peers import all as all_peers
-from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.planner import Plan, peer_setting
 from windowpane.plan.report import tokens_label, where
 from windowpane.plan.sizes import format_bytes

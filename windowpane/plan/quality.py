@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from itertools import product
 
-from windowpane.config import ConfigError
 from windowpane.kv.layout import Group
+from windowpane.plan.config import ConfigError
 from windowpane.plan.sizes import parse_tokens
 
 FIGURES = "kv_quality.json"

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from windowpane import __version__
-from windowpane.engine import Engine
+from windowpane.engine.engine import Engine
 from windowpane.server import errors, page, stats
 from windowpane.server.auth import ApiKeys, BodyLimit
 from windowpane.server.chat import chat, render

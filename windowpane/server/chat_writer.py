@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windowpane.request import FinishReason, TokenLogprobs
+from windowpane.schedule.request import FinishReason, TokenLogprobs
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
 from windowpane.server.service import Service

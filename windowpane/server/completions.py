@@ -11,7 +11,7 @@ from uuid import uuid4
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from windowpane.request import TokenLogprobs, Tokens
+from windowpane.schedule.request import TokenLogprobs, Tokens
 from windowpane.server.errors import bad_request
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import CompletionBody

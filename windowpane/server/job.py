@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from windowpane.request import FinishReason, Request, TokenLogprobs
+from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
 from windowpane.text.answer import Answer
 
 

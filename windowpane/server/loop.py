@@ -26,9 +26,9 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from windowpane.engine import Engine, TokenOutput
+from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.parallel.launch import RanksLost
-from windowpane.request import FinishReason, Request
+from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job, Piece, Times
 from windowpane.server.meter import Meter
 from windowpane.server.metrics import Metrics

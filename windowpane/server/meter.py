@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-from windowpane.engine import TokenOutput
-from windowpane.request import Request
+from windowpane.engine.engine import TokenOutput
+from windowpane.schedule.request import Request
 
 HISTORY_S = 60
 RATE_S = 3  # a rate is taken over this long: short enough to follow, long enough not to flicker

@@ -20,8 +20,8 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from windowpane.engine import Engine, TokenOutput
-from windowpane.request import FinishReason, Request
+from windowpane.engine.engine import Engine, TokenOutput
+from windowpane.schedule.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from windowpane.server.job import Times

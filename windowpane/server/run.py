@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from rich.console import Console
 
+from windowpane.engine.startup import Started, busy, start
 from windowpane.parallel.launch import RanksLost
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app
@@ -20,7 +21,6 @@ from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
 from windowpane.server.parsing import Parsers
 from windowpane.server.service import Limits, Service
-from windowpane.startup import Started, busy, start
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
 

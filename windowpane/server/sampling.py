@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from windowpane.request import SamplingParams
+from windowpane.schedule.request import SamplingParams
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.protocol import ResponseFormat, Sampling, StructuredOutputs
 from windowpane.text.answer import with_stop_ids

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.types import Receive
 
-from windowpane.engine import Engine
-from windowpane.request import FinishReason, Request, SamplingParams, Tokens
-from windowpane.scheduler import RequestTooLong
+from windowpane.engine.engine import Engine
+from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
+from windowpane.schedule.scheduler import RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
 from windowpane.server.job import Job, Piece
 from windowpane.server.log import log_job

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from windowpane.request import FinishReason
+from windowpane.schedule.request import FinishReason
 from windowpane.server.errors import failed
 from windowpane.server.job import Job, Piece
 from windowpane.server.service import ClientGone, Service

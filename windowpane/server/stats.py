@@ -18,10 +18,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
 
-from windowpane.engine import Engine
+from windowpane.engine.engine import Engine
 from windowpane.kv.arena import FREE
 from windowpane.kv.manager import KVManager
-from windowpane.request import Request as EngineRequest
+from windowpane.schedule.request import Request as EngineRequest
 from windowpane.server.meter import Meter
 
 SCHEMA_VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from windowpane.request import FinishReason, Request
+from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job
 from windowpane.text.answer import Answer
 from windowpane.text.tokenizer import Tokenizer

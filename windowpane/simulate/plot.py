@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from windowpane.pictures import BLUE, DASHES, GIB, INK, LINES, MARKERS, ORANGE, figure, quiet, save
+from windowpane.plan.pictures import BLUE, DASHES, GIB, INK, LINES, MARKERS, ORANGE, figure, quiet, save
 from windowpane.plan.planner import Plan
 from windowpane.plan.report import where
 from windowpane.plan.sizes import format_bytes

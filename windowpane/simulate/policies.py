@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.plan.planner import Sizing, rank_caches
-from windowpane.scheduler import DEFAULT_GROWTH_TOKENS
+from windowpane.schedule.scheduler import DEFAULT_GROWTH_TOKENS
 
 WHOLE_LIFE = 2**40
 

@@ -14,8 +14,9 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.plan.hardware import Gpu
 from windowpane.plan.planner import Sizing
-from windowpane.request import Request, SamplingParams
-from windowpane.scheduler import Batch, RequestTooLong, Scheduler
+from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.scheduler import RequestTooLong, Scheduler
 from windowpane.simulate.cost import CostModel, cost_model
 from windowpane.simulate.policies import Policy
 from windowpane.simulate.traffic import ANSWER_TOKEN, Session

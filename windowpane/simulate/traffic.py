@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from windowpane.request import Tokens
+from windowpane.schedule.request import Tokens
 
 ANSWER_TOKEN = 1  # what a simulated model says
 FIRST_TEXT_TOKEN = 2

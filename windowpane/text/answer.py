@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from windowpane.request import FinishReason, Request, TokenLogprobs
+from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
 from windowpane.text.detokenizer import Detokenizer
 from windowpane.text.stops import StopStrings
 from windowpane.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from windowpane.modeling.quantized import PackedWeight
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models.gguf import is_gguf
 from windowpane.models.spec import ONLY_RANK, Cut, ModelSpec, RankPlace, TensorSpec
 from windowpane.models.weights import text_tensors

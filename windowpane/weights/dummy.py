@@ -10,7 +10,7 @@ import hashlib
 
 import torch
 
-from windowpane.modeling.quantized import PackedWeight
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import MIDDLE_OF_INT4
 from windowpane.models.spec import ONLY_RANK, ModelSpec, RankPlace, TensorSpec
 from windowpane.weights.quantized import held_form

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from windowpane.modeling.quantized import TILE_VALUES, PackedWeight, pack_units, pack_zeros
+from windowpane.lowering.packed import TILE_VALUES, PackedWeight, pack_units, pack_zeros
 from windowpane.models.packing import PackedForm
 from windowpane.models.quantization import Awq, Fp8, Gptq, PackedIntegers, Quantization, WeightFormat
 from windowpane.models.spec import ONLY_RANK, ModelSpec, RankPlace, TensorSpec

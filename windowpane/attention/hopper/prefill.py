@@ -12,10 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from windowpane.attention.hopper.pair import pair_kernel
 from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.attention.hopper.sizes import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
 from windowpane.attention.hopper.wide import wide_kernel
 from windowpane.attention.segments import ChunkSegment
 from windowpane.attention.triton.view import LOG2E, NO_WINDOW, LayerView, Rope
+from windowpane.kv.hopper_scratch import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
 
 REGISTERS = 168  # of each thread at launch; warp groups then trade them
 ROWS = gl.NVMMASharedLayout(128, 16, rank=2)

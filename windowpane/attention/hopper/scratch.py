@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from windowpane.attention.hopper.sizes import ROTARY_DIMS, TILE_TOKENS, Heads, rotated_rows, scratch_elements
+from windowpane.kv.hopper_scratch import ROTARY_DIMS, TILE_TOKENS, Heads, rotated_rows, scratch_elements
 
 
 class PrefillScratch:

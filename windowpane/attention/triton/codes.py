@@ -1,4 +1,4 @@
-"""Coded rows in kernels: the formats of `windowpane.attention.codecs`, made and read in registers.
+"""Coded rows in kernels: the formats of `windowpane.device.codecs`, made and read in registers.
 
 A row is a line of 16-bit words; *plane* p of it is the p-th code of every word, W consecutive dims. A kernel loads
 words and takes planes out of them, each an operand of a matrix product as it stands: no byte ever moves between

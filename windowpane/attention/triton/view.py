@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.attention.pages import TORCH_DTYPES
 from windowpane.attention.triton.codes import CODES, WORD_BYTES
+from windowpane.device.pages import TORCH_DTYPES
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, Slice
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from windowpane.attention.triton.codes import dims_of, scales_of
 from windowpane.attention.triton.view import NO_WINDOW, LayerView, section
+from windowpane.device.transfer import Transfer
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.kv.retention import ceil_div
-from windowpane.transfer import Transfer
 
 
 def plain_view(view: LayerView, dtype: torch.dtype) -> LayerView:

@@ -1,0 +1,1 @@
+"""What lies on a device: the arena's pages, tables, and how a step's arrays get there."""

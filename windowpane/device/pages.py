@@ -1,0 +1,375 @@
+"""The arena's memory, and reading and writing rows of it in plain torch, on any device.
+
+Tables are kept twice. Steps read through `reading` and write through `writing`; they differ while a step slides past a
+page it shares (see `windowpane.kv.changes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from windowpane.device import codecs
+from windowpane.device.step import Step
+from windowpane.kv.caches import TokenCache
+from windowpane.kv.changes import Changes, Tail
+from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
+from windowpane.kv.retention import Full, Window
+from windowpane.kv.tables import PageTable
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVPages:
+    """All pages of one device, addressed by layer."""
+
+    def __init__(
+        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.arena = _zeros(num_slabs * layout.slab_bytes, device)
+        tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
+        self._columns = [max(t.columns, 1) for t in tables]
+        # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
+        shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
+        self.reading: list[NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for shape in shapes]
+        self.writing = [entries.copy() for entries in self.reading]
+        # Where this step's decoding rows read and write: the same for all layers of a group.
+        self._reads: dict[tuple[int, int, int | None], _Reads] = {}
+        self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
+        self.layers = {
+            s.cache.layer: LayerPages(self, index, s)
+            for index, g in enumerate(layout.groups)
+            for s in g.slices
+            if isinstance(s.cache, TokenCache)
+        }
+
+    def before_step(self, changes: Changes) -> None:
+        self._reads.clear()
+        self._writes.clear()
+        self.tails = {}
+        for tail in changes.tails:
+            self.tails.setdefault((tail.group, tail.slot), []).append(tail)
+        for move in changes.copies:
+            page_bytes = self.layout.groups[move.group].page_bytes
+            source, target = move.source * OFFSET_UNIT_BYTES, move.target * OFFSET_UNIT_BYTES
+            self.arena[target : target + page_bytes] = self.arena[source : source + page_bytes]
+        for update in (*changes.entries, *changes.moved_reads):
+            self.reading[update.group][update.slots, update.columns] = update.offsets
+        for update in (*changes.entries, *changes.late):
+            self.writing[update.group][update.slots, update.columns] = update.offsets
+
+    def after_step(self, changes: Changes) -> None:
+        for update in changes.late:
+            self.reading[update.group][update.slots, update.columns] = update.offsets
+
+    @property
+    def table_shapes(self) -> list[tuple[int, ...]]:
+        """[slots, columns, stripes] of each group's table."""
+        return [entries.shape for entries in self.reading]
+
+    def columns(self, group: int) -> int:
+        return self._columns[group]
+
+    def decoding_reads(self, group: int, stripe: int, window_tokens: int | None, step: Step) -> _Reads:
+        key = (group, stripe, window_tokens)
+        if key not in self._reads:
+            self._reads[key] = self._plan_reads(group, stripe, window_tokens, step)
+        return self._reads[key]
+
+    def decoding_writes(self, group: int, stripe: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page offset and row of each decoding token."""
+        key = (group, stripe)
+        if key not in self._writes:
+            block = self.layout.groups[group].block_tokens or 1
+            columns = step.decode_positions // block % self._columns[group]
+            entries = self.writing[group][step.decode_slots, columns, stripe].astype(np.int64)
+            self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
+        return self._writes[key]
+
+    def _plan_reads(self, group: int, stripe: int, window_tokens: int | None, step: Step) -> _Reads:
+        block = self.layout.groups[group].block_tokens or 1
+        slots, stops = step.decode_slots, step.decode_positions
+        starts = np.maximum(0, stops - (window_tokens or int(stops.max()) + 1) + 1)
+        first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
+        blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
+        columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
+        offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
+        return _Reads(
+            offsets=self._tensor(offsets.reshape(-1)),
+            shape=blocks.shape,
+            starts=self._tensor(starts),
+            stops=self._tensor(stops),
+            most_tokens=int((stops - starts).max()),
+            first_positions=self._tensor(first_blocks * block),
+            block_tokens=block,
+        )
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Pages of several slots, padded to the most that one of them has, and the past positions that count."""
+
+    offsets: torch.Tensor
+    shape: tuple[int, ...]  # slots, blocks
+    starts: torch.Tensor  # [slots]
+    stops: torch.Tensor
+    most_tokens: int
+    first_positions: torch.Tensor  # [slots]: those of the first column
+    block_tokens: int
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[slots, tokens]: that of each column."""
+        columns = torch.arange(self.shape[1] * self.block_tokens, device=self.offsets.device)
+        return self.first_positions[:, None] + columns
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """[slots, tokens]: which columns count."""
+        return (self.positions >= self.starts[:, None]) & (self.positions < self.stops[:, None])
+
+    @cached_property
+    def unused(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot and column of each that does not."""
+        slots, columns = (~self.counts).nonzero(as_tuple=True)
+        return slots, columns
+
+
+class LayerPages:
+    """The slices of one layer. `past` and `write` work on token positions of a slot."""
+
+    def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
+        spec = pages.layout.groups[group]
+        assert isinstance(piece.cache, TokenCache) and spec.kv_format is not None and spec.block_tokens is not None
+        self.kv_format = spec.kv_format
+        self.is_coded = spec.kv_format.name not in TORCH_DTYPES
+        self.dtype = torch.int16 if self.is_coded else TORCH_DTYPES[spec.kv_format.name]  # as it lies in memory
+        self.block_tokens = spec.block_tokens
+        self.retention = spec.retention
+        self._pages = pages
+        self._group = group
+        self._stripe = piece.stripe
+        self._dims = piece.cache.row_dims
+        shape = (piece.cache.kv_heads, spec.block_tokens)
+        widths = [codecs.row_words(spec.kv_format, dim) if self.is_coded else dim for dim in self._dims]
+        self._views = [
+            _page_view(pages.arena.view(self.dtype), offset, row_bytes, *shape, width)
+            for offset, row_bytes, width in zip(piece.data_offsets, piece.row_bytes, widths, strict=True)
+        ]
+        scale_bytes = spec.kv_format.scale_bytes
+        self._scale_views = [
+            _page_view(pages.arena.view(torch.int32), offset, scale_bytes, *shape, 1) for offset in piece.scale_offsets
+        ]
+        self.basis = codecs.basis_for(spec.kv_format, self._dims, pages.device)
+        # What a warm-up pass settles: the scales of K and V, or of one latent, where the format has one for the whole
+        # layer, and what balances queries and keys where it has a basis. Until then rows are only looked at.
+        self.layer_scales: list[float] | None = None
+        self.balance: torch.Tensor | None = None  # float32 [queries and keys, KV heads, dim]
+        self._largest = [0.0] * len(self._dims)
+        self._kv_heads = piece.cache.kv_heads
+        self._squares = [torch.zeros(self._kv_heads, self._dims[0])] * 2  # of queries and keys, in a warm-up pass
+
+    @property
+    def group(self) -> int:
+        return self._group
+
+    def past(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Tokens [start, stop): K and V, or one latent, each [heads, tokens, dim]."""
+        first_block = start // self.block_tokens
+        offsets = self._offsets(self._pages.reading, slot, np.arange(first_block, -(-stop // self.block_tokens)))
+        skip = start - first_block * self.block_tokens
+        found = []
+        for part in range(len(self._views)):
+            blocks = self._load(part, offsets)  # [blocks, heads, block_tokens, dim]
+            rows = blocks.transpose(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
+            found.append(rows[:, skip : skip + stop - start])
+        return found
+
+    # -- where rows lie, for kernels ---------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> int:
+        """2 where K and V are stored, 1 where one latent is."""
+        return len(self._views)
+
+    def address(self, part: int) -> int:
+        """Of this layer's K, V or latent in a page at offset 0; heads, tokens and dimensions follow in this order."""
+        return self._views[part].data_ptr()
+
+    def row_elements(self, part: int) -> int:
+        """From one token's row to the next's."""
+        return self._views[part].stride(2)
+
+    def decoding_reads(self, step: Step, window_tokens: int | None) -> _Reads:
+        return self._pages.decoding_reads(self._group, self._stripe, window_tokens, step)
+
+    def decoding_writes(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page offset and row of each decoding token."""
+        return self._pages.decoding_writes(self._group, self._stripe, step)
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Some later token can see each one."""
+        return isinstance(self.retention, Full) or (isinstance(self.retention, Window) and self.retention.tokens > 1)
+
+    # -- in plain torch ----------------------------------------------------------------------------------------------
+
+    def decoding_past(
+        self, step: Step, window_tokens: int | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """What the decoding tokens of a step can see of the past, all sequences at once, padded to the longest.
+
+        Returns K and V (or one latent), each [slots, heads, tokens, dim], the positions [slots, tokens] of the columns,
+        and which of them count. Values that do not count are 0, whatever their memory holds.
+        """
+        reads = self.decoding_reads(step, window_tokens)
+        unused_slots, unused_columns = reads.unused
+        found = []
+        for part in range(len(self._views)):
+            loaded = self._load(part, reads.offsets)
+            pages = loaded.view(*reads.shape, *loaded.shape[1:])
+            rows = pages.transpose(1, 2).reshape(reads.shape[0], loaded.shape[1], -1, loaded.shape[3])
+            rows[unused_slots, :, unused_columns] = 0
+            found.append(rows)
+        return found, reads.positions, reads.counts
+
+    def write_decoding(self, step: Step, rows: list[torch.Tensor]) -> None:
+        """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
+        offsets, within = self.decoding_writes(step)
+        kept = self._kept_rows(step.decode_positions)
+        for part, values in enumerate(rows):
+            self._store(part, offsets[kept], within[kept], values[kept])
+
+    def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
+        """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
+        positions = np.arange(start, start + len(rows[0]))
+        offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
+        within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
+        for part, values in enumerate(rows):
+            self._store(part, offsets, within, values)
+
+    def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
+        """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
+        for tail in self._pages.tails.get((self._group, slot), ()):
+            positions = np.arange(tail.start, tail.stop)
+            blocks = positions // self.block_tokens - tail.start // self.block_tokens
+            offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
+            within = self._pages._tensor(positions % self.block_tokens)
+            for part, values in enumerate(rows):
+                self._store(part, offsets, within, values[tail.start - start : tail.stop - start])
+
+    def turned(self, values: torch.Tensor) -> torch.Tensor:
+        """Values into the basis that they are stored in, and what was attended back out of it."""
+        return values if self.basis is None else values @ self.basis.to(values.dtype)
+
+    def turned_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        return self._balanced(keys, 1)
+
+    def turned_queries(self, queries: torch.Tensor) -> torch.Tensor:
+        return self._balanced(queries, 0)
+
+    def _balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """Queries or keys [rows, heads, dim] into their basis; query heads share their KV head's balance."""
+        if self.basis is None:
+            return x
+        heads = x.float().reshape(len(x), self._kv_heads, x.shape[1] // self._kv_heads, x.shape[2])
+        if self.balance is None:
+            self._squares[side] = self._squares[side] + F.normalize(heads, dim=-1).square().mean((0, 2)).cpu()
+            return x
+        turned = heads * self.balance[side, :, None] @ self.basis
+        return turned.view(x.shape).to(x.dtype)
+
+    def through_format(self, x: torch.Tensor, part: int) -> torch.Tensor:
+        """What `x` is once stored and loaded: the present is attended as the past will be."""
+        if not self.is_coded:
+            return x if x.dtype == self.dtype else x.to(self.dtype).to(x.dtype)
+        if self.warming_up:
+            self._largest[part] = max(self._largest[part], float(x.abs().amax()))
+            return x
+        words, scales = codecs.encode(self.kv_format, x, self._layer_scale(part))
+        return codecs.decode(self.kv_format, words, scales, x.shape[-1], self._layer_scale(part)).to(x.dtype)
+
+    @property
+    def warming_up(self) -> bool:
+        """The format has a scale or a balance for the whole layer, and it is not known yet."""
+        needs_scale = self.is_coded and codecs.needs_layer_scale(self.kv_format) and self.layer_scales is None
+        return needs_scale or (self.basis is not None and self.balance is None)
+
+    def end_warm_up(self) -> None:
+        """Settle the layer's scales or balance by what was seen. They never change again: pages hang on them."""
+        if self.basis is not None:
+            self.balance = codecs.balance_for(*self._squares).to(self._pages.device)
+        else:
+            self.layer_scales = [codecs.layer_scale_for(self.kv_format, largest) for largest in self._largest]
+
+    def _layer_scale(self, part: int) -> float:
+        return 1.0 if self.layer_scales is None else self.layer_scales[part]
+
+    def _load(self, part: int, offsets: torch.Tensor) -> torch.Tensor:
+        """All rows of these pages, [pages, heads, block_tokens, dim]."""
+        stored = self._views[part].index_select(0, offsets)
+        if not self.is_coded:
+            return stored
+        scales = self._scale_views[part].index_select(0, offsets)[..., 0] if self._scale_views else None
+        return codecs.decode(self.kv_format, stored, scales, self._dims[part], self._layer_scale(part))
+
+    def _store(self, part: int, offsets: torch.Tensor, within: torch.Tensor, values: torch.Tensor) -> None:
+        """Rows [n, heads, dim] into page `offsets[i]`, token `within[i]`.
+
+        What went through the format before is stored as it was then (the codecs' tests see to it).
+        """
+        if self.warming_up:
+            return
+        if not self.is_coded:
+            self._views[part][offsets, :, within] = values.to(self.dtype)
+            return
+        words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
+        self._views[part][offsets, :, within] = words
+        if scales is not None:
+            self._scale_views[part][offsets, :, within] = scales[..., None]
+
+    def first_written(self, start: int, stop: int) -> int:
+        """The first of tokens [start, stop) that a later one can see."""
+        held = self.retention.held(stop)  # type: ignore[union-attr]  # token groups only
+        return max(start, held.start)
+
+    def _kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+        """Which of these last tokens of their sequences a later one can see."""
+        if self.keeps_every_token:
+            return slice(0, len(positions))
+        return np.flatnonzero([self.first_written(p, p + 1) <= p for p in positions.tolist()])
+
+    def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
+        columns = blocks % self._pages.columns(self._group)
+        entries = tables[self._group][slot, columns, self._stripe].astype(np.int64)
+        return torch.from_numpy(entries).to(self._pages.device)
+
+
+def _zeros(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """An arena. On a CPU through NumPy, whose zeros cost nothing until they are touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size_bytes, dtype=np.uint8))
+    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _page_view(
+    arena: torch.Tensor, offset_bytes: int, row_bytes: int, heads: int, block_tokens: int, dim: int
+) -> torch.Tensor:
+    """[page offset, head, token, dim]: pages overlap in this view, since any offset unit may start one."""
+    item = arena.element_size()
+    unit, row, first = OFFSET_UNIT_BYTES // item, row_bytes // item, offset_bytes // item
+    slice_elements = heads * block_tokens * row
+    starts = max((arena.numel() - first - slice_elements) // unit + 1, 0)
+    return arena.as_strided((starts, heads, block_tokens, dim), (unit, block_tokens * row, row, 1), first)

@@ -1,0 +1,418 @@
+"""The engine: scheduler, runner and sampler turned into steps. Tokens in, tokens out; text is `llm`'s.
+
+    plain        schedule n ─ run n ─ commit n ─ schedule n+1 ─ …
+    overlapped   schedule n ─ run n ─ schedule n+1 ─ run n+1 ─ commit n ─ …
+
+Overlapped, the device always has a step to work on while the host commits the one before: sampled tokens stay on the
+device, where the next step finds them, and reach the host late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windowpane.device.transfer import to_device
+from windowpane.engine.sampler import LOGPROB_ROWS, Sampler, TopLogprobs, top_logprobs
+from windowpane.kv.manager import KVManager
+from windowpane.runners.interrupts import interrupts_later
+from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
+from windowpane.schedule.scheduler import Scheduler
+
+
+class Output(Protocol):
+    """What a runner's step gives: see `runner.StepOutput`."""
+
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def prompt_logits(self) -> dict[int, Callable[[slice], Tensor]]: ...
+
+
+class StepRunner(Protocol):
+    """What the engine asks of a runner."""
+
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output: ...
+    def take_sampled(self, slots: Tensor, tokens: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One new token of a request, None where a failed step ended it. `finish_reason` is set with the last one."""
+
+    request: Request
+    token: int | None
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Engine:
+    """Runs requests step by step. `async_scheduling` prepares each step while the one before it is computed.
+
+    A step that raises fails its requests (their `error` says why) and gives their memory back; all others go on.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, sampler: Sampler, *, async_scheduling: bool) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.async_scheduling = async_scheduling
+        self._flights: deque[_Flight] = deque()
+        self._ended: _Moment | None = None  # of the step that landed last
+
+    @property
+    def manager(self) -> KVManager:
+        return self.scheduler.manager
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._flights)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run is refused at once, with a ValueError."""
+        self._check_tokens(request)
+        _check_grammar(request)
+        self.scheduler.add(request)
+        request.matcher = request.grammar.matcher() if request.grammar is not None else None
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never run. Reads only what never changes: any thread may ask."""
+        self._check_tokens(request)
+        self.scheduler.check(request)
+
+    def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
+        if request.finish_reason is None:
+            self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
+            request.finish_reason = reason
+            self.sampler.forget(request)
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one step; returns the tokens that have become known, which may be those of the step before."""
+        return self._overlapped_step() if self.async_scheduling else self._plain_step()
+
+    def _plain_step(self) -> list[TokenOutput]:
+        if not self._flights:  # one is left over where an interrupt ended a step
+            self._schedule()
+        return self._land() if self._flights else []
+
+    def _overlapped_step(self) -> list[TokenOutput]:
+        failed = any(flight.error is not None for flight in self._flights)  # nothing is built on such a step
+        scheduled = not failed and self._schedule()
+        if self._flights and (len(self._flights) > 1 or not scheduled):
+            return self._land()
+        return []
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> bool:
+        """Send the next step off, if there is one to send."""
+        with interrupts_later():
+            batch = self.scheduler.schedule()
+            if batch is None:
+                if self.scheduler.has_work and not self._flights:
+                    raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
+                return False
+            flight = self._take_off(batch)
+        ends = np.array([c.start + len(c.tokens) for c in batch.chunks if c.samples], dtype=np.int64)
+        try:
+            self._run(batch, flight, batch.sampling_slots, np.concatenate([batch.decode_positions + 1, ends]))
+            flight.error = None
+        except Exception as error:
+            flight.error = error
+        except BaseException as error:  # an interrupt ends this step like any error, but is not ours to keep
+            flight.error = error
+            raise
+        return True
+
+    def _take_off(self, batch: Batch) -> _Flight:
+        """From here on the step is either landed or failed, whatever happens: the scheduler waits for it."""
+        running = self.scheduler.running
+        flight = _Flight(
+            sampling=[running[slot] for slot in batch.sampling_slots.tolist()],
+            touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
+            decoding=len(batch.decode_slots),
+            prompt_tokens=batch.prompt_tokens,
+            follows=bool(self._flights),
+        )
+        self._flights.append(flight)
+        return flight
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, flight: _Flight, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        running = self.scheduler.running
+        wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
+        output = self.runner.forward(batch, all_logits_slots=frozenset(wanting))
+        for slot, chunk in wanting.items():
+            logits_of = output.prompt_logits[slot]
+            flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
+        if not flight.sampling:
+            flight.ended = _Moment(output.logits.device)
+            return
+        sampled = self.sampler.sample(output.logits, flight.sampling, positions, self._masks(flight, positions))
+        self.runner.take_sampled(to_device(slots, sampled.tokens.device), sampled.tokens)
+        flight.ended = _Moment(sampled.tokens.device)
+        flight.tokens = _HostCopy(sampled.tokens)
+        if sampled.logprobs is not None:
+            flight.logprobs = _HostLogprobs(sampled.logprobs)
+            flight.logprob_rows = sampled.logprob_rows
+
+    def _masks(self, flight: _Flight, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
+        """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.
+
+        A mask needs every token before it. `forward` did without, and has the device busy while we wait for them here.
+        """
+        masks = {}
+        constrained = [(row, r, r.matcher) for row, r in enumerate(flight.sampling) if r.matcher is not None]
+        if constrained:
+            for earlier in self._flights:
+                if earlier is not flight:
+                    earlier.advance_matchers()
+        for row, request, matcher in constrained:
+            try:
+                may_stop = bool(positions[row] >= len(request.prompt) + request.params.min_tokens)
+                masks[row] = matcher.allowed(may_stop=may_stop)
+            except Exception as error:
+                flight.stuck[request] = error
+        return masks
+
+    @interrupts_later()  # one must not come between the engine's flights and the scheduler's
+    def _land(self) -> list[TokenOutput]:
+        """Take in what the oldest step sampled."""
+        flight = self._flights.popleft()
+        if flight.error is None:
+            try:
+                tokens = flight.tokens.array() if flight.tokens else np.zeros(0, dtype=np.int64)
+                logprobs = flight.read_logprobs()
+                flight.advance_matchers()
+            except Exception as error:  # a device reports what went wrong in a step when its results are read
+                flight.error = error
+        if flight.error is not None:
+            return self._fail(flight, flight.error)
+        self._take_time(flight)
+        outputs = [output for request, error in flight.stuck.items() for output in self._end([request], error)]
+        alive = [r.finish_reason is None for r in flight.sampling]
+        finished = self.scheduler.commit(tokens)
+        for row, (request, token) in enumerate(zip(flight.sampling, tokens.tolist(), strict=True)):
+            if alive[row]:
+                if row in logprobs:
+                    request.logprobs.append(logprobs[row])
+                outputs.append(TokenOutput(request, token, logprobs.get(row), request.finish_reason))
+        for request in finished:
+            self.sampler.forget(request)
+        return outputs
+
+    def _take_time(self, flight: _Flight) -> None:
+        """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
+        before, self._ended = self._ended, flight.ended
+        if self.scheduler.pace is not None and flight.tokens is not None:
+            self.scheduler.pace.observe(flight.decoding, flight.prompt_tokens, flight.seconds(before))
+
+    def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
+        """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
+
+        Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
+        after it, before the device reported the error, may have resumed from one, so it fails as well.
+        """
+        for later in self._flights:
+            later.error = later.error or error
+        self._ended = None
+        outputs = self._end(flight.touched, error)
+        self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        self.scheduler.forget_restore_points()
+        return outputs
+
+    def _end(self, requests: Sequence[Request], error: BaseException) -> list[TokenOutput]:
+        """These requests have failed, unless they were over before."""
+        failed = [r for r in requests if r.finish_reason is None]
+        for request in failed:
+            request.error = error
+            self.cancel(request, FinishReason.FAILED)
+        return [TokenOutput(request, None, None, FinishReason.FAILED) for request in failed]
+
+    def _check_tokens(self, request: Request) -> None:
+        """Numbers outside the vocabulary would read past the end of a table on the device."""
+        vocab_size, params = self.sampler.vocab_size, request.params
+        for what, tokens in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+        ):
+            wrong = [int(t) for t in tokens if not 0 <= t < vocab_size] if _outside(tokens, vocab_size) else []
+            if wrong:
+                raise ValueError(f"request {request.id}: {what} has token {wrong[0]}; the vocabulary is {vocab_size:,}")
+        for what, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise ValueError(f"request {request.id}: {what} {count} exceeds the vocabulary of {vocab_size:,}")
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step on its way: who samples in it, whose memory it touches, and where its results will be."""
+
+    sampling: list[Request]
+    touched: list[Request]
+    decoding: int
+    prompt_tokens: int
+    follows: bool  # another step was on its way when this one was sent off
+    sent_at: float = field(default_factory=lambda: time.perf_counter())
+    ended: _Moment | None = None
+    tokens: _HostCopy | None = None
+    logprobs: _HostLogprobs | None = None
+    logprob_rows: Sequence[int] = ()
+    prompt_logprobs: list[_PromptLogprobs] = field(default_factory=list)
+    error: BaseException | None = field(default_factory=lambda: RuntimeError("the step was never run"))
+    stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
+    matchers_advanced: bool = False
+
+    def seconds(self, before: _Moment | None) -> float:
+        """How long it took, now that its tokens are here; `before` is when the step before it ended."""
+        if self.ended is not None and self.ended.at is not None:
+            return self.ended.at - self.sent_at
+        if self.ended is not None and self.follows and before is not None:
+            return self.ended.seconds_since(before)
+        return time.perf_counter() - self.sent_at
+
+    def advance_matchers(self) -> None:
+        """Tell the sampled tokens to the grammars of their requests, once; waits for them."""
+        if self.tokens is not None and not self.matchers_advanced:
+            self.matchers_advanced = True
+            if any(r.matcher is not None for r in self.sampling):
+                for request, token in zip(self.sampling, self.tokens.array().tolist(), strict=True):
+                    if request.matcher is not None and request not in self.stuck:
+                        request.matcher.accept(token)
+
+    def read_logprobs(self) -> dict[int, TokenLogprobs]:
+        """Logprobs by row; those of prompts go to their requests."""
+        for prompt in self.prompt_logprobs:
+            prompt.store()
+        if self.logprobs is None or self.tokens is None:
+            return {}
+        tokens = self.tokens.array()
+        counts = [self.sampling[row].params.logprobs or 0 for row in self.logprob_rows]
+        read = self.logprobs.read([int(tokens[row]) for row in self.logprob_rows], counts)
+        return dict(zip(self.logprob_rows, read, strict=True))
+
+
+class _Moment:
+    """When a device has done all that it was sent so far. By its own clock if it has one: the host may notice late,
+    while it sends off the next step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.at: float | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self.at = time.perf_counter()
+
+    def seconds_since(self, earlier: _Moment) -> float:
+        """Once both are over, on a device with a clock."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class _HostCopy:
+    """A tensor on its way to the host; `array` waits for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._landed: torch.Event | None = None
+        if tensor.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            self._landed = torch.Event(tensor.device)
+            self._landed.record()
+            tensor = host
+        self._tensor = tensor
+
+    def array(self) -> NDArray[np.int64]:
+        if self._landed is not None:
+            self._landed.synchronize()
+        array: NDArray[np.int64] = self._tensor.cpu().numpy()
+        return array
+
+
+class _HostLogprobs:
+    def __init__(self, logprobs: TopLogprobs) -> None:
+        self.rows = len(logprobs.chosen)
+        self._parts = [_HostCopy(t) for t in (logprobs.chosen, logprobs.top, logprobs.top_tokens)]
+
+    def read(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """One entry per row: its token, and as many of the likeliest as that row asked for."""
+        columns = zip(tokens, counts, *(part.array().tolist() for part in self._parts), strict=True)
+        return [
+            TokenLogprobs(token, chosen, tuple(zip(top_tokens[:count], top[:count], strict=True)))
+            for token, count, chosen, top, top_tokens in columns
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptLogprobs:
+    """Logprobs of prompt tokens from `start` on."""
+
+    request: Request
+    start: int
+    slices: list[_HostLogprobs]
+
+    def store(self) -> None:
+        """Add them to the request, unless it had them before it was preempted."""
+        known = self.request.prompt_logprobs
+        if self.start != len(known):
+            return
+        for logprobs in self.slices:
+            tokens = self.request.prompt[len(known) : len(known) + logprobs.rows].tolist()
+            known += logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
+
+
+def _check_grammar(request: Request) -> None:
+    """Whatever ends an answer for its grammar must end the request."""
+    if request.grammar is not None and not request.grammar.stop_ids <= set(request.params.stop_token_ids):
+        raise ValueError(
+            f"request {request.id}: its grammar ends with the stop tokens {sorted(request.grammar.stop_ids)}, but not "
+            "all of them end the request; leave ignore_eos out"
+        )
+
+
+def _wants_prompt_logprobs(request: Request, start: int) -> bool:
+    """Whether a chunk that begins at `start` predicts prompt tokens whose logprobs are wanted."""
+    return request.params.prompt_logprobs is not None and start < len(request.prompt) - 1
+
+
+def _prompt_logprobs(
+    request: Request, start: int, tokens: int, logits_of: Callable[[slice], Tensor]
+) -> _PromptLogprobs:
+    """Of the prompt tokens that a chunk of so many from `start` on predicts, in slices of rows to bound memory.
+
+    The logits of token i predict token i + 1.
+    """
+    targets = request.prompt[start + 1 : start + 1 + tokens].astype(np.int64)
+    slices = []
+    for first in range(0, len(targets), LOGPROB_ROWS):
+        some = targets[first : first + LOGPROB_ROWS]
+        logits = logits_of(slice(first, first + len(some)))
+        count = request.params.prompt_logprobs or 0
+        slices.append(_HostLogprobs(top_logprobs(logits, to_device(some, logits.device), count)))
+    return _PromptLogprobs(request, start + 1, slices)
+
+
+def _touched_slots(batch: Batch) -> list[int]:
+    """Sequences that a step computes, or whose pages it moves: without it, what they hold is not what tables say."""
+    slots = set(batch.decode_slots.tolist()) | {c.slot for c in batch.chunks}
+    for update in (*batch.changes.entries, *batch.changes.late, *batch.changes.moved_reads):
+        slots.update(update.slots.tolist())
+    return sorted(slots)
+
+
+def _outside(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> bool:
+    return len(tokens) > 0 and not (np.min(tokens) >= 0 and np.max(tokens) < vocab_size)

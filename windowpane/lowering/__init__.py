@@ -1,0 +1,1 @@
+"""Model descriptions turned into callables: `reference`, `cpu` and `gpu`."""

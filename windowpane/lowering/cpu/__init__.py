@@ -1,0 +1,1 @@
+"""C kernels for float32 on CPUs."""

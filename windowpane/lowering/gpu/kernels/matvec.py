@@ -1,0 +1,244 @@
+"""Products of a few rows with a weight [outputs, inputs]: each weight is read once, and reading is all that takes time.
+
+A program has a few rows of the weight to itself and walks along its inputs, one tile ahead of what it multiplies. No
+sum is shared between programs, so that results do not depend on timing.
+"""
+
+# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu
+
+# What the kernels take. They beat cuBLAS up to FEW_ROWS; beyond, only where outputs are many (`pays`).
+MAX_ROWS = 8
+FEW_ROWS = 2
+_LOAD_BYTES = 16
+
+
+class Launch(NamedTuple):
+    """How a weight is shared out: rows of it per program, and warps to share each row.
+
+    In a step, each thread takes one 16-byte load of every row: 256 16-bit weights a warp. With `uses_dot` the tensor
+    cores multiply instead, 128 inputs a step.
+    """
+
+    weight_rows: int
+    warps: int
+    uses_dot: bool = False
+
+
+# By least number of outputs, then of inputs; the best of a sweep on an H200. Memory is busy when some 50 KB are on
+# their way to each multiprocessor: few outputs make few programs, which then need more warps.
+_LAUNCHES = (
+    (16_384, 2_048, Launch(1, 2)),
+    (16_384, 0, Launch(2, 2)),
+    (4_096, 4_096, Launch(8, 4)),
+    (4_096, 0, Launch(2, 2)),
+    (2_048, 0, Launch(2, 4)),
+    (0, 0, Launch(1, 4)),
+)
+# 8 rows at 4.3 TB/s are 17 T multiply-adds a second, more than half of what float32 units can do.
+_DOT_LAUNCH = Launch(64, 4, uses_dot=True)
+_DOT_LEAST_ROWS, _DOT_LEAST_OUTPUTS = FEW_ROWS + 1, 16_384
+_DOT_STEP, _DOT_STAGES = 128, 5
+
+
+def pays(rows: int, outputs: int) -> bool:
+    """Whether these kernels are the faster way (measured on an H200; docs/performance.md)."""
+    return rows <= FEW_ROWS or (rows <= MAX_ROWS and outputs >= _DOT_LEAST_OUTPUTS)
+
+
+def plan_launch(rows: int, outputs: int, inputs: int) -> Launch:
+    if rows >= _DOT_LEAST_ROWS and outputs >= _DOT_LEAST_OUTPUTS:
+        return _DOT_LAUNCH
+    launch = next(launch for least, width, launch in _LAUNCHES if outputs >= least and inputs >= width)
+    # Threads beyond the last input would have nothing to read.
+    most_warps = max(1, triton.next_power_of_2(inputs) // 256)
+    return launch if launch.warps <= most_warps else launch._replace(warps=most_warps)
+
+
+def matvec(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+    launch: Launch | None = None,
+) -> None:
+    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32."""
+    _launch(x, weight, bias, out, None, pdl, launch)
+
+
+def gated_matvec(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    activation: str,
+    *,
+    pdl: bool = False,
+    launch: Launch | None = None,
+) -> None:
+    """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ). `gate_up` is one above the other: [2 × width, inputs]."""
+    _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gelu: bool | None,
+    pdl: bool,
+    launch: Launch | None,
+) -> None:
+    """`gelu` None: not gated."""
+    (rows, inputs), outputs = x.shape, len(weight)
+    launch = launch or plan_launch(rows, outputs, inputs)
+    # A gate and what it gates go together.
+    weight_rows = launch.weight_rows if gelu is None else max(2, launch.weight_rows)
+    if launch.uses_dot:
+        kernel, step, tiling = _dot_kernel, _DOT_STEP, {"STEP": _DOT_STEP, "STAGES": _DOT_STAGES}
+    else:
+        lanes, vector = 32 * launch.warps, _LOAD_BYTES // weight.element_size()
+        kernel, step, tiling = _sums_kernel, lanes * vector, {"LANES": lanes, "VECTOR": vector}
+    kernel[(triton.cdiv(outputs, weight_rows),)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        outputs,
+        inputs,
+        ROWS=rows,
+        WEIGHT_ROWS=weight_rows,
+        IS_WHOLE=inputs % step == 0,
+        GATED=gelu is not None,
+        GELU=bool(gelu),
+        PDL=pdl,
+        num_warps=launch.warps,
+        launch_pdl=pdl,
+        **tiling,
+    )
+
+
+@triton.jit
+def _weight_row(outputs, WEIGHT_ROWS: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight for this program; of a gated one in turn a row of the gate and the same of what it gates.
+
+    Beyond the last output the last row is read again: its loads need no mask, and its result is not stored.
+    """
+    r = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+    if GATED:
+        width = outputs // 2
+        return tl.minimum(r // 2, width - 1) + r % 2 * width
+    return tl.minimum(r, outputs - 1)
+
+
+@triton.jit
+def _load_weights(at, k, start, inputs, IS_WHOLE: tl.constexpr):
+    """Of one step; one beyond the last reads nothing. No weight is read twice, so the cache keeps other things."""
+    if IS_WHOLE:
+        return tl.load(at + start, mask=start < inputs, other=0.0, eviction_policy="evict_first")
+    return tl.load(at + start, mask=start + k < inputs, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _sums_kernel(
+    X, W, BIAS, OUT, x_stride, w_stride, out_stride, outputs, inputs, ROWS: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr, IS_WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Tiles are [LANES, WEIGHT_ROWS, VECTOR]: a thread has the same inputs of each weight row, and the rows of x share
+    what it read. LANES counts all threads, so that the layout of x needs no exchange between them.
+    """
+    STEP: tl.constexpr = LANES * VECTOR
+    if PDL:
+        gdc_launch_dependents()
+    n = _weight_row(outputs, WEIGHT_ROWS, GATED)
+    k = (tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, :]
+    at = W + n.to(tl.int64)[None, :, None] * w_stride + k
+    w = _load_weights(at, k, 0, inputs, IS_WHOLE)
+    if PDL:
+        gdc_wait()
+    sums = (tl.zeros([LANES, WEIGHT_ROWS], tl.float32),) * ROWS
+    for start in tl.range(0, inputs, STEP):
+        upcoming = _load_weights(at, k, start + STEP, inputs, IS_WHOLE)
+        w32 = w.to(tl.float32)
+        more = ()
+        for row in tl.static_range(ROWS):
+            if IS_WHOLE:
+                x = tl.load(X + row * x_stride + start + k)
+            else:
+                x = tl.load(X + row * x_stride + start + k, mask=start + k < inputs, other=0.0)
+            more += (sums[row] + tl.sum(w32 * x.to(tl.float32), 2),)
+        sums = more
+        w = upcoming
+    for row in tl.static_range(ROWS):
+        y = tl.sum(sums[row], 0)
+        if GATED:
+            gate, up = tl.split(tl.reshape(y, [WEIGHT_ROWS // 2, 2]))
+            _store_gated(OUT + row * out_stride, gate, up, outputs // 2, WEIGHT_ROWS // 2, GELU)
+        else:
+            if BIAS is not None:
+                y += tl.load(BIAS + n).to(tl.float32)
+            m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+            tl.store(OUT + row * out_stride + m, y.to(OUT.dtype.element_ty), mask=m < outputs)
+
+
+@triton.jit
+def _store_gated(OUT, gate, up, width, PAIRS: tl.constexpr, GELU: tl.constexpr):
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
+    m = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    tl.store(OUT + m, gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU), mask=m < width)
+
+
+@triton.jit
+def _dot_kernel(
+    X, W, BIAS, OUT, x_stride, w_stride, out_stride, outputs, inputs, ROWS: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr, IS_WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The weight's rows are the tensor core's rows; the rows of x, padded to 16, its columns."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    PADDED: tl.constexpr = 16
+    n = _weight_row(outputs, WEIGHT_ROWS, GATED)
+    k = tl.arange(0, STEP)
+    row = tl.arange(0, PADDED)
+    at = W + n.to(tl.int64)[:, None] * w_stride + k[None, :]
+    x_at = X + row[None, :] * x_stride + k[:, None]
+    sums = tl.zeros([WEIGHT_ROWS, PADDED], tl.float32)
+    for start in tl.range(0, inputs, STEP, num_stages=STAGES):
+        w = _load_weights(at, k[None, :], start, inputs, IS_WHOLE)
+        if IS_WHOLE:
+            x = tl.load(x_at + start, mask=row[None, :] < ROWS, other=0.0)
+        else:
+            x = tl.load(x_at + start, mask=(row[None, :] < ROWS) & (start + k[:, None] < inputs), other=0.0)
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+    if GATED:
+        # [pairs, 2, rows of x] with the 2 last, where it can be split.
+        pairs = tl.permute(tl.reshape(sums, [WEIGHT_ROWS // 2, 2, PADDED]), [0, 2, 1])
+        gate, up = tl.split(pairs)
+        DTYPE: tl.constexpr = OUT.dtype.element_ty
+        m = tl.program_id(0) * (WEIGHT_ROWS // 2) + tl.arange(0, WEIGHT_ROWS // 2)
+        y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
+        inside = (m[:, None] < outputs // 2) & (row[None, :] < ROWS)
+        tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=inside)
+    else:
+        if BIAS is not None:
+            sums += tl.load(BIAS + n).to(tl.float32)[:, None]
+        m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+        inside = (m[:, None] < outputs) & (row[None, :] < ROWS)
+        tl.store(OUT + row[None, :] * out_stride + m[:, None], sums.to(OUT.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Plain torch, on any device: the yardstick for the other lowerings."""

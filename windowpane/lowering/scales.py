@@ -1,0 +1,68 @@
+"""What a KV format has for a whole layer: scales, from the checkpoint or a warm-up pass, and what balances keys.
+
+It is settled before the first page is written and never changes: what a page holds means nothing without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+import numpy as np
+import torch
+
+from windowpane.device.codecs import needs_layer_scale
+from windowpane.device.pages import KVPages
+from windowpane.device.step import Segment, Step
+from windowpane.lowering.reference.decoder import Decoder
+
+KVScales = Mapping[int, tuple[float, float]]  # of K and V, by layer
+
+WARM_UP_TOKENS = 512  # where there is no text
+ASKING_EVERY = 8  # tokens: the last layer's queries count too, and more logits would cost memory
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What is known beforehand: scales that the checkpoint has, and `warm_up_text` as tokens; none are made up."""
+
+    scales: KVScales = field(default_factory=dict)
+    tokens: Sequence[int] = ()
+
+
+def warm_up_text() -> str:
+    """Prose, code, tables, numbers and several languages: a little of what models read."""
+    return files("windowpane.lowering").joinpath("warm_up.txt").read_text("utf-8")
+
+
+@torch.inference_mode()
+def settle_scales(model: Decoder, pages: KVPages, known: Calibration) -> None:
+    """Give every layer that needs them its scales or balance, the same whatever else the engine is set to.
+
+    A latent is V before anything else is done to it, so V's scale is its own. The warm-up pass runs one chunk. Without
+    text, its tokens come from all over the vocabulary: magnitudes of K and V hang on the weights (norms above all) more
+    than on what is said. Range is left for what it did not see (`layer_scale_for`).
+    """
+    waiting = {index: layer for index, layer in pages.layers.items() if layer.warming_up}
+    for index, layer in list(waiting.items()):
+        if index in known.scales and needs_layer_scale(layer.kv_format):
+            k_scale, v_scale = known.scales[index]
+            layer.layer_scales = [v_scale] if model.recipe.layers[index].latent else [k_scale, v_scale]
+            del waiting[index]
+    if not waiting:
+        return
+    model.forward(_warm_up_step(model, known.tokens), pages)
+    for layer in waiting.values():
+        layer.end_warm_up()
+
+
+def _warm_up_step(model: Decoder, tokens: Sequence[int]) -> Step:
+    vocabulary, device = len(model.embedding), model.embedding.device
+    if tokens:
+        ids = torch.tensor(tokens)
+    else:
+        ids = torch.randint(0, vocabulary, (WARM_UP_TOKENS,), generator=torch.Generator().manual_seed(0))
+    count, nobody = len(ids), np.zeros(0, dtype=np.int64)
+    positions = torch.arange(count, device=device)
+    return Step(ids.to(device), positions, (Segment(0, 0, count, 0),), positions[::ASKING_EVERY], nobody, nobody)

@@ -1,0 +1,1 @@
+"""What `windowpane bench` measures: workloads, rounds and their report."""

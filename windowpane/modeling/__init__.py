@@ -1,1 +1,0 @@
-"""Models in torch, built from the torch-free specs in `windowpane.models`."""

@@ -1,0 +1,1 @@
+"""One module per architecture family: `ARCHITECTURES` and `read(config, name)`; and what several of them share."""

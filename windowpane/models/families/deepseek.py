@@ -1,0 +1,107 @@
+"""DeepSeek V3 and V3.2, GLM 5: latent attention and experts; all but V3 have indexers that keep a key per token."""
+
+from __future__ import annotations
+
+from windowpane.kv.caches import TokenCache
+from windowpane.models.config import Config
+from windowpane.models.families.mla import LatentAttention, latent_cache, read_latent_attention
+from windowpane.models.parts import (
+    embeddings,
+    mlp,
+    model_spec,
+    norms,
+    read_shape,
+    separate_experts,
+    whole,
+)
+from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
+OWN, SHARED = "full", "shared"
+
+MTP_NOTE = "the layer for multi-token prediction is not counted"
+INDEXER_NOTE = "index keys are stored in the KV format of the other full caches; the published code keeps them in fp8"
+
+
+def read(config: Config, name: str) -> ModelSpec:
+    attends = read_latent_attention(config)
+    shape = read_shape(config, config, tied=False, defaults={"head_dim": attends.query_dim})
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise ModelError(f"moe_layer_freq is {config.integer('moe_layer_freq')}; only 1 is known")
+    first_sparse = config.integer("first_k_dense_replace", 3, minimum=0)
+    indexed = _indexed_layers(config, shape.layers)
+    caches: list[TokenCache] = []
+    tensors: list[TensorSpec] = embeddings("model.", shape)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        caches.append(attends.cache(layer))
+        tensors += attends.tensors(f"{prefix}self_attn.", shape.hidden)
+        if layer in indexed:
+            caches.append(latent_cache(layer, config.integer("index_head_dim")))
+            tensors += _indexer(f"{prefix}self_attn.indexer.", config, attends, shape.hidden)
+        if layer < first_sparse:
+            tensors += mlp(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
+        else:
+            tensors += _experts(f"{prefix}mlp.", config, shape.hidden)
+        tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
+    tensors += norms("model.", ("norm",), shape.hidden)
+    notes = [MTP_NOTE] if config.integer("num_nextn_predict_layers", 0, minimum=0) else []
+    return model_spec(
+        config,
+        config,
+        shape,
+        name=name,
+        family="deepseek",
+        widest_mlp=_widest(config, shape.layers, first_sparse),
+        caches=caches,
+        tensors=tensors,
+        notes=[*notes, INDEXER_NOTE] if indexed else notes,
+    )
+
+
+def _indexed_layers(config: Config, layers: int) -> frozenset[int]:
+    """The layers with an indexer of their own; in GLM others take over the choice of the last one before them."""
+    if config.texts("architectures") == ("DeepseekV3ForCausalLM",):
+        return frozenset()
+    kinds = config.texts("indexer_types") or (OWN,) * layers
+    if len(kinds) != layers:
+        raise ModelError(f"indexer_types has {len(kinds)} entries for {layers} layers")
+    for kind in kinds:
+        if kind not in (OWN, SHARED):
+            raise config.unknown_value("indexer_types", kind, (OWN, SHARED))
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == OWN)
+
+
+def _indexer(prefix: str, config: Config, attends: LatentAttention, hidden: int) -> list[TensorSpec]:
+    """It picks the tokens that attention reads, so every rank runs it whole."""
+    heads, width = config.integer("index_n_heads"), config.integer("index_head_dim")
+    if attends.query_rank is None:
+        raise ModelError("the config has no q_lora_rank, from which the indexer takes its queries")
+    return [
+        whole(f"{prefix}wq_b.weight", heads * width, attends.query_rank, part="attention", linear=True),
+        whole(f"{prefix}wk.weight", width, hidden, part="attention", linear=True),
+        whole(f"{prefix}k_norm.weight", width),
+        whole(f"{prefix}k_norm.bias", width),
+        # Not quantized in the fp8 checkpoints of this family, so no `linear`.
+        whole(f"{prefix}weights_proj.weight", heads, hidden, part="attention"),
+    ]
+
+
+def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
+    experts, width = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts")
+    return [
+        whole(f"{prefix}gate.weight", experts, hidden),
+        whole(f"{prefix}gate.e_score_correction_bias", experts),
+        *separate_experts(f"{prefix}experts.", experts, hidden, width),
+        *mlp(f"{prefix}shared_experts.", hidden, shared * width),
+    ]
+
+
+def _widest(config: Config, layers: int, first_sparse: int) -> int:
+    widths = [config.integer("intermediate_size")] if first_sparse else []
+    if first_sparse < layers:
+        visited = config.integer("num_experts_per_tok") + config.integer("n_shared_experts")
+        widths.append(visited * config.integer("moe_intermediate_size"))
+    return max(widths)

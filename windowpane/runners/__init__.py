@@ -1,0 +1,1 @@
+"""A batch → logits, on one device."""

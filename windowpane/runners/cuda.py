@@ -1,0 +1,143 @@
+"""The runner on a GPU: kernels over device tables, decoding steps replayed as graphs, one transfer per step.
+
+Nothing in a step waits for the device: inputs travel from pinned memory, sampled tokens stay where the next step
+finds them. On a CPU it runs only in Triton's interpreter, which is how it is tested there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from windowpane.device.pages import KVPages
+from windowpane.device.tables import DeviceTables
+from windowpane.device.transfer import Transfer
+from windowpane.kv.changes import NO_CHANGES
+from windowpane.kv.layout import Layout
+from windowpane.lowering.gpu.decoder import FusedDecoder
+from windowpane.lowering.gpu.step import PADDING, DeviceStep, StepBuilder
+from windowpane.lowering.group import ALONE, RankGroup
+from windowpane.lowering.recipe import read_recipe
+from windowpane.lowering.reference.decoder import Decoder, Weights
+from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.spec import ModelSpec
+from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
+from windowpane.runners.plain import HiddenStore, StepOutput, split_rows
+from windowpane.schedule.batch import Batch, PromptChunk
+
+
+class CudaRunner:
+    """One model, or one rank's part of it: its weights, its arena and its graphs on one GPU.
+
+    `use_graphs` False runs every step launch by launch; `use_hopper` False leaves chunks and single rows to the plain
+    kernels on a Hopper GPU too.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        use_graphs: bool = True,
+        use_hopper: bool = True,
+        group: RankGroup = ALONE,
+        progress: Progress | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.weights_bytes = sum(t.nbytes for t in weights.values())
+        decoder = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        settle_scales(decoder, self.pages, calibration or Calibration())
+        self.activation_bytes: int | None = None  # measured by `rehearse`
+        self.tables = DeviceTables(self.pages.table_shapes, device)
+        self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._hidden = HiddenStore(spec.hidden_size, dtype, device)
+        self._num_slots = num_slots
+        self._max_model_len = max_model_len
+        with torch.inference_mode():
+            self.model = FusedDecoder(decoder, self.pages, self.tables, max_model_len, num_slots, use_hopper)
+            self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
+            # Slots and positions of decoding rows at a fixed place, and behind them a step's changed table entries.
+            self._inputs = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+            self.graphs: DecodeGraphs | None = None
+            if use_graphs and device.type == "cuda" and group.in_graphs:
+                logits = torch.empty(num_slots, spec.vocab_size, dtype=torch.float32, device=device)
+                slots, positions = self._inputs[0], self._inputs[1]
+                self.graphs = DecodeGraphs(
+                    self.model, slots, positions, self._sampled, logits, ladder(num_slots), progress
+                )
+
+    @property
+    def arena(self) -> torch.Tensor:
+        return self.pages.arena
+
+    @torch.inference_mode()
+    def rehearse(self, tokens: int) -> None:
+        """Run the largest step once, over pages that nobody holds yet, and measure its activations.
+
+        What happens once (compiling kernels, workspaces) has then happened before the first request. So the step has a
+        small chunk as well as large ones, which begin within a page: other kernels take those.
+        """
+        longest = self._max_model_len
+        sizes = [min(longest, tokens - at) - 1 for at in range(0, tokens, longest)]
+        chunks = [PromptChunk(0, 0, np.zeros(1, dtype=np.int32), samples=True)]
+        chunks += [PromptChunk(0, 1, np.zeros(size, dtype=np.int32), samples=True) for size in sizes if size]
+        nobody = np.zeros(0, dtype=np.int64)
+        batch = Batch(0, nobody, nobody, chunks, np.zeros(0, dtype=np.int8), NO_CHANGES)
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.forward(batch)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.activation_bytes = peak + self.model.prefill_scratch_bytes
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
+        """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
+        self.pages.before_step(batch.changes)
+        output = self._mixed(batch, all_logits_slots) if batch.chunks else StepOutput(self._decode(batch), {})
+        self.pages.after_step(batch.changes)
+        return output
+
+    def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Remember what each slot sampled last: its next decoding row computes that token."""
+        self._sampled[slots] = tokens
+
+    def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
+        step = self._builder.mixed(batch, all_logits_slots)
+        assert step.chunk_tokens is not None
+        hidden = self._hidden.nothing
+        if len(step.positions):
+            tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
+            hidden = self.model.final_hidden(step, tokens)
+        hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
+        return split_rows(hidden, self.model.logits, batch, all_logits_slots)
+
+    def _decode(self, batch: Batch) -> torch.Tensor:
+        rows = len(batch.decode_slots)
+        padded = (self.graphs.padded(rows) if self.graphs is not None else None) or rows
+        inputs = np.full((2, self._num_slots), PADDING, dtype=np.int32)
+        inputs[0] = 0
+        inputs[0, :rows], inputs[1, :rows] = batch.decode_slots, batch.decode_positions
+        transfer = Transfer(self.device)
+        late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
+        handle = transfer.add(inputs)
+        sent = transfer.send()
+        self.tables.apply(sent[late])
+        self.tables.apply(sent[now])
+        self._inputs.copy_(sent[handle])
+        if self.graphs is not None and padded in self.graphs.sizes:
+            return self.graphs.replay(rows)
+        slots, positions = self._inputs[:, :rows]
+        return self.model.forward(DeviceStep(positions=positions, slots=slots), self._sampled[slots])

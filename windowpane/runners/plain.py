@@ -1,0 +1,164 @@
+"""The runner: turns a `Batch` into logits on one device. Two calls, so that sampling may wait for a grammar mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from windowpane.device.pages import KVPages
+from windowpane.device.step import Segment, Step
+from windowpane.device.transfer import to_device
+from windowpane.kv.layout import Layout
+from windowpane.kv.restore import HIDDEN_ROWS
+from windowpane.lowering.group import ALONE, RankGroup
+from windowpane.lowering.recipe import read_recipe
+from windowpane.lowering.reference.decoder import Decoder, Weights
+from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.spec import ModelSpec
+from windowpane.schedule.batch import Batch, wanted_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`logits`: one float32 row per decoding row, then per chunk that samples.
+
+    `prompt_logits` gives any rows of a chunk, computed when asked for: all at once may be more than memory holds.
+    """
+
+    logits: torch.Tensor
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]]
+
+
+class Runner:
+    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: RankGroup = ALONE,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.weights_bytes = sum(t.nbytes for t in weights.values())
+        self.model = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        settle_scales(self.model, self.pages, calibration or Calibration())
+        self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
+        self._hidden = HiddenStore(spec.hidden_size, dtype, device)
+
+    @property
+    def arena(self) -> torch.Tensor:
+        return self.pages.arena
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
+        """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
+        step = self._step(batch, all_logits_slots)
+        self.pages.before_step(batch.changes)
+        hidden = self.model.final_hidden(step, self.pages) if len(step.tokens) else self._hidden.nothing
+        self.pages.after_step(batch.changes)
+        hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
+        return split_rows(hidden, self.model.logits, batch, all_logits_slots)
+
+    def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Remember what each slot sampled last: its next decoding row computes that token."""
+        self._sampled[slots] = tokens
+
+    def _step(self, batch: Batch, all_logits_slots: frozenset[int]) -> Step:
+        decode_positions = np.ascontiguousarray(batch.decode_positions)
+        tokens = [self._sampled[torch.from_numpy(batch.decode_slots).to(self.device)]]
+        positions = [torch.from_numpy(decode_positions).to(self.device)]
+        segments = []
+        row = len(batch.decode_slots)
+        wanted = list(range(row))
+        for chunk in batch.chunks:
+            if not len(chunk.tokens):
+                continue
+            stop = chunk.start + len(chunk.tokens)
+            tokens.append(torch.from_numpy(chunk.tokens.astype(np.int64)).to(self.device))
+            positions.append(torch.arange(chunk.start, stop, device=self.device))
+            segments.append(Segment(chunk.slot, chunk.start, stop, row))
+            row += len(chunk.tokens)
+            if chunk.slot in all_logits_slots:
+                wanted += range(row - len(chunk.tokens), row)
+            elif chunk.samples:
+                wanted.append(row - 1)
+        wanted_rows = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        return Step(
+            torch.cat(tokens), torch.cat(positions), tuple(segments), wanted_rows, batch.decode_slots, decode_positions
+        )
+
+
+class HiddenStore:
+    """Final hidden states of prompts that restore points keep: the same prompt then needs the output layer alone."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rows = torch.zeros(HIDDEN_ROWS, width, dtype=dtype, device=device)
+
+    @property
+    def nothing(self) -> torch.Tensor:
+        """Hidden states of no rows."""
+        return self._rows[:0]
+
+    def exchange(self, hidden: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> torch.Tensor:
+        """Put kept hidden states in the place of chunks without tokens; then keep those that are to be kept.
+
+        In this order: a row that is read in this step may be given to another prompt in the same step.
+        """
+        if not any(c.hidden is not None or c.keep_hidden is not None for c in batch.chunks):
+            return hidden
+        row = len(batch.decode_slots)
+        pieces, kept = [hidden[:row]], []
+        for chunk in batch.chunks:
+            if chunk.hidden is not None:
+                pieces.append(self._rows[chunk.hidden : chunk.hidden + 1].clone())
+                continue
+            rows = wanted_rows(chunk, all_logits_slots)
+            pieces.append(hidden[row : row + rows])
+            row += rows
+            if chunk.keep_hidden is not None:
+                kept.append((chunk.keep_hidden, row - 1))
+        for target, source in kept:
+            self._rows[target] = hidden[source]
+        return torch.cat(pieces)
+
+
+def split_rows(
+    hidden: torch.Tensor,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    batch: Batch,
+    all_logits_slots: frozenset[int],
+) -> StepOutput:
+    """Pick the rows that sample out of all rows that were wanted, and turn them into logits."""
+    if not all_logits_slots:
+        return StepOutput(logits(hidden), {})
+    row = len(batch.decode_slots)
+    sampling = list(range(row))
+    prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {}
+    for chunk in batch.chunks:
+        rows = wanted_rows(chunk, all_logits_slots)
+        if chunk.slot in all_logits_slots:
+            prompt_logits[chunk.slot] = partial(_logits_of, logits, hidden[row : row + rows])
+        row += rows
+        if chunk.samples:
+            sampling.append(row - 1)
+    return StepOutput(logits(hidden[to_device(sampling, hidden.device, torch.int64)]), prompt_logits)
+
+
+@torch.inference_mode()
+def _logits_of(logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+    return logits(hidden[rows])

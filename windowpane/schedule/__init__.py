@@ -1,0 +1,1 @@
+"""Requests, and the steps that compute them under a token budget. Without torch."""

@@ -1,0 +1,483 @@
+"""The scheduler: every request has tokens known and tokens computed; each step closes the gap under a token budget.
+
+    add ─► waiting ─► running: prefilling ─► decoding ─► finished
+              ▲                    │             │
+              └──── preempted ◄────┴─────────────┘        (only a renewal preempts)
+
+A request is admitted when its whole prompt and the next `growth_tokens` can be reserved, so that once it runs it never
+waits for memory until that is used up. Decoding requests live in arrays and are advanced together; Python looks at one
+of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
+
+With restore points (`keeping`), an admitted request begins where an earlier one left what it shares with it, and leaves
+its own for later ones.
+
+Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
+preemption then takes effect one step late, and no page is freed while a step in flight may read it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windowpane.kv.manager import KVManager, Retained
+from windowpane.kv.restore import CacheStats, Hit, RestorePoints
+from windowpane.schedule.batch import Batch, PromptChunk
+from windowpane.schedule.keeping import Keeping
+from windowpane.schedule.pace import Pace
+from windowpane.schedule.request import FinishReason, Request
+
+DEFAULT_GROWTH_TOKENS = 256
+MAX_STEPS_IN_FLIGHT = 2
+MAX_PREEMPTIONS = 2  # after these a request is readmitted with its whole life reserved
+PATIENCE = 16  # admissions that may overtake a request which does not fit; then they wait for it
+LOOKAHEAD = 32  # waiting requests that one step looks at
+PRIORITY_WORTH = 1024  # one step of priority is worth so many places in the queue, so nobody waits for ever
+STOP_IDS = 4  # stop tokens checked for all requests at once; further ones are checked one by one
+NO_TOKEN = -1
+
+
+class RequestTooLong(ValueError):
+    """The request can never fit; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step whose tokens are not known yet."""
+
+    step: int
+    slots: NDArray[np.int64]  # all sequences in it
+    sampling_slots: NDArray[np.int64]
+    sampling: list[Request]
+    last: NDArray[np.bool_]  # rows that sample the last token of a request's life
+    points: list[Retained] = field(default_factory=list)  # restore points that it writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """How a sequence goes when its last step lands: back to the queue, and leaving a restore point."""
+
+    requeue: bool
+    keep: bool
+
+
+class Scheduler:
+    """Decides what each step computes. Knows no device: the manager's books are its only memory."""
+
+    def __init__(
+        self,
+        manager: KVManager,
+        max_num_batched_tokens: int,
+        growth_tokens: int = DEFAULT_GROWTH_TOKENS,
+        restore: RestorePoints | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        if max_num_batched_tokens < manager.num_slots:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({manager.num_slots}): every running sequence needs one token a step"
+            )
+        slots = manager.num_slots
+        self.manager = manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.growth_tokens = growth_tokens
+        self._keeping = None if restore is None else Keeping(restore)  # None: nothing is kept
+        self.pace = pace  # None: prompts take the whole budget, whoever decodes
+        self.waiting: list[Request] = []  # sorted by _order
+        self.running: dict[int, Request] = {}  # by slot
+        self.preemptions = 0
+        self._step = 0
+        self._arrivals = 0
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._slot_of: dict[Request, int] = {}
+        self._prefilling: dict[int, None] = {}  # slots, in order of admission
+        self._decoding: dict[int, None] = {}
+        self._decoding_slots: NDArray[np.int64] | None = None  # the same as an array, None when out of date
+        self._horizon = np.zeros(slots, dtype=np.int64)
+        self._last_length = np.zeros(slots, dtype=np.int64)  # a sequence's length when its last token is sampled
+        self._stop_ids = np.full((slots, STOP_IDS), NO_TOKEN, dtype=np.int64)
+        self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
+        self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
+        self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
+        self._flights: deque[_Flight] = deque()
+        self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
+        self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
+
+    # -- requests come and go --------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never fit is refused at once."""
+        self.check(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        insort(self.waiting, request, key=_order)
+        self._nothing_fits = False
+
+    def check(self, request: Request) -> None:
+        """Raise RequestTooLong for one that can never fit. Reads only what never changes: any thread may ask."""
+        limit = self.manager.max_model_len
+        if len(request.prompt) + request.params.max_tokens > limit + 1:
+            raise RequestTooLong(
+                f"request {request.id}: {len(request.prompt)} prompt tokens + {request.params.max_tokens} new ones "
+                f"exceed max_model_len {limit}"
+            )
+        if not self.manager.could_ever_hold(request.longest_kv):
+            need = self.manager.demand(request.longest_kv)
+            need_bytes = sum(n * g.page_bytes for n, g in zip(need, self.manager.layout.groups, strict=True))
+            raise RequestTooLong(
+                f"request {request.id}: {request.longest_kv} tokens need {need_bytes:,} bytes of KV and the arena has "
+                f"{self.manager.arena.total_bytes:,}; shorten the prompt or max_tokens"
+            )
+
+    def cancel(self, request: Request, *, keep: bool = True) -> None:
+        """End a request at any moment. Its bytes are free at once, or when the step that reads them lands.
+
+        `keep` False: what it holds cannot be trusted, so it leaves no restore point.
+        """
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = FinishReason.CANCELLED
+        slot = self._slot_of.get(request)
+        if slot is None:
+            self.waiting.remove(request)
+            self._nothing_fits = False
+        else:
+            self._leave(slot, requeue=False, keep=keep)
+
+    def forget_restore_points(self) -> None:
+        """A step failed: nothing that was kept can be trusted."""
+        if self._keeping is not None:
+            self._keeping.points.clear()
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        return CacheStats() if self._keeping is None else self._keeping.points.stats
+
+    @property
+    def restore(self) -> RestorePoints | None:
+        return None if self._keeping is None else self._keeping.points
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._flights)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when there is nothing to compute now."""
+        if len(self._flights) >= MAX_STEPS_IN_FLIGHT:
+            raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
+        decoding = self._decode()
+        budget = self.max_num_batched_tokens - len(decoding)
+        if self.pace is not None and len(decoding):
+            budget = min(budget, self.pace.tokens())
+        chunks = self._prefill(budget)
+        if not len(decoding) and not chunks:
+            return None
+        manager = self.manager
+        slots = np.concatenate([decoding, np.array([c.slot for c in chunks], dtype=np.int64)]) if chunks else decoding
+        state_slots = manager.state_slot[slots]
+        computed = [c.slot for c in chunks if len(c.tokens)]
+        manager.flip_states(np.concatenate([decoding, np.array(computed, dtype=np.int64)]) if chunks else decoding)
+        self._take_off(slots, decoding, chunks)
+        self._step += 1
+        changes = manager.take_changes()
+        if self._keeping is not None:
+            written, shared = self._keeping.close_step()
+            self._flights[-1].points.extend(written)
+            for slot in shared:
+                if slot in self._decoding:  # what is kept must not be overwritten
+                    self._set_horizon(slot)
+        return Batch(
+            step=self._step,
+            decode_slots=decoding,
+            decode_positions=manager.lengths[decoding] - 1,
+            chunks=chunks,
+            state_slots=state_slots,
+            changes=changes,
+        )
+
+    def commit(self, tokens: Sequence[int] | NDArray[np.int64]) -> list[Request]:
+        """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now."""
+        flight = self._flights.popleft()
+        sampled = np.asarray(tokens, dtype=np.int64)
+        if len(sampled) != len(flight.sampling):
+            raise ValueError(f"step {flight.step} samples {len(flight.sampling)} tokens, got {len(sampled)}")
+        self._in_flight[flight.slots] -= 1
+        for request, token in zip(flight.sampling, sampled.tolist(), strict=True):
+            if request.finish_reason is None:
+                request.output.append(token)
+            elif self._keeping is not None:
+                self._keeping.hear(request, token)
+        for kept in flight.points:
+            self.manager.publish(kept)
+        finished = self._finish(flight, sampled)
+        for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
+            self._depart(slot)
+        if not self.running:
+            self.manager.check_idle()
+        return finished
+
+    # -- decoding: all at once -------------------------------------------------------------------------------------
+
+    def _decode(self) -> NDArray[np.int64]:
+        """Advance every decoding sequence by one token; returns their slots."""
+        self._short_of_memory = False
+        slots = self._decoding_array()
+        at_horizon = self.manager.lengths[slots] >= self._horizon[slots]
+        if not at_horizon.any():
+            self.manager.advance(slots)
+            return slots
+        # First in line first: a preemption takes the last in line, so never one that has already grown here.
+        due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
+        grown = {slot for slot in due if self._grow(slot)}
+        steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
+        self.manager.advance(np.array(steady, dtype=np.int64))
+        # In the order they had: what samplers prepare for a set of rows then serves the next step too.
+        going = grown.union(steady)
+        return np.array([slot for slot in slots.tolist() if slot in going], dtype=np.int64)
+
+    def _decoding_array(self) -> NDArray[np.int64]:
+        if self._decoding_slots is None:
+            self._decoding_slots = np.fromiter(self._decoding, dtype=np.int64, count=len(self._decoding))
+        return self._decoding_slots
+
+    def _grow(self, slot: int) -> bool:
+        """One more token for a sequence at its horizon: False when it is at its end or has to wait for memory."""
+        manager = self.manager
+        if slot not in self._decoding:
+            return False  # preempted by one before it
+        length = int(manager.lengths[slot]) + 1
+        if length > self._last_length[slot]:
+            self._stop_decoding(slot)  # all its tokens are on their way
+            return False
+        if length > manager.reserved_tokens[slot] and not self._renew(slot):
+            return False
+        manager.extend(slot, length)
+        self._set_horizon(slot)
+        return True
+
+    def _renew(self, slot: int) -> bool:
+        """Reserve the next tokens, preempting the last in line if need be. False: not in this step."""
+        manager = self.manager
+        tokens = min(manager.reserved_tokens[slot] + self.growth_tokens, int(self._last_length[slot]))
+        demand = manager.renew_demand(slot, tokens)
+        while not manager.can_reserve(demand):
+            if self.manager.give_way(demand):
+                break
+            self._short_of_memory = True
+            if self._leaving:
+                return False  # bytes are on their way back: wait for them before anyone else has to go
+            victim = max(self._preemptible(), key=lambda s: _order(self.running[s]))
+            self._preempt(victim)
+            if victim == slot:
+                return False
+        manager.renew(slot, tokens)
+        return True
+
+    def _preemptible(self) -> list[int]:
+        """Sequences that may be sent back: not those that were promised their whole life, nor those already in this
+        step.
+
+        The one that asks is always among them, so there is always one.
+        """
+        return [
+            slot
+            for slot, request in self.running.items()
+            if request.preemptions < MAX_PREEMPTIONS and slot not in self._leaving
+        ]
+
+    # -- prefilling and admission ----------------------------------------------------------------------------------
+
+    def _prefill(self, budget: int) -> list[PromptChunk]:
+        """Fill the budget with chunks of admitted prompts, then with newly admitted ones."""
+        chunks: list[PromptChunk] = []
+        for slot in list(self._prefilling):
+            if budget <= 0:
+                return chunks
+            chunks.append(self._chunk(slot, budget))
+            budget -= len(chunks[-1].tokens)
+        while budget > 0 and (admitted := self._admit()) is not None:
+            chunks.append(self._chunk(admitted, budget))
+            budget -= len(chunks[-1].tokens)
+        return chunks
+
+    def _chunk(self, slot: int, budget: int) -> PromptChunk:
+        request, keeping = self.running[slot], self._keeping
+        start = int(self.manager.lengths[slot])
+        stop = min(request.known_tokens, start + budget)
+        keep_hidden = hidden = None
+        if keeping is None:
+            self.manager.extend(slot, stop)
+        else:
+            marks = keeping.marks(slot, start)
+            if marks and self.manager.has_state:
+                stop = min(stop, marks[0])  # a state exists only where a chunk ends
+            keeping.extend(slot, request, stop)
+            at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
+            keep_hidden = keeping.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)
+            hidden = keeping.take_hidden(slot)
+        done = stop == request.known_tokens
+        if done:
+            del self._prefilling[slot]
+            self._start_decoding(slot)
+            if keeping is not None:
+                keeping.end_prompt(slot)
+        return PromptChunk(slot, start, request.tokens(start, stop), done, keep_hidden, hidden)
+
+    def _admit(self) -> int | None:
+        """Admit the first waiting request that fits, unless one that was overtaken too often waits before it."""
+        if self._nothing_fits or self._short_of_memory or not self._free_slots:
+            return None
+        for index, request in enumerate(self.waiting[:LOOKAHEAD]):
+            tokens = self._first_reservation(request)
+            hit = self._fit(request, tokens)
+            if hit is not None:
+                for overtaken in self.waiting[:index]:
+                    overtaken.bypassed += 1
+                del self.waiting[index]
+                return self._start(request, tokens, hit)
+            if request.bypassed >= PATIENCE:
+                break
+        self._nothing_fits = True
+        return None
+
+    def _fit(self, request: Request, tokens: int) -> Hit | None:
+        """How a request can be admitted: from the start, or from what is known of it; None: not now.
+
+        Who resumes pins the window's pages beside its own, so where memory is short it may have to begin afresh.
+        """
+        manager = self.manager
+        hit = Hit(miss="prefix caching is off") if self._keeping is None else self._keeping.look_up(request)
+        if hit.kept is not None:
+            demand = manager.start_demand(tokens, hit.kept, hit.length)
+            if manager.can_reserve(demand):
+                return hit
+            manager.give_way(demand)
+            if hit.kept in manager.books.retained and manager.can_reserve(
+                manager.start_demand(tokens, hit.kept, hit.length)
+            ):
+                return hit
+            hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
+        demand = manager.start_demand(tokens)
+        return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
+
+    def _first_reservation(self, request: Request) -> int:
+        """The prompt and some growth. Who was sent back before is let in with more, at last with all it may need."""
+        if request.preemptions >= MAX_PREEMPTIONS:
+            return request.longest_kv
+        growth: int = self.growth_tokens * 4**request.preemptions
+        return min(request.known_tokens + growth, request.longest_kv)
+
+    def _start(self, request: Request, tokens: int, hit: Hit) -> int:
+        slot: int = self._free_slots.pop()
+        if hit.kept is not None:
+            self.manager.touch(hit.kept)
+        self.manager.start(slot, tokens, hit.kept, hit.length if hit.kept is not None else None)
+        if self._keeping is not None:
+            self._keeping.admit(slot, request, hit)
+        self.running[slot] = request
+        self._slot_of[request] = slot
+        self._prefilling[slot] = None
+        self._last_length[slot] = request.longest_kv
+        stop_ids = request.params.stop_token_ids[:STOP_IDS]
+        self._stop_ids[slot] = NO_TOKEN
+        self._stop_ids[slot, : len(stop_ids)] = stop_ids
+        if len(request.params.stop_token_ids) > STOP_IDS:
+            self._many_stops.add(request)
+        return slot
+
+    # -- in flight and landing -------------------------------------------------------------------------------------
+
+    def _take_off(self, slots: NDArray[np.int64], decoding: NDArray[np.int64], chunks: list[PromptChunk]) -> None:
+        self._in_flight[slots] += 1
+        sampling_slots = decoding
+        new = [c.slot for c in chunks if c.samples]
+        if new:
+            sampling_slots = np.concatenate([decoding, np.array(new, dtype=np.int64)])
+        sampling = [self.running[slot] for slot in sampling_slots.tolist()]
+        last = self.manager.lengths[sampling_slots] >= self._last_length[sampling_slots]
+        self._flights.append(_Flight(self._step + 1, slots, sampling_slots, sampling, last))
+
+    def _finish(self, flight: _Flight, sampled: NDArray[np.int64]) -> list[Request]:
+        """Requests that a stop token or their length has ended; their slots leave."""
+        may_end = (self._stop_ids[flight.sampling_slots] == sampled[:, None]).any(axis=1) | flight.last
+        rows = np.flatnonzero(may_end).tolist()
+        if self._many_stops:
+            rows += [row for row, request in enumerate(flight.sampling) if request in self._many_stops]
+        finished = []
+        for row in rows:
+            request = flight.sampling[row]
+            if request.finish_reason is None and (reason := _reason_to_end(request)):
+                request.finish_reason = reason
+                finished.append(request)
+                self._leave(self._slot_of[request], requeue=False)
+        return finished
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def _preempt(self, slot: int) -> None:
+        self.preemptions += 1
+        self.running[slot].preemptions += 1
+        self._leave(slot, requeue=True)
+
+    def _leave(self, slot: int, *, requeue: bool, keep: bool = True) -> None:
+        """Take a sequence out of the steps to come, and give its pages back once no step in flight reads them."""
+        self._prefilling.pop(slot, None)
+        self._stop_decoding(slot)
+        self._leaving[slot] = _Leaving(requeue, keep)
+        if self._in_flight[slot] == 0:
+            self._depart(slot)
+
+    def _depart(self, slot: int) -> None:
+        leaving = self._leaving.pop(slot)
+        request = self.running.pop(slot)
+        if self._keeping is not None and leaving.keep:
+            self._keeping.release(slot, request)
+        else:
+            self.manager.release(slot)
+        if self._keeping is not None:
+            self._keeping.forget(slot, request)
+        del self._slot_of[request]
+        self._many_stops.discard(request)
+        self._free_slots.append(slot)
+        self._nothing_fits = False
+        if leaving.requeue and request.finish_reason is None:
+            request.bypassed = 0
+            insort(self.waiting, request, key=_order)
+
+    def _start_decoding(self, slot: int) -> None:
+        self._decoding[slot] = None
+        self._decoding_slots = None
+        self._set_horizon(slot)
+
+    def _set_horizon(self, slot: int) -> None:
+        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot]))
+
+    def _stop_decoding(self, slot: int) -> None:
+        if slot in self._decoding:
+            del self._decoding[slot]
+            self._decoding_slots = None
+
+
+def _reason_to_end(request: Request) -> FinishReason | None:
+    params, output = request.params, request.output
+    # A grammar lets its stop tokens through before that only where nothing else may follow.
+    must_stop = request.grammar is not None and output[-1] in request.grammar.stop_ids
+    if output[-1] in params.stop_token_ids and (len(output) >= params.min_tokens or must_stop):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(output) >= params.max_tokens else None
+
+
+def _order(request: Request) -> int:
+    """Place in the queue: first come, first served, shifted by priority."""
+    return request.priority * PRIORITY_WORTH + request.arrival
