@@ -22,7 +22,7 @@ from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.lowering.group import ALONE
 from windowpane.models import from_config
-from windowpane.models.spec import RankPlace
+from windowpane.models.tensors import RankPlace
 from windowpane.models.weights import weight_bytes
 from windowpane.parallel.launch import Workers
 from windowpane.parallel.process_group import ProcessGroup, host_store

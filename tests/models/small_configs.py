@@ -145,7 +145,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "text_config": {
             **_GEMMA4_TEXT,
             "model_type": "gemma4_text",
-            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "num_hidden_layers": 8,  # six of them own KV: by the rule of old configs, too, one is full
+            "layer_types": [SLIDING, FULL] * 4,
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
         },

@@ -13,7 +13,7 @@ from tests.models.small_configs import small
 from windowpane.models import ModelError, load
 from windowpane.models.config import Config
 from windowpane.models.quantization import STORED_BYTES, Quantization, read_quantization
-from windowpane.models.spec import TensorSpec
+from windowpane.models.tensors import TensorSpec
 
 WEIGHT = TensorSpec("model.layers.0.mlp.down_proj.weight", (256, 512), linear=True)
 STACKED = TensorSpec("model.layers.0.mlp.experts.{}.down_proj.weight", (8, 256, 512), linear=True, stacked=True)

@@ -10,7 +10,8 @@ import pytest
 from windowpane.kv.caches import TokenCache
 from windowpane.models import load, shipped_names
 from windowpane.models.quantization import STORED_BYTES
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 from windowpane.models.weights import parameter_count, weight_bytes
 
 

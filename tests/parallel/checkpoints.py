@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.running.small_models import CONFIGS, WINDOW
 from windowpane import models
 from windowpane.models import ModelSpec, from_config
-from windowpane.models.spec import TensorSpec
+from windowpane.models.tensors import TensorSpec
 from windowpane.weights.checkpoint import stored_tensors
 
 HEADLINE = "gemma-4-31b-awq-4bit"

@@ -11,7 +11,8 @@ from tests.running.harness import Knobs, Run, generate_by, generate_with
 from tests.running.small_models import QUANTIZED, reference, spec_of
 from windowpane.kv.caches import Cache
 from windowpane.kv.layout import Layout
-from windowpane.models.spec import ONLY_RANK, ModelSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import ONLY_RANK
 from windowpane.models.weights import weight_bytes
 from windowpane.parallel.job import RankJob, RankReport
 from windowpane.parallel.launch import Workers

@@ -19,7 +19,7 @@ from tests.running.small_models import CONFIGS, spec_of
 from tests.weights.test_gguf_weights import BLOCK, GEMMA_NORMS, made_up
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models import ModelSpec, from_config, load, shipped_names
-from windowpane.models.spec import RankPlace, Shard
+from windowpane.models.tensors import RankPlace, Shard
 from windowpane.models.weights import sharding_problem, text_tensors, weight_bytes
 from windowpane.weights import LoadedWeights, load_weights
 from windowpane.weights import safetensors as safetensors_module

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.small_configs import small
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models import ModelSpec, load
-from windowpane.models.spec import TensorSpec
+from windowpane.models.tensors import TensorSpec
 from windowpane.models.weights import text_tensors, weight_bytes
 from windowpane.weights import WeightsError, load_weights
 

@@ -8,7 +8,7 @@ from windowpane.kv.retention import Full
 from windowpane.lowering.recipe import Recipe, read_recipe
 from windowpane.lowering.rope import Rope
 from windowpane.models import load, shipped_names
-from windowpane.models.spec import ModelError
+from windowpane.models.config import ModelError
 
 ROPES = ("rope_theta", "rope_parameters")
 ACTIVATIONS = ("hidden_act", "hidden_activation")

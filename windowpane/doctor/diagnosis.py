@@ -17,7 +17,8 @@ from windowpane.kv.caches import StateCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.retention import Chunk, Window
-from windowpane.models.spec import ModelError, ModelSpec
+from windowpane.models.config import ModelError
+from windowpane.models.spec import ModelSpec
 from windowpane.plan.config import EngineConfig
 from windowpane.plan.hardware import Gpu, parse_gpus
 from windowpane.plan.memory import Device

@@ -6,13 +6,12 @@ an embedding, and for logits. `ALONE` does nothing, so that one rank runs exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from windowpane.models.spec import ONLY_RANK, RankPlace
+from windowpane.models.tensors import ONLY_RANK, RankPlace
 
 
 class RankGroup(Protocol):
@@ -57,17 +56,3 @@ def look_up(table: torch.Tensor, tokens: torch.Tensor, group: RankGroup) -> torc
     elsewhere = (own < 0) | (own >= len(table))
     rows = F.embedding(own.masked_fill(elsewhere, 0), table)
     return group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
-
-
-def summed(
-    product: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    weight: Any,
-    bias: torch.Tensor | None,
-    group: RankGroup,
-) -> torch.Tensor:
-    """A product whose inputs are shared out over ranks: each computes a part of every sum. The bias counts once."""
-    if group.place.ranks == 1:
-        return product(x, weight, bias)
-    out = group.all_reduce(product(x, weight, None))
-    return out if bias is None else out + bias

@@ -1,7 +1,7 @@
 """Quantized weights on any device: dequantised exactly, a tile at a time, and never as a whole.
 
 `PackedWeight` holds what `windowpane.models.packing` describes. A decoder treats it as it treats a tensor [outputs,
-inputs]: `len`, `shape`, slices of outputs, `stack` for projections of one input, and `linear` for the product.
+inputs]: `len`, `shape`, slices of outputs, `stack` for projections of one input, and `product`.
 """
 
 from __future__ import annotations
@@ -225,13 +225,13 @@ class JoinedWeight:
 Weight = torch.Tensor | PackedWeight | JoinedWeight
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x · weightᵀ + bias, however the weight is held."""
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return weight.linear(x, bias)
-    out = torch.cat([linear(x, part) for part in weight.parts], dim=-1)
+    out = torch.cat([product(x, part) for part in weight.parts], dim=-1)
     return out if bias is None else out + bias
 
 

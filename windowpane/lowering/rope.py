@@ -1,97 +1,81 @@
-"""Rotary position embedding: which angle each pair of dimensions turns by, per position.
-
-Dimension i of the first half of a head is paired with dimension i of the second half. A frequency of 0 leaves a pair
-unturned, so partial rotation needs no special case.
+"""Rotary position embedding in torch. Dimension i of the first half of a head is paired with dimension i of the second;
+a frequency of 0 leaves a pair as it is, so that partial rotation needs no special case.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
-from windowpane.models.config import Config
-from windowpane.models.spec import ModelError
-
-KINDS = ("default", "linear", "llama3", "proportional")
+from windowpane.models.rope import LINEAR, LLAMA3, LONG, PROPORTIONAL, YARN, Rope
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """One way to rotate. Layers with equal ones share their table. `kind` None: no rotation at all (NoPE)."""
+def frequencies(rope: Rope, max_model_len: int) -> torch.Tensor:
+    """float32 [head_dim / 2]. Where long factors exist, the longest length that is admitted decides for all."""
+    dim = rope.rotary_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
+    found = 1.0 / rope.theta**exponents
+    if rope.kind == LINEAR:
+        found = found / rope.factor
+    elif rope.kind == LLAMA3:
+        found = _stretch_slow_ones(rope, found)
+    elif rope.kind == YARN:
+        found = _yarn(rope, found)
+    elif rope.kind == LONG:
+        factors = rope.long_factors if max_model_len > rope.original_positions else rope.short_factors
+        found = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
+    elif rope.kind == PROPORTIONAL:
+        found[int(rope.partial * dim // 2) :] = 0.0
+        found = found / rope.factor
+    return F.pad(found, (0, rope.head_dim // 2 - len(found)))
 
-    kind: str | None
-    head_dim: int
-    theta: float = 10_000.0
-    factor: float = 1.0
-    partial: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
 
-    def frequencies(self) -> torch.Tensor:
-        """float32 [head_dim / 2]."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).to(torch.float32) / self.head_dim
-        frequencies = 1.0 / self.theta**exponents
-        if self.kind == "linear":
-            return frequencies / self.factor
-        if self.kind == "llama3":
-            return self._stretch_slow_ones(frequencies)
-        if self.kind == "proportional":
-            turned = int(self.partial * self.head_dim // 2)
-            frequencies[turned:] = 0.0
-            return frequencies / self.factor
-        return frequencies
+def _stretch_slow_ones(rope: Rope, found: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: slow rotations are stretched by `factor`, fast ones kept, those between blended."""
+    rotations = rope.original_positions * found / (2 * math.pi)
+    blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * found / rope.factor + blend * found
 
-    def _stretch_slow_ones(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Llama 3.1: slow turns are stretched by `factor`, fast ones kept, those between blended."""
-        wavelengths = 2 * math.pi / frequencies
-        turns = self.original_positions / wavelengths
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = blend.clamp(0, 1)
-        return (1 - blend) * frequencies / self.factor + blend * frequencies
 
-    def table(self, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each [positions, head_dim / 2]."""
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * self.frequencies()
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+def _yarn(rope: Rope, found: torch.Tensor) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): pairs that rotate often are kept, those that rotate rarely are stretched by `factor`."""
+
+    def pair_with(rotations: float) -> float:
+        turns = rope.original_positions / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    ramp = (torch.arange(len(found), dtype=torch.float32) - low) / (high - low or 0.001)
+    stretched = ramp.clamp(0, 1)
+    return found / rope.factor * stretched + found * (1 - stretched)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs of x's last dimension by angles given as cos and sin of half its width, broadcast to it."""
+    """Rotate the pairs of x's last dimension by angles given as cos and sin of half its width, broadcast to it."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def read_rope(text: Config, head_dim: int, layer_type: str, default: Rope, *, theta_key: str = "rope_theta") -> Rope:
-    """The rotation of layers of one type, from `rope_parameters` (by type or for all) or the older flat fields.
+class RopeTables:
+    """cos and sin by position, times the rotation's attention factor; layers that rotate alike share one."""
 
-    `default` is the config class's own, for configs that leave it out.
-    """
-    if text.has("rope_parameters"):
-        section = text.section("rope_parameters")
-        if section.has(layer_type):
-            section = section.section(layer_type)
-        return _read_section(section, head_dim, section.number("rope_theta", default.theta))
-    theta = text.number(theta_key, default.theta)
-    # Older configs scale the full layers only; a theta of their own is the mark of the local ones.
-    if theta_key == "rope_theta" and text.has("rope_scaling"):
-        return _read_section(text.section("rope_scaling"), head_dim, theta)
-    return replace(default, theta=theta)
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
 
-
-def _read_section(section: Config, head_dim: int, theta: float) -> Rope:
-    kind = section.text("rope_type") or section.text("type") or "default"
-    if kind not in KINDS:
-        raise ModelError(f"{section.where}rope_type: {kind!r} cannot be run yet; known: {', '.join(KINDS)}")
-    return Rope(
-        kind,
-        head_dim,
-        theta,
-        factor=section.number("factor", 1.0),
-        partial=section.number("partial_rotary_factor", 1.0),
-        low_freq_factor=section.number("low_freq_factor", 1.0),
-        high_freq_factor=section.number("high_freq_factor", 4.0),
-        original_positions=section.integer("original_max_position_embeddings", 8192),
-    )
+    def at(self, rope: Rope, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each [*positions, head_dim / 2], float32; tables grow as sequences do."""
+        needed = int(positions.max()) + 1 if positions.numel() else 1
+        if rope not in self._tables or len(self._tables[rope][0]) < needed:
+            count = torch.arange(max(1024, 2 * needed), dtype=torch.float32)
+            angles = count[:, None] * frequencies(rope, self._max_model_len)
+            cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+            self._tables[rope] = cos.to(positions.device), sin.to(positions.device)
+        cos, sin = self._tables[rope]
+        return cos[positions], sin[positions]

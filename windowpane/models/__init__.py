@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.gguf import hf_config, is_gguf, read_header
-from windowpane.models.spec import ModelError, ModelSpec
+from windowpane.models.spec import ModelSpec
 
 __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_names"]
 

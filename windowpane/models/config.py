@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from windowpane.kv.formats import DTYPE_BYTES
-from windowpane.models.spec import ModelError
+
+
+class ModelError(ValueError):
+    """The configuration cannot be read as a model; the message names the field and the way out."""
 
 
 class Config:
@@ -48,6 +51,12 @@ class Config:
             raise self.wrong_type(key, "a number")
         return float(value)
 
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A number that may be missing: null is None, and an absent field the config class's default."""
+        if key not in self.fields:
+            return default
+        return self.number(key) if self.has(key) else None
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.fields.get(key)
         if value is None:
@@ -77,6 +86,15 @@ class Config:
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise self.wrong_type(key, "a list of strings")
         return tuple(value)
+
+    def numbers(self, key: str) -> tuple[float, ...] | None:
+        """A list of numbers, or None where it is missing."""
+        value = self.fields.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(v, int | float) for v in value):
+            raise self.wrong_type(key, "a list of numbers")
+        return tuple(map(float, value))
 
     def integers(self, key: str, length: int | None = None) -> tuple[int, ...] | None:
         """A list of whole numbers (of `length` where given), or None where it is missing."""

@@ -13,9 +13,8 @@ from functools import lru_cache
 from math import isclose, pi
 from pathlib import Path
 
-from windowpane.models.config import every
+from windowpane.models.config import ModelError, every
 from windowpane.models.parts import FULL, SLIDING
-from windowpane.models.spec import ModelError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.retention import Chunk, Full, TokenRetention, Window
-from windowpane.models.config import Config
+from windowpane.models.blocks import Decoder
+from windowpane.models.config import Config, ModelError
 from windowpane.models.quantization import read_quantization
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
@@ -126,6 +128,7 @@ def model_spec(
     caches: Iterable[Cache],
     tensors: Iterable[TensorSpec],
     shared_caches: Iterable[TokenCache] = (),
+    decoder: Decoder | None = None,
     notes: Iterable[str] = (),
 ) -> ModelSpec:
     """Put the pieces together with what the config says about dtype and quantization."""
@@ -148,6 +151,7 @@ def model_spec(
         caches=tuple(caches),
         tensors=tuple(tensors),
         text=text,
+        decoder=decoder,
         quantization=read_quantization(config),
         shared_caches=tuple(shared_caches),
         notes=(*assumed, *notes, *((provenance,) if provenance else ())),
@@ -196,7 +200,7 @@ def norms(prefix: str, names: Iterable[str], width: int) -> list[TensorSpec]:
     return [whole(f"{prefix}{name}.weight", width) for name in names]
 
 
-def attention(
+def attention_tensors(
     prefix: str,
     shape: Shape,
     *,
@@ -221,7 +225,7 @@ def attention(
     return tensors
 
 
-def mlp(
+def mlp_tensors(
     prefix: str,
     hidden: int,
     width: int,
@@ -238,7 +242,7 @@ def mlp(
     return with_biases(weights) if bias else weights
 
 
-def fused_mlp(
+def fused_mlp_tensors(
     prefix: str, hidden: int, width: int, *, bias: bool = False, names: tuple[str, str] = ("gate_up_proj", "down_proj")
 ) -> list[TensorSpec]:
     """An MLP whose gate and up are one Linear, gate first."""
@@ -265,7 +269,7 @@ def separate_experts(
         replace(
             tensor, shape=(experts, *tensor.shape), shard=Shard(0, ((experts, experts),)), stacked=True, part="experts"
         )
-        for tensor in mlp(f"{prefix}{{}}.", hidden, width, gated=gated, names=names)
+        for tensor in mlp_tensors(f"{prefix}{{}}.", hidden, width, gated=gated, names=names)
     ]
 
 
@@ -285,19 +289,21 @@ def fused_experts(
     return tensors
 
 
-def per_layer_embeddings(prefix: str, shape: Shape, vocab: int, width: int) -> list[TensorSpec]:
-    """Gemma 3n and 4: a table that gives every layer its own `width` values per token, and what mixes them in."""
-    all_layers = shape.layers * width
-    rows = Shard(0, ((vocab, vocab),))
-    tensors = [
-        TensorSpec(f"{prefix}embed_tokens_per_layer.weight", (vocab, all_layers), rows, part="embedding"),
-        whole(f"{prefix}per_layer_model_projection.weight", all_layers, shape.hidden, linear=True),
-        *norms(prefix, ("per_layer_projection_norm",), width),
-    ]
-    for layer in range(shape.layers):
-        tensors += [
+def per_layer_tensors(
+    prefix: str, shape: Shape, vocab: int, width: int
+) -> tuple[tuple[TensorSpec, TensorSpec], list[tuple[TensorSpec, TensorSpec]]]:
+    """Gemma 3n and 4: a table that gives every layer its own `width` values per token, and what mixes them in.
+
+    First the table and the model's own projection, then gate and projection of every layer; norms are apart.
+    """
+    all_layers, rows = shape.layers * width, Shard(0, ((vocab, vocab),))
+    table = TensorSpec(f"{prefix}embed_tokens_per_layer.weight", (vocab, all_layers), rows, part="embedding")
+    projection = whole(f"{prefix}per_layer_model_projection.weight", all_layers, shape.hidden, linear=True)
+    layers = [
+        (
             whole(f"{prefix}layers.{layer}.per_layer_input_gate.weight", width, shape.hidden, linear=True),
             whole(f"{prefix}layers.{layer}.per_layer_projection.weight", shape.hidden, width, linear=True),
-            *norms(f"{prefix}layers.{layer}.", ("post_per_layer_input_norm",), shape.hidden),
-        ]
-    return tensors
+        )
+        for layer in range(shape.layers)
+    ]
+    return (table, projection), layers

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from windowpane.kv.formats import DTYPE_BYTES
 from windowpane.kv.retention import ceil_div
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.packing import PackedForm
-from windowpane.models.spec import ModelError, Shard, TensorSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 STORED_BYTES: dict[str, int] = {**DTYPE_BYTES, "fp8_e4m3": 1, "uint8": 1, "int32": 4, "int64": 8}
 

@@ -7,7 +7,8 @@ from math import prod
 
 from windowpane.kv.caches import ShardingError
 from windowpane.models.quantization import STORED_BYTES
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 MAX_RANKS = 64
 

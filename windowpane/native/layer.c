@@ -1,18 +1,18 @@
 #include "kernels.h"
 
-/* -- a whole decoder layer for decoding tokens ------------------------------------------------------------------------
+/* -- a whole decoder layer for decoding tokens: attention, then a gated MLP --------------------------------------------
  *
- * The same kernels in the same order as when they are called one by one, so with the same bits; only nobody stands
- * between them, which for a small model takes longer than some of them do.
+ * The same kernels in the same order as when they are called one by one, so with the same bits.
  */
 
 typedef struct {
-    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias; /* biases, head norms: may be missing */
-    const float *post_attention_norm, *pre_mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *post_mlp_norm;
+    /* Norms around either block, biases, head norms and sinks may be missing. */
+    const float *before_attention, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *after_attention;
+    const float *before_mlp, *gate_up, *gate_up_bias, *down, *down_bias, *after_mlp, *sinks;
     char *keys, *values; /* the arena, at this layer's K and V of the page at offset 0 */
     int64_t hidden, query_heads, kv_heads, dim, mlp, block_tokens, row_floats;
-    int64_t sandwich, head_norms, v_norm, is_gelu;
-    float eps, scale, scalar;
+    int64_t head_norms, v_norm, is_gelu;
+    float eps, scale, softcap, multiplier, scalar;
 } Layer;
 
 typedef struct {
@@ -35,6 +35,23 @@ long layer_scratch_floats(const Layer *l, long parts) {
            + l->query_heads * parts * (l->dim + 16);
 }
 
+/* What a block reads: the residual stream, normed into `normed` where there is a weight. */
+static const float *before(const Layer *l, const float *weight, const float *hidden, float *normed, long n, int threads) {
+    if (!weight) return hidden;
+    rms_norm(hidden, weight, 0, normed, n, l->hidden, l->eps, threads);
+    return normed;
+}
+
+/* A block's result, normed where there is a weight, joins the residual stream. */
+static void join(const Layer *l, const float *weight, float *mixed, float *hidden, long n, int threads) {
+    if (weight && l->multiplier == 1) {
+        rms_norm(mixed, weight, hidden, hidden, n, l->hidden, l->eps, threads);
+        return;
+    }
+    if (weight) rms_norm(mixed, weight, 0, mixed, n, l->hidden, l->eps, threads);
+    for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i] * l->multiplier;
+}
+
 /* hidden [sequences, hidden] is changed in place. */
 void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch, int threads) {
     long n = t->sequences, queries = l->query_heads * l->dim, kv = l->kv_heads * l->dim, projected = queries + 2 * kv;
@@ -42,34 +59,26 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     float *qkv = packed + n * widest(l), *q = qkv + n * projected, *k = q + n * queries, *v = k + n * kv;
     float *attended = v + n * kv, *both = attended + n * queries, *one = both + 2 * n * l->mlp, *partial = one + n * l->mlp;
 
-    rms_norm(hidden, l->input_norm, 0, normed, n, l->hidden, l->eps, threads);
-    product_of_few(normed, l->hidden, l->qkv, l->qkv_bias, qkv, packed, n, projected, l->hidden, threads);
+    const float *x = before(l, l->before_attention, hidden, normed, n, threads);
+    product_of_few(x, l->hidden, l->qkv, l->qkv_bias, qkv, packed, n, projected, l->hidden, threads);
     heads(qkv, projected, l->head_norms, l->q_norm, t->cos, t->sin, q, n, l->query_heads, l->dim, l->eps, threads);
     heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps,
           threads);
     heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, threads);
-    Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended,
-                   n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale};
+    Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended, l->sinks,
+                   n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale,
+                   l->softcap};
     attend_decoding(&a, threads);
     write_rows(l->keys, t->to_offsets, t->to_rows, k, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
     write_rows(l->values, t->to_offsets, t->to_rows, v, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
     product_of_few(attended, queries, l->out, l->out_bias, mixed, packed, n, l->hidden, queries, threads);
+    join(l, l->after_attention, mixed, hidden, n, threads);
 
-    const float *before_mlp = l->pre_mlp_norm;
-    if (l->sandwich) {
-        rms_norm(mixed, l->post_attention_norm, hidden, hidden, n, l->hidden, l->eps, threads);
-    } else {
-        for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
-        before_mlp = l->post_attention_norm;
-    }
-    rms_norm(hidden, before_mlp, 0, normed, n, l->hidden, l->eps, threads);
-    product_of_few(normed, l->hidden, l->gate_up, l->gate_up_bias, both, packed, n, 2 * l->mlp, l->hidden, threads);
+    x = before(l, l->before_mlp, hidden, normed, n, threads);
+    product_of_few(x, l->hidden, l->gate_up, l->gate_up_bias, both, packed, n, 2 * l->mlp, l->hidden, threads);
     gated(both, one, n, l->mlp, l->is_gelu, threads);
     product_of_few(one, l->mlp, l->down, l->down_bias, mixed, packed, n, l->hidden, l->mlp, threads);
-    if (l->sandwich)
-        rms_norm(mixed, l->post_mlp_norm, hidden, hidden, n, l->hidden, l->eps, threads);
-    else
-        for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
+    join(l, l->after_mlp, mixed, hidden, n, threads);
     if (l->scalar != 1)
         for (long i = 0; i < n * l->hidden; i++) hidden[i] *= l->scalar;
 }

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from windowpane.kv.layout import Layout
-from windowpane.models.spec import ModelSpec, RankPlace
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import RankPlace
 from windowpane.plan.config import ConfigError
 from windowpane.plan.sizes import format_bytes
 from windowpane.weights import LoadedWeights, load_weights

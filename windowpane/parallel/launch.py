@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 import windowpane
-from windowpane.models.spec import RankPlace
+from windowpane.models.tensors import RankPlace
 from windowpane.parallel.messages import Answer, Awake, Failed, Join, Order
 from windowpane.parallel.process_group import ProcessGroup, backend_for, host_store
 

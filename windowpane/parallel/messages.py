@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windowpane.models.spec import RankPlace
+from windowpane.models.tensors import RankPlace
 from windowpane.parallel.job import RankJob, RankReport
 from windowpane.schedule.batch import Batch
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from windowpane.models.spec import RankPlace
+from windowpane.models.tensors import RankPlace
 
 # Ranks do equal work, so they wait for one another only for as long as their speeds differ. A rank that is later than
 # this is as good as dead; one that dies is noticed at once (see `launch`).

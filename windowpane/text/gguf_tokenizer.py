@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from windowpane.models.config import ModelError
 from windowpane.models.gguf import GgufHeader
-from windowpane.models.spec import ModelError
 
 # The kinds of token that matter here, by ggml's number.
 CONTROL, USER_DEFINED = 3, 4

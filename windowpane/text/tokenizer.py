@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windowpane.models.config import ModelError
 from windowpane.models.gguf import GgufHeader, is_gguf, read_header
-from windowpane.models.spec import ModelError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -14,7 +14,8 @@ import torch
 
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.gguf import is_gguf
-from windowpane.models.spec import ONLY_RANK, Cut, ModelSpec, RankPlace, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import ONLY_RANK, RankPlace, RankSlice, TensorSpec
 from windowpane.models.weights import text_tensors
 from windowpane.native.build import start_building
 from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names, stored_tensors
@@ -128,7 +129,7 @@ def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
     return tensor.elements * dtype.itemsize
 
 
-def _as_stored(checkpoint: Checkpoint, name: str, cut: Cut | None, device: torch.device) -> torch.Tensor:
+def _as_stored(checkpoint: Checkpoint, name: str, cut: RankSlice | None, device: torch.device) -> torch.Tensor:
     """A tensor, or what `cut` leaves of it, on the device in the dtype that the file has it in."""
     pieces = iter(checkpoint.pieces(name, cut))
     first = next(pieces)

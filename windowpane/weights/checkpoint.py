@@ -19,7 +19,8 @@ from typing import Protocol
 
 import torch
 
-from windowpane.models.spec import Cut, ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import RankSlice, TensorSpec
 from windowpane.models.weights import text_tensors
 
 MAX_NAMES = 20
@@ -53,7 +54,7 @@ class Checkpoint(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor of the file."""
 
-    def pieces(self, name: str, cut: Cut | None = None) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
         """A tensor, or what `cut` leaves of it, on the host: consecutive pieces of its first axis of about
         `PIECE_BYTES`.
 
@@ -61,7 +62,7 @@ class Checkpoint(Protocol):
         """
 
 
-def row_pieces(shape: tuple[int, ...], cut: Cut | None, at_once: int) -> Iterator[range]:
+def row_pieces(shape: tuple[int, ...], cut: RankSlice | None, at_once: int) -> Iterator[range]:
     """The rows that each piece has: a run of at most `at_once` of those that are wanted."""
     wanted = cut.ranges if cut is not None and cut.axis == 0 else (range(shape[0]),)
     for rows in wanted:

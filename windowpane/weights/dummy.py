@@ -12,7 +12,8 @@ import torch
 
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import MIDDLE_OF_INT4
-from windowpane.models.spec import ONLY_RANK, ModelSpec, RankPlace, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import ONLY_RANK, RankPlace, TensorSpec
 from windowpane.weights.quantized import held_form
 
 # What transformers initialises Linear and Embedding with, in every family here.

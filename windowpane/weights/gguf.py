@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from windowpane.models.gguf import GgufTensor, read_header
-from windowpane.models.spec import Cut, ModelSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import RankSlice
 from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError, row_pieces
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class GgufCheckpoint:
         self._tensors = {_hf_name(t.name, family): t for t in header.tensors.values() if t.name not in _SKIPPED}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def pieces(self, name: str, cut: Cut | None = None) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         projection = name.split(".")[-2]
         if self._interleaved and projection in self._heads:
@@ -85,7 +86,7 @@ class GgufCheckpoint:
         for rows in self._rows(tensor, cut, max(1, PIECE_BYTES // (4 * tensor.shape[-1]))):
             yield rows - offset if offset else rows
 
-    def _rows(self, tensor: GgufTensor, cut: Cut | None, at_once: int) -> Iterator[torch.Tensor]:
+    def _rows(self, tensor: GgufTensor, cut: RankSlice | None, at_once: int) -> Iterator[torch.Tensor]:
         """Dequantised rows, `at_once` at a time; a vector is one row. Types are packed along rows, so a cut through
         rows is made once they are dequantised.
         """

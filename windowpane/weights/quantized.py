@@ -12,7 +12,8 @@ import torch
 from windowpane.lowering.packed import TILE_VALUES, PackedWeight, pack_units, pack_zeros
 from windowpane.models.packing import PackedForm
 from windowpane.models.quantization import Awq, Fp8, Gptq, PackedIntegers, Quantization, WeightFormat
-from windowpane.models.spec import ONLY_RANK, ModelSpec, RankPlace, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import ONLY_RANK, RankPlace, TensorSpec
 from windowpane.models.weights import text_tensors
 from windowpane.weights.checkpoint import WeightsError
 

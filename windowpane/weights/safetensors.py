@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from windowpane.models.spec import Cut
+from windowpane.models.tensors import RankSlice
 from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError, row_pieces
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,7 +37,7 @@ class SafetensorsCheckpoint:
                 self._paths[name] = path
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
-    def pieces(self, name: str, cut: Cut | None = None) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
         shape = self.shapes[name]
         if not shape:
             yield self._file(self._paths[name]).get_tensor(name)[None]

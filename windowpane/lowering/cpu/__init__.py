@@ -1,1 +1,1 @@
-"""C kernels for float32 on CPUs."""
+"""C kernels for float32 on CPUs: the reference with faster operations, and whole decoding layers in one call."""

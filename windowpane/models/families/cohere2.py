@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from windowpane.kv.caches import TokenCache
+from windowpane.models.blocks import LAYER, Block, Sum
+from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
-from windowpane.models.parts import (
-    FULL,
-    SLIDING,
-    attention,
-    embeddings,
-    even_head_dim,
-    mlp,
-    model_spec,
-    norms,
-    read_shape,
-    retention,
-)
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
+from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.spec import ModelSpec
 
 ARCHITECTURES = ("Cohere2ForCausalLM",)
 DEFAULT_WINDOW = 4096
@@ -25,21 +17,25 @@ DEFAULT_WINDOW = 4096
 def read(config: Config, name: str) -> ModelSpec:
     defaults = {"head_dim": even_head_dim(config), "num_key_value_heads": config.integer("num_attention_heads")}
     shape = read_shape(config, config, tied=True, defaults=defaults)
-    interval = config.integer("sliding_window_pattern", 4)
+    interval, dim = config.integer("sliding_window_pattern", 4), shape.head_dim
     kinds = config.layer_types(shape.layers, (FULL, SLIDING), every(interval, FULL, SLIDING, shape.layers))
-    width = config.integer("intermediate_size")
-    bias = config.flag("attention_bias", False)
-    caches = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    rope = read_rope(config, dim, SLIDING, Rope(DEFAULT, dim)).with_interleaved_pairs()
+    norms = Norms(shape.hidden, config.number("layer_norm_eps", 1e-5), kind=LAYER)
+    width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
+    layers = []
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
-        keeps = retention(kind, config, DEFAULT_WINDOW)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention(f"{prefix}self_attn.", shape, bias=bias)
-        tensors += mlp(f"{prefix}mlp.", shape.hidden, width)
+        mixer = attention(
+            f"{prefix}self_attn.",
+            shape,
+            TokenCache(layer, retention(kind, config, DEFAULT_WINDOW), shape.kv_heads, dim, dim),
+            rope=rope if kind == SLIDING else None,
+            bias=config.flag("attention_bias", False),
+        )
         # One norm feeds both: they run side by side.
-        tensors += norms(prefix, ("input_layernorm",), shape.hidden)
-    tensors += norms("model.", ("norm",), shape.hidden)
-    return model_spec(
-        config, config, shape, name=name, family="cohere2", widest_mlp=width, caches=caches, tensors=tensors
+        branches = Block(mixer), Block(gated_mlp(f"{prefix}mlp.", shape, width, activation))
+        layers.append((Block(Sum(branches), before=norms(f"{prefix}input_layernorm")),))
+    described = decoder(
+        "model.", shape, layers, norms("model.norm"), logit_multiplier=config.number("logit_scale", 0.0625)
     )
+    return described_spec(config, config, shape, name=name, family="cohere2", decoder=described)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from windowpane.kv.caches import TokenCache
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mla import LatentAttention, latent_cache, read_latent_attention
 from windowpane.models.parts import (
     embeddings,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
     separate_experts,
     whole,
 )
-from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
@@ -41,7 +42,7 @@ def read(config: Config, name: str) -> ModelSpec:
             caches.append(latent_cache(layer, config.integer("index_head_dim")))
             tensors += _indexer(f"{prefix}self_attn.indexer.", config, attends, shape.hidden)
         if layer < first_sparse:
-            tensors += mlp(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
+            tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
         else:
             tensors += _experts(f"{prefix}mlp.", config, shape.hidden)
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
@@ -95,7 +96,7 @@ def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
         whole(f"{prefix}gate.weight", experts, hidden),
         whole(f"{prefix}gate.e_score_correction_bias", experts),
         *separate_experts(f"{prefix}experts.", experts, hidden, width),
-        *mlp(f"{prefix}shared_experts.", hidden, shared * width),
+        *mlp_tensors(f"{prefix}shared_experts.", hidden, shared * width),
     ]
 
 

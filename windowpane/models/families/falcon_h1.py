@@ -6,8 +6,17 @@ from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.config import Config
 from windowpane.models.families.mamba import read_mamba_d
-from windowpane.models.parts import attention, embeddings, even_head_dim, mlp, model_spec, norms, read_shape
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.parts import (
+    attention_tensors,
+    embeddings,
+    even_head_dim,
+    mlp_tensors,
+    model_spec,
+    norms,
+    read_shape,
+)
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("FalconH1ForCausalLM",)
 
@@ -23,7 +32,7 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"model.layers.{layer}."
         caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
         caches.append(mamba.cache(layer))
-        tensors += attention(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
+        tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
         tensors += mamba.tensors(
             f"{prefix}mamba.",
             shape.hidden,
@@ -32,7 +41,7 @@ def read(config: Config, name: str) -> ModelSpec:
             conv_bias=config.flag("mamba_conv_bias", True),
             norm=config.flag("mamba_rms_norm", False),
         )
-        tensors += mlp(f"{prefix}feed_forward.", shape.hidden, width, bias=config.flag("mlp_bias", False))
+        tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, width, bias=config.flag("mlp_bias", False))
         tensors += norms(prefix, ("input_layernorm", "pre_ff_layernorm"), shape.hidden)
     tensors += norms("model.", ("final_layernorm",), shape.hidden)
     return model_spec(

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from windowpane.kv.caches import TokenCache
+from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
 from windowpane.models.families import towers
-from windowpane.models.parts import (
-    FULL,
-    SANDWICH_NORMS,
-    SLIDING,
-    attention,
-    causal_only,
-    embeddings,
-    mlp,
-    model_spec,
-    norms,
-    read_shape,
-    retention,
-)
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.parts import FULL, SLIDING, causal_only, read_shape, retention
+from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.spec import ModelSpec
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
@@ -37,25 +27,37 @@ def read(config: Config, name: str) -> ModelSpec:
     text = config.section("text_config") if nested else config
     causal_only(text)
     shape = read_shape(config, text, tied=True, defaults=DEFAULTS)
-    kinds = layer_kinds(text, shape.layers)
-    width = text.integer("intermediate_size")
-    bias = text.flag("attention_bias", False)
+    interval, dim = text.integer("sliding_window_pattern", 6), shape.head_dim
+    kinds = text.layer_types(shape.layers, (FULL, SLIDING), every(interval, FULL, SLIDING, shape.layers))
+    ropes = {
+        FULL: read_rope(text, dim, FULL, Rope(DEFAULT, dim, theta=1e6)),
+        SLIDING: read_rope(text, dim, SLIDING, Rope(DEFAULT, dim), theta_key="rope_local_base_freq"),
+    }
+    norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6), adds_one=True)
+    width, activation = text.integer("intermediate_size"), text.text("hidden_activation") or "gelu_pytorch_tanh"
     wrapper = "language_model." if nested else ""
-    caches = []
-    tensors: list[TensorSpec] = embeddings(f"{wrapper}model.", shape, head=f"{wrapper}lm_head.weight")
+    layers = []
     for layer, kind in enumerate(kinds):
         prefix = f"{wrapper}model.layers.{layer}."
-        keeps = retention(kind, text, DEFAULT_WINDOW)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention(f"{prefix}self_attn.", shape, bias=bias, qk_norm=True)
-        tensors += mlp(f"{prefix}mlp.", shape.hidden, width)
-        tensors += norms(prefix, SANDWICH_NORMS, shape.hidden)
-    tensors += norms(f"{wrapper}model.", ("norm",), shape.hidden)
-    if nested and config.has("vision_config"):
-        tensors += towers.gemma3(config, shape.hidden)
-    return model_spec(config, text, shape, name=name, family="gemma3", widest_mlp=width, caches=caches, tensors=tensors)
-
-
-def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
-    interval = text.integer("sliding_window_pattern", 6)
-    return text.layer_types(layers, (FULL, SLIDING), every(interval, FULL, SLIDING, layers))
+        mixer = attention(
+            f"{prefix}self_attn.",
+            shape,
+            TokenCache(layer, retention(kind, text, DEFAULT_WINDOW), shape.kv_heads, dim, dim),
+            rope=ropes[kind],
+            scale=text.number("query_pre_attn_scalar", 256) ** -0.5,
+            softcap=text.optional_number("attn_logit_softcapping"),
+            bias=text.flag("attention_bias", False),
+            head_norms=norms.of_heads(dim),
+        )
+        layers.append(norms.both(prefix, mixer, gated_mlp(f"{prefix}mlp.", shape, width, activation)))
+    described = decoder(
+        f"{wrapper}model.",
+        shape,
+        layers,
+        norms(f"{wrapper}model.norm"),
+        head=f"{wrapper}lm_head.weight",
+        embedding_multiplier=shape.hidden**0.5,
+        logit_softcap=text.optional_number("final_logit_softcapping"),
+    )
+    vision = towers.gemma3(config, shape.hidden) if nested and config.has("vision_config") else ()
+    return described_spec(config, text, shape, name=name, family="gemma3", decoder=described, towers=vision)

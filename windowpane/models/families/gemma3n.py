@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from windowpane.kv.caches import TokenCache
+from windowpane.models.blocks import tensors_of
+from windowpane.models.building import Norms, per_layer_inputs
 from windowpane.models.config import Config, every
 from windowpane.models.families import towers
 from windowpane.models.parts import (
@@ -10,18 +12,18 @@ from windowpane.models.parts import (
     SANDWICH_NORMS,
     SLIDING,
     Shape,
-    attention,
+    attention_tensors,
     embeddings,
     first_kv_shared_layer,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
-    per_layer_embeddings,
     read_shape,
     retention,
     whole,
 )
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
 
@@ -53,13 +55,14 @@ def read(config: Config, name: str) -> ModelSpec:
         (caches if owns_kv else shared).append(cache)
         layer_prefix = f"{prefix}layers.{layer}."
         bias = text.flag("attention_bias", False)
-        tensors += attention(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, owns_kv=owns_kv)
-        tensors += mlp(f"{layer_prefix}mlp.", shape.hidden, widths[layer])
+        tensors += attention_tensors(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, owns_kv=owns_kv)
+        tensors += mlp_tensors(f"{layer_prefix}mlp.", shape.hidden, widths[layer])
         tensors += norms(layer_prefix, SANDWICH_NORMS, shape.hidden)
         tensors += _residual_streams(layer_prefix, text, shape)
     tensors += norms(prefix, ("norm",), shape.hidden)
     vocab = text.integer("vocab_size_per_layer_input", 262_144)
-    tensors += per_layer_embeddings(prefix, shape, vocab, text.integer("hidden_size_per_layer_input", 256))
+    width = text.integer("hidden_size_per_layer_input", 256)
+    tensors += tensors_of(per_layer_inputs(prefix, shape, vocab, width, Norms(shape.hidden, 1e-6), "")).values()
     tensors += _stream_projections(prefix, text, shape)
     if nested:
         tensors += towers.gemma3n(config, shape.hidden)

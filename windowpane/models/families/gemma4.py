@@ -6,27 +6,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windowpane.kv.caches import TokenCache
-from windowpane.models.config import Config, every
+from windowpane.models.blocks import Attention, Block, Layer, Norm, PerLayerEmbedding
+from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp, per_layer_inputs
+from windowpane.models.config import Config, ModelError, every
 from windowpane.models.families import towers
 from windowpane.models.parts import (
     FULL,
-    SANDWICH_NORMS,
     SLIDING,
     Shape,
-    attention,
     causal_only,
-    embeddings,
     first_kv_shared_layer,
     fused_experts,
-    mlp,
-    model_spec,
     norms,
-    per_layer_embeddings,
     read_shape,
     retention,
     whole,
 )
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.rope import DEFAULT, PROPORTIONAL, Rope, read_rope
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 UNIFIED = ("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM")
 ARCHITECTURES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", *UNIFIED)
@@ -47,51 +45,71 @@ def read(config: Config, name: str) -> ModelSpec:
     unified = (config.texts("architectures") or ("",))[0] in UNIFIED
     causal_only(text, allowed=("vision",))
     shape = read_shape(config, text, tied=True, defaults=UNIFIED_DEFAULTS if unified else DEFAULTS)
-    kinds = layer_kinds(text, shape.layers)
-    full_shape = _full_layer_shape(text, shape)
-    one_projection = text.flag("attention_k_eq_v", False)
-    first_shared = first_kv_shared_layer(text, shape.layers)
-    window = 1024 if unified else 512
+    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6))
+    activation = text.text("hidden_activation") or "gelu_pytorch_tanh"
     prefix = "model.language_model." if nested else "model."
-
-    caches: list[TokenCache] = []
-    shared: list[TokenCache] = []
-    tensors: list[TensorSpec] = embeddings(prefix, shape)
-    for layer, kind in enumerate(kinds):
-        layer_shape = full_shape if kind == FULL else shape
-        latent = kind == FULL and one_projection
-        owns_kv = layer < first_shared
-        dim, keeps = layer_shape.head_dim, retention(kind, text, window)
-        cache = TokenCache(layer, keeps, layer_shape.kv_heads, dim, dim, latent=latent)
-        (caches if owns_kv else shared).append(cache)
-        tensors += attention(
-            f"{prefix}layers.{layer}.self_attn.",
-            layer_shape,
-            bias=text.flag("attention_bias", False),
-            qk_norm=True,
-            owns_kv=owns_kv,
-            has_v=not latent,
-        )
-        tensors += _feed_forward(f"{prefix}layers.{layer}.", text, shape.hidden, _mlp_width(text, not owns_kv))
-        tensors += _layer_extras(f"{prefix}layers.{layer}.", shape.hidden)
-    tensors += norms(prefix, ("norm",), shape.hidden)
     per_layer_width = 0 if unified else text.integer("hidden_size_per_layer_input", 256, minimum=0)
+    per_layer: PerLayerEmbedding | None = None
+    last_blocks: list[tuple[Block, ...]] = [()] * shape.layers
     if per_layer_width:
         vocab = text.integer("vocab_size_per_layer_input", 262_144)
-        tensors += per_layer_embeddings(prefix, shape, vocab, per_layer_width)
-    if nested:
-        tensors += towers.gemma4_unified(config, shape.hidden) if unified else towers.gemma4(config, shape.hidden)
-    return model_spec(
-        config,
-        text,
+        per_layer, blocks = per_layer_inputs(prefix, shape, vocab, per_layer_width, block_norms, activation)
+        last_blocks = [(block,) for block in blocks]
+    layers = []
+    for mixer, last in zip(_attentions(text, shape, prefix, block_norms, unified), last_blocks, strict=True):
+        at = f"{prefix}layers.{mixer.layer}."
+        mlp = gated_mlp(f"{at}mlp.", shape, _mlp_width(text, not mixer.owns_kv), activation)
+        scalar = whole(f"{at}layer_scalar", 1)
+        layers.append(Layer((*block_norms.both(at, mixer, mlp), *last), scalar))
+    described = decoder(
+        prefix,
         shape,
-        name=name,
-        family="gemma4",
-        widest_mlp=_widest(text, first_shared < shape.layers),
-        caches=caches,
-        tensors=tensors,
-        shared_caches=shared,
+        layers,
+        block_norms(f"{prefix}norm"),
+        per_layer=per_layer,
+        embedding_multiplier=shape.hidden**0.5,
+        logit_softcap=text.optional_number("final_logit_softcapping"),
     )
+    vision = (towers.gemma4_unified if unified else towers.gemma4)(config, shape.hidden) if nested else []
+    spec = described_spec(config, text, shape, name=name, family="gemma4", decoder=described, towers=vision)
+    return _with_experts(spec, text, prefix) if text.flag("enable_moe_block", False) else spec
+
+
+def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, unified: bool) -> list[Attention]:
+    """Of every layer; those that own no cache share the last one of their own kind."""
+    one_projection = text.flag("attention_k_eq_v", False)
+    first_shared = first_kv_shared_layer(text, shape.layers)
+    shapes = {SLIDING: shape, FULL: _full_layer_shape(text, shape)}
+    owners: dict[str, Attention] = {}
+    found = []
+    for layer, kind in enumerate(layer_kinds(text, shape.layers)):
+        if layer >= first_shared and kind not in owners:
+            raise ModelError(f"{text.where}num_kv_shared_layers: layer {layer} shares KV, and no {kind} layer owns any")
+        kv_heads, dim = shapes[kind].kv_heads, shapes[kind].head_dim
+        keeps = retention(kind, text, 1024 if unified else 512)
+        cache = TokenCache(layer, keeps, kv_heads, dim, dim, latent=kind == FULL and one_projection)
+        mixer = attention(
+            f"{prefix}layers.{layer}.self_attn.",
+            shapes[kind],
+            cache if layer < first_shared else owners[kind].cache,
+            layer=layer,
+            rope=read_rope(text, dim, kind, _default_rope(kind, dim)),
+            scale=1.0,
+            bias=text.flag("attention_bias", False),
+            head_norms=block_norms.of_heads(dim),
+        )
+        if mixer.owns_kv:
+            owners[kind] = mixer = replace(mixer, v_norm=Norm(block_norms.eps))
+        else:
+            mixer = replace(mixer, k_norm=owners[kind].k_norm)  # keys are rebuilt from latents
+        found.append(mixer)
+    return found
+
+
+def _default_rope(kind: str, head_dim: int) -> Rope:
+    if kind == FULL:
+        return Rope(PROPORTIONAL, head_dim, theta=1e6, partial=0.25)
+    return Rope(DEFAULT, head_dim)
 
 
 def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
@@ -114,29 +132,23 @@ def _mlp_width(text: Config, shares_kv: bool) -> int:
     return text.integer("intermediate_size") * (2 if doubled else 1)
 
 
-def _widest(text: Config, any_shared: bool) -> int:
-    width = _mlp_width(text, any_shared)
-    if text.flag("enable_moe_block", False):
-        # Experts run beside the dense MLP.
-        width += text.integer("top_k_experts") * text.integer("moe_intermediate_size")
-    return width
-
-
-def _feed_forward(prefix: str, text: Config, hidden: int, width: int) -> list[TensorSpec]:
-    tensors = mlp(f"{prefix}mlp.", hidden, width)
-    if text.flag("enable_moe_block", False):
-        experts = text.integer("num_experts")
+def _with_experts(spec: ModelSpec, text: Config, prefix: str) -> ModelSpec:
+    """Experts beside the dense MLP, with a router and norms of their own: they can be planned only."""
+    experts, width = text.integer("num_experts"), text.integer("moe_intermediate_size")
+    names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+    tensors: list[TensorSpec] = []
+    for layer in range(spec.num_layers):
+        at = f"{prefix}layers.{layer}."
         tensors += [
-            whole(f"{prefix}router.scale", hidden),
-            whole(f"{prefix}router.per_expert_scale", experts),
-            whole(f"{prefix}router.proj.weight", experts, hidden),
+            whole(f"{at}router.scale", spec.hidden_size),
+            whole(f"{at}router.per_expert_scale", experts),
+            whole(f"{at}router.proj.weight", experts, spec.hidden_size),
+            *fused_experts(f"{at}experts.", experts, spec.hidden_size, width, transposed=False),
+            *norms(at, names, spec.hidden_size),
         ]
-        moe_width = text.integer("moe_intermediate_size")
-        tensors += fused_experts(f"{prefix}experts.", experts, hidden, moe_width, transposed=False)
-        names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
-        tensors += norms(prefix, names, hidden)
-    return tensors
-
-
-def _layer_extras(prefix: str, hidden: int) -> list[TensorSpec]:
-    return [*norms(prefix, SANDWICH_NORMS, hidden), whole(f"{prefix}layer_scalar", 1)]
+    return replace(
+        spec,
+        decoder=None,
+        tensors=(*spec.tensors, *tensors),
+        widest_mlp=spec.widest_mlp + text.integer("top_k_experts") * width,
+    )

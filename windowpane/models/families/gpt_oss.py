@@ -7,7 +7,7 @@ from windowpane.models.config import Config, every
 from windowpane.models.parts import (
     FULL,
     SLIDING,
-    attention,
+    attention_tensors,
     embeddings,
     fused_experts,
     model_spec,
@@ -16,7 +16,8 @@ from windowpane.models.parts import (
     retention,
     whole,
 )
-from windowpane.models.spec import ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 
@@ -33,7 +34,7 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"model.layers.{layer}."
         keeps = retention(kind, config, 128)
         caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention(f"{prefix}self_attn.", shape, bias=bias)
+        tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
         tensors += [
             TensorSpec(f"{prefix}self_attn.sinks", (shape.query_heads,), per_head, part="attention"),
             whole(f"{prefix}mlp.router.weight", experts, shape.hidden),

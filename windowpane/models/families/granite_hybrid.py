@@ -9,16 +9,17 @@ from windowpane.models.families.mamba import read_mamba_d
 from windowpane.models.parts import (
     FULL,
     LINEAR,
-    attention,
+    attention_tensors,
     embeddings,
     even_head_dim,
-    fused_mlp,
+    fused_mlp_tensors,
     model_spec,
     norms,
     read_shape,
     whole,
 )
-from windowpane.models.spec import ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 
@@ -39,13 +40,15 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"model.layers.{layer}."
         if KINDS[kind] == FULL:
             caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
-            tensors += attention(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
+            tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
         else:
             caches.append(mamba.cache(layer))
             tensors += mamba.tensors(f"{prefix}mamba.", shape.hidden, in_bias=bias, out_bias=bias, conv_bias=conv_bias)
         if experts:
             tensors += _experts(f"{prefix}block_sparse_moe.", experts, shape.hidden, width)
-        tensors += fused_mlp(f"{prefix}shared_mlp.", shape.hidden, shared, names=("input_linear", "output_linear"))
+        tensors += fused_mlp_tensors(
+            f"{prefix}shared_mlp.", shape.hidden, shared, names=("input_linear", "output_linear")
+        )
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
     tensors += norms("model.", ("norm",), shape.hidden)
     return model_spec(

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.retention import Full, ceil_div
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
-    attention,
+    attention_tensors,
     by_columns,
     by_rows,
     embeddings,
     even_head_dim,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
@@ -21,7 +21,8 @@ from windowpane.models.parts import (
     whole,
     with_biases,
 )
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("JambaForCausalLM",)
 
@@ -81,7 +82,7 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"model.layers.{layer}."
         if layer in full:
             caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
-            tensors += attention(f"{prefix}self_attn.", shape)
+            tensors += attention_tensors(f"{prefix}self_attn.", shape)
         else:
             caches.append(mamba.cache(layer))
             tensors += mamba.tensors(f"{prefix}mamba.", shape.hidden, bias=bias, conv_bias=conv_bias)
@@ -89,7 +90,7 @@ def read(config: Config, name: str) -> ModelSpec:
             tensors.append(whole(f"{prefix}feed_forward.router.weight", experts, shape.hidden))
             tensors += separate_experts(f"{prefix}feed_forward.experts.", experts, shape.hidden, width)
         else:
-            tensors += mlp(f"{prefix}feed_forward.", shape.hidden, width)
+            tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, width)
         tensors += norms(prefix, ("input_layernorm", "pre_ff_layernorm"), shape.hidden)
     tensors += norms("model.", ("final_layernorm",), shape.hidden)
     return model_spec(

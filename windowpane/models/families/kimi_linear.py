@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mla import read_latent_attention
 from windowpane.models.parts import (
     FULL,
@@ -13,14 +13,15 @@ from windowpane.models.parts import (
     by_columns,
     by_rows,
     embeddings,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
     separate_experts,
     whole,
 )
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("KimiLinearForCausalLM",)
 
@@ -94,7 +95,7 @@ def read(config: Config, name: str) -> ModelSpec:
         caches.append(mixer.cache(layer))
         tensors += mixer.tensors(f"{prefix}self_attn.", shape.hidden)
         if layer < first_sparse:
-            tensors += mlp(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
+            tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
         else:
             tensors += _experts(f"{prefix}block_sparse_moe.", config, shape.hidden)
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
@@ -129,5 +130,5 @@ def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
         whole(f"{prefix}gate.weight", experts, hidden),
         whole(f"{prefix}gate.e_score_correction_bias", experts),
         *separate_experts(f"{prefix}experts.", experts, hidden, width, names=("w1", "w3", "w2")),
-        *mlp(f"{prefix}shared_experts.", hidden, config.integer("num_shared_experts") * width),
+        *mlp_tensors(f"{prefix}shared_experts.", hidden, config.integer("num_shared_experts") * width),
     ]

@@ -12,13 +12,14 @@ from windowpane.models.parts import (
     by_rows,
     embeddings,
     even_head_dim,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
     with_biases,
 )
-from windowpane.models.spec import ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
 
@@ -44,7 +45,7 @@ def read(config: Config, name: str) -> ModelSpec:
             # A kernel of n needs n - 1 earlier inputs; transformers' own cache has room for n.
             caches.append(StateCache(layer, (StatePart("conv", shape.hidden, kernel - 1),)))
             tensors += _convolution(f"{prefix}conv.", shape.hidden, kernel, bias)
-        tensors += mlp(f"{prefix}feed_forward.", shape.hidden, width, names=("w1", "w3", "w2"))
+        tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, width, names=("w1", "w3", "w2"))
         tensors += norms(prefix, ("operator_norm", "ffn_norm"), shape.hidden)
     tensors += norms("model.", ("embedding_norm",), shape.hidden)
     return model_spec(config, config, shape, name=name, family="lfm2", widest_mlp=width, caches=caches, tensors=tensors)

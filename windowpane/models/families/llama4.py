@@ -8,17 +8,18 @@ from windowpane.models.families import towers
 from windowpane.models.parts import (
     CHUNKED,
     FULL,
-    attention,
+    attention_tensors,
     embeddings,
     fused_experts,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
     retention,
     whole,
 )
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 
@@ -45,11 +46,11 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"{wrapper}model.layers.{layer}."
         keeps = retention(kind, text, default_chunk=8192)
         caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention(f"{prefix}self_attn.", shape, bias=bias)
+        tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
         if layer in sparse:
             tensors += _experts(f"{prefix}feed_forward.", text, shape.hidden)
         else:
-            tensors += mlp(f"{prefix}feed_forward.", shape.hidden, dense_width)
+            tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, dense_width)
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
     tensors += norms(f"{wrapper}model.", ("norm",), shape.hidden)
     if nested and config.has("vision_config"):
@@ -91,7 +92,7 @@ def _experts(prefix: str, text: Config, hidden: int) -> list[TensorSpec]:
     return [
         whole(f"{prefix}router.weight", experts, hidden),
         *fused_experts(f"{prefix}experts.", experts, hidden, width, transposed=True),
-        *mlp(f"{prefix}shared_expert.", hidden, width),
+        *mlp_tensors(f"{prefix}shared_expert.", hidden, width),
     ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windowpane.kv.caches import StateCache, StatePart
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import by_columns, with_biases
-from windowpane.models.spec import ModelError, Shard, TensorSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

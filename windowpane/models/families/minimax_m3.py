@@ -9,16 +9,17 @@ from windowpane.models.families import towers
 from windowpane.models.families.mla import latent_cache
 from windowpane.models.parts import (
     FULL,
-    attention,
+    attention_tensors,
     embeddings,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
     separate_experts,
     whole,
 )
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("MiniMaxM3SparseForConditionalGeneration",)
 
@@ -40,14 +41,14 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"{PREFIX}layers.{layer}."
         # Which blocks are read changes with every token, so a sparse layer keeps them all.
         caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention(f"{prefix}self_attn.", shape, qk_norm=True)
+        tensors += attention_tensors(f"{prefix}self_attn.", shape, qk_norm=True)
         if kind == SPARSE:
             caches.append(latent_cache(layer, index_dim))
             tensors += _indexer(f"{prefix}self_attn.index_", shape.hidden, index_heads, index_dim)
         if has_experts[layer]:
             tensors += _experts(f"{prefix}block_sparse_moe.", text, shape.hidden, width)
         else:
-            tensors += mlp(f"{prefix}mlp.", shape.hidden, text.integer("dense_intermediate_size"))
+            tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, text.integer("dense_intermediate_size"))
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
     tensors += norms(PREFIX, ("norm",), shape.hidden)
     if config.has("vision_config"):
@@ -101,5 +102,5 @@ def _experts(prefix: str, text: Config, hidden: int, width: int) -> list[TensorS
         whole(f"{prefix}gate.weight", experts, hidden),
         whole(f"{prefix}e_score_correction_bias", experts),
         *separate_experts(f"{prefix}experts.", experts, hidden, width, names=("w1", "w3", "w2")),
-        *mlp(f"{prefix}shared_experts.", hidden, _shared_width(text)),
+        *mlp_tensors(f"{prefix}shared_experts.", hidden, _shared_width(text)),
     ]

@@ -8,7 +8,7 @@ from windowpane.kv.caches import TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.config import Config
 from windowpane.models.parts import by_columns, by_rows, norms, whole, with_biases
-from windowpane.models.spec import TensorSpec
+from windowpane.models.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mamba import Mamba
 from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
-    attention,
+    attention_tensors,
     embeddings,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
@@ -20,7 +20,8 @@ from windowpane.models.parts import (
     whole,
     with_biases,
 )
-from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("NemotronHForCausalLM",)
 
@@ -43,7 +44,7 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = f"backbone.layers.{layer}.mixer."
         if kind == FULL:
             caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
-            tensors += attention(prefix, shape)
+            tensors += attention_tensors(prefix, shape)
         elif kind == LINEAR and mamba:
             caches.append(mamba.cache(layer))
             bias = config.flag("use_bias", False)
@@ -51,7 +52,7 @@ def read(config: Config, name: str) -> ModelSpec:
             tensors += mamba.tensors(prefix, shape.hidden, in_bias=bias, out_bias=bias, conv_bias=conv_bias)
         elif kind == "mlp":
             width, bias = config.integer("intermediate_size"), config.flag("mlp_bias", False)
-            tensors += mlp(prefix, shape.hidden, width, bias=bias, gated=False)
+            tensors += mlp_tensors(prefix, shape.hidden, width, bias=bias, gated=False)
         else:
             tensors += _experts(prefix, config, shape)
         tensors += norms(f"backbone.layers.{layer}.", ("norm",), shape.hidden)
@@ -113,7 +114,7 @@ def _experts(prefix: str, config: Config, shape: Shape) -> list[TensorSpec]:
         whole(f"{prefix}gate.weight", experts, shape.hidden),
         whole(f"{prefix}gate.e_score_correction_bias", experts),
         *separate_experts(f"{prefix}experts.", experts, routed_input, width, gated=False),
-        *mlp(f"{prefix}shared_experts.", shape.hidden, _shared_width(config), bias=bias, gated=False),
+        *mlp_tensors(f"{prefix}shared_experts.", shape.hidden, _shared_width(config), bias=bias, gated=False),
         *(with_biases(latent) if bias else latent),
     ]
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from windowpane.kv.caches import TokenCache
-from windowpane.models.config import Config, every
-from windowpane.models.parts import (
-    FULL,
-    SLIDING,
-    Shape,
-    attention,
-    embeddings,
-    even_head_dim,
-    mlp,
-    model_spec,
-    norms,
-    read_shape,
-    retention,
-)
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.blocks import Attention, Norm
+from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
+from windowpane.models.config import Config, ModelError, every
+from windowpane.models.parts import FULL, SLIDING, Shape, even_head_dim, read_shape, retention
+from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("Olmo3ForCausalLM", "Exaone4ForCausalLM")
 DEFAULT_WINDOW = 4096
@@ -32,32 +25,54 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, config, tied=False, defaults=defaults)
     rule = every(4, FULL, SLIDING, shape.layers) if is_olmo else _exaone_rule(config, shape.layers)
     kinds = config.layer_types(shape.layers, (FULL, SLIDING), rule)
-    width = config.integer("intermediate_size")
-    caches = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    ropes = _olmo_ropes(config, shape) if is_olmo else _exaone_ropes(config, shape)
+    norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-5))
+    width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
+    layers = []
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
         keeps = retention(kind, config, DEFAULT_WINDOW)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+        mixer = attention(
+            f"{prefix}self_attn.",
+            shape,
+            TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim),
+            rope=ropes[kind],
+            bias=is_olmo and config.flag("attention_bias", False),
+            head_norms=norms.of_heads(shape.head_dim),
+        )
         if is_olmo:
-            tensors += attention(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
-            tensors += _wide_norms(f"{prefix}self_attn.", shape)
-        else:
-            tensors += attention(f"{prefix}self_attn.", shape, qk_norm=True)
-        tensors += mlp(f"{prefix}mlp.", shape.hidden, width)
-        tensors += norms(prefix, ("post_attention_layernorm", "post_feedforward_layernorm"), shape.hidden)
-    tensors += norms("model.", ("norm",), shape.hidden)
-    return model_spec(
-        config, config, shape, name=name, family="olmo3", widest_mlp=width, caches=caches, tensors=tensors
-    )
+            mixer = _normed_across_heads(mixer, shape)
+        layers.append(norms.post(prefix, mixer, gated_mlp(f"{prefix}mlp.", shape, width, activation)))
+    described = decoder("model.", shape, layers, norms("model.norm"))
+    return described_spec(config, config, shape, name=name, family="olmo3", decoder=described)
 
 
-def _wide_norms(prefix: str, shape: Shape) -> list[TensorSpec]:
+def _olmo_ropes(config: Config, shape: Shape) -> dict[str, Rope | None]:
+    """Older configs scale the full layers only."""
+    default = Rope(DEFAULT, shape.head_dim)
+    return {
+        FULL: read_rope(config, shape.head_dim, FULL, default),
+        SLIDING: read_rope(config, shape.head_dim, SLIDING, default, scaled=False),
+    }
+
+
+def _exaone_ropes(config: Config, shape: Shape) -> dict[str, Rope | None]:
+    """Where there are windows, full layers have no rotary positions."""
+    rope = read_rope(config, shape.head_dim, SLIDING, Rope(DEFAULT, shape.head_dim))
+    has_windows = config.fields.get("sliding_window", DEFAULT_WINDOW) is not None
+    return {FULL: None if has_windows else rope, SLIDING: rope}
+
+
+def _normed_across_heads(mixer: Attention, shape: Shape) -> Attention:
     """OLMo norms all heads of a token together, so that the weight is as wide as the projection."""
-    return [
-        TensorSpec(f"{prefix}{name}.weight", (heads * shape.head_dim,), Shard(0, ((heads * shape.head_dim, heads),)))
-        for name, heads in (("q_norm", shape.query_heads), ("k_norm", shape.kv_heads))
-    ]
+
+    def widened(norm: Norm | None, heads: int) -> Norm:
+        assert norm is not None and norm.weight is not None
+        width = heads * shape.head_dim
+        weight = TensorSpec(norm.weight.name, (width,), Shard(0, ((width, heads),)))
+        return replace(norm, weight=weight, across_heads=True)
+
+    return replace(mixer, q_norm=widened(mixer.q_norm, shape.query_heads), k_norm=widened(mixer.k_norm, shape.kv_heads))
 
 
 def _exaone_rule(config: Config, layers: int) -> Iterable[str]:

@@ -1,16 +1,18 @@
-"""Qwen3, dense and with experts."""
+"""Qwen2 and 2.5 (biases of q, k and v), and Qwen3 (normed queries and keys), dense and with experts."""
 
 from __future__ import annotations
 
 from windowpane.kv.caches import TokenCache
+from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import (
     FULL,
     SLIDING,
-    attention,
+    Shape,
+    attention_tensors,
     embeddings,
     even_head_dim,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
@@ -19,50 +21,76 @@ from windowpane.models.parts import (
     sparse_layers,
     whole,
 )
-from windowpane.models.spec import ModelSpec, TensorSpec
+from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+QWEN2, WITH_EXPERTS = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
+ARCHITECTURES = (QWEN2, "Qwen3ForCausalLM", WITH_EXPERTS)
 DEFAULT_WINDOW = 4096
 
 
 def read(config: Config, name: str) -> ModelSpec:
-    has_experts = config.texts("architectures") == ("Qwen3MoeForCausalLM",)
-    shape = read_shape(
-        config, config, tied=False, defaults={"head_dim": even_head_dim(config)} if has_experts else None
-    )
-    sparse = sparse_layers(config, shape.layers) if has_experts else frozenset()
+    architecture = (config.texts("architectures") or ("",))[0]
+    if architecture == WITH_EXPERTS:
+        return _read_experts(config, name)
+    is_qwen2 = architecture == QWEN2
+    shape = read_shape(config, config, tied=False, defaults={"head_dim": even_head_dim(config)} if is_qwen2 else None)
+    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
+    block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
+    width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
+    has_bias = config.flag("attention_bias", False)
+    layers = []
+    for layer, kind in enumerate(_kinds(config, shape.layers, config.integer("max_window_layers", 28, minimum=0))):
+        prefix = f"model.layers.{layer}."
+        keeps = retention(kind, config, DEFAULT_WINDOW)
+        mixer = attention(
+            f"{prefix}self_attn.",
+            shape,
+            TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim),
+            rope=rope,
+            tensors=_attention_tensors(f"{prefix}self_attn.", shape, q_k_v=is_qwen2 or has_bias, out=has_bias),
+            head_norms=None if is_qwen2 else block_norms.of_heads(shape.head_dim),
+        )
+        layers.append(block_norms.pre(prefix, mixer, gated_mlp(f"{prefix}mlp.", shape, width, activation)))
+    described = decoder("model.", shape, layers, block_norms("model.norm"))
+    return described_spec(config, config, shape, name=name, family="qwen3", decoder=described)
+
+
+def _attention_tensors(prefix: str, shape: Shape, *, q_k_v: bool, out: bool) -> list[TensorSpec]:
+    tensors = attention_tensors(prefix, shape, bias=q_k_v)
+    return tensors if out or not q_k_v else tensors[:-1]
+
+
+def _read_experts(config: Config, name: str) -> ModelSpec:
+    """Qwen3 with experts, which can be planned only."""
+    shape = read_shape(config, config, tied=False, defaults={"head_dim": even_head_dim(config)})
+    sparse = sparse_layers(config, shape.layers)
     bias = config.flag("attention_bias", False)
     caches = []
     tensors: list[TensorSpec] = embeddings("model.", shape)
-    for layer, kind in enumerate(_kinds(config, shape.layers, has_experts)):
+    for layer, kind in enumerate(_kinds(config, shape.layers, first_sliding=0)):
         prefix = f"model.layers.{layer}."
         keeps = retention(kind, config, DEFAULT_WINDOW)
         caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention(f"{prefix}self_attn.", shape, bias=bias, qk_norm=True)
+        tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias, qk_norm=True)
         if layer in sparse:
             tensors += _experts(f"{prefix}mlp.", config, shape.hidden)
         else:
-            tensors += mlp(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
+            tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
     tensors += norms("model.", ("norm",), shape.hidden)
+    widest = _widest(config, shape.layers, sparse)
     return model_spec(
-        config,
-        config,
-        shape,
-        name=name,
-        family="qwen3",
-        widest_mlp=_widest(config, shape.layers, sparse),
-        caches=caches,
-        tensors=tensors,
+        config, config, shape, name=name, family="qwen3", widest_mlp=widest, caches=caches, tensors=tensors
     )
 
 
-def _kinds(config: Config, layers: int, has_experts: bool) -> tuple[str, ...]:
+def _kinds(config: Config, layers: int, first_sliding: int) -> tuple[str, ...]:
     """Windows need `use_sliding_window`: then dense models slide from `max_window_layers` on, MoE models everywhere."""
     slides = (
         config.flag("use_sliding_window", False) and config.fields.get("sliding_window", DEFAULT_WINDOW) is not None
     )
-    first_sliding = 0 if has_experts else config.integer("max_window_layers", 28, minimum=0)
     rule = (SLIDING if slides and layer >= first_sliding else FULL for layer in range(layers))
     return config.layer_types(layers, (FULL, SLIDING), rule)
 

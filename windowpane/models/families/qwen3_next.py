@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.retention import Full
-from windowpane.models.config import Config, every
+from windowpane.models.config import Config, ModelError, every
 from windowpane.models.families import towers
 from windowpane.models.parts import (
     FULL,
     LINEAR,
-    attention,
+    attention_tensors,
     by_columns,
     by_rows,
     embeddings,
     fused_experts,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
@@ -24,7 +24,8 @@ from windowpane.models.parts import (
     sparse_layers,
     whole,
 )
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = (
     "Qwen3NextForCausalLM",
@@ -102,7 +103,7 @@ def read(config: Config, name: str) -> ModelSpec:
         if kind == FULL:
             caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
             bias = text.flag("attention_bias", False)
-            tensors += attention(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, gated=True)
+            tensors += attention_tensors(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, gated=True)
         else:
             caches.append(delta.cache(layer))
             tensors += _linear_attention(f"{layer_prefix}linear_attn.", delta, shape.hidden, fused=is_next)
@@ -111,7 +112,7 @@ def read(config: Config, name: str) -> ModelSpec:
             fused = not is_next and not config.has("quantization_config")
             tensors += _experts(f"{layer_prefix}mlp.", text, shape.hidden, fused)
         else:
-            tensors += mlp(f"{layer_prefix}mlp.", shape.hidden, text.integer("intermediate_size"))
+            tensors += mlp_tensors(f"{layer_prefix}mlp.", shape.hidden, text.integer("intermediate_size"))
         tensors += norms(layer_prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
     tensors += norms(prefix, ("norm",), shape.hidden)
     if nested and config.has("vision_config"):
@@ -183,7 +184,7 @@ def _experts(prefix: str, text: Config, hidden: int, fused: bool) -> list[Tensor
     return [
         whole(f"{prefix}gate.weight", experts, hidden),
         *routed,
-        *mlp(f"{prefix}shared_expert.", hidden, shared),
+        *mlp_tensors(f"{prefix}shared_expert.", hidden, shared),
         whole(f"{prefix}shared_expert_gate.weight", 1, hidden),
     ]
 

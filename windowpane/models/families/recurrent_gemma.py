@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.retention import Window
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
     Shape,
-    attention,
+    attention_tensors,
     by_columns,
     by_rows,
     embeddings,
     even_head_dim,
-    mlp,
+    mlp_tensors,
     model_spec,
     norms,
     read_shape,
     with_biases,
 )
-from windowpane.models.spec import ModelError, ModelSpec, Shard, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("RecurrentGemmaForCausalLM",)
 
@@ -55,7 +56,7 @@ def read(config: Config, name: str) -> ModelSpec:
         else:
             caches.append(_state(layer, shape.query_heads, lru_width, kernel))
             tensors += _recurrence(f"{prefix}temporal_block.", shape, lru_width, kernel)
-        tensors += mlp(f"{prefix}mlp_block.", shape.hidden, width, bias=True)
+        tensors += mlp_tensors(f"{prefix}mlp_block.", shape.hidden, width, bias=True)
         tensors += norms(prefix, ("temporal_pre_norm", "channel_pre_norm"), shape.hidden)
     tensors += norms("model.", ("final_norm",), shape.hidden)
     return model_spec(
@@ -82,7 +83,7 @@ def _state(layer: int, heads: int, lru_width: int, kernel: int) -> StateCache:
 
 def _attention(prefix: str, config: Config, shape: Shape) -> list[TensorSpec]:
     """The output always has a bias, the inputs only where the config says so."""
-    *inputs, output = attention(prefix, shape)
+    *inputs, output = attention_tensors(prefix, shape)
     return [*(with_biases(inputs) if config.flag("attention_bias", False) else inputs), *with_biases([output])]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from windowpane.models.config import Config
-from windowpane.models.spec import TensorSpec
+from windowpane.models.tensors import TensorSpec
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.retention import Cross, Full
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import Shape, by_columns, by_rows, embeddings, model_spec, norms, whole, with_biases
-from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("WhisperForConditionalGeneration",)
 

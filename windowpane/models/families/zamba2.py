@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mamba import Mamba
 from windowpane.models.parts import (
     LINEAR,
@@ -15,13 +15,14 @@ from windowpane.models.parts import (
     by_columns,
     by_rows,
     embeddings,
-    fused_mlp,
+    fused_mlp_tensors,
     model_spec,
     norms,
     read_shape,
     whole,
 )
-from windowpane.models.spec import ModelError, ModelSpec, TensorSpec
+from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("Zamba2ForCausalLM",)
 
@@ -101,7 +102,7 @@ def _shared_block(prefix: str, config: Config, shape: Shape, width: int, uses: r
             for use in uses:
                 tensors += _adapter(f"{attends}linear_{name}_adapter_list.{use}.", both, rank, both, count, "attention")
     forward = f"{prefix}feed_forward."
-    tensors += fused_mlp(forward, shape.hidden, width, bias=config.flag("add_bias_linear", False))
+    tensors += fused_mlp_tensors(forward, shape.hidden, width, bias=config.flag("add_bias_linear", False))
     for use in uses:
         adapter = f"{forward}gate_up_proj_adapter_list.{use}."
         tensors += _adapter(adapter, shape.hidden, rank, 2 * width, 2 * width, "mlp")

@@ -60,7 +60,7 @@ def prepare_heads(
     view: LayerView | None = None,
     coded: CodedRows | None = None,
     balance: torch.Tensor | None = None,
-    turn_values: bool = False,
+    transform_values: bool = False,
     pdl: bool = False,
 ) -> None:
     """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
@@ -73,7 +73,7 @@ def prepare_heads(
 
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
     coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and turned into it
-    here, values only with `turn_values`: weights can do it for them.
+    here, values only with `transform_values`: weights can do it for them.
 
     `pdl` lets the launch begin while the one before it ends, and look up positions, slots and pages by then: between
     whoever wrote those and this there must be a plain launch.
@@ -128,7 +128,7 @@ def prepare_heads(
         WORDS=dim // (4 if code == INT4 else 2),
         GROUP=max(query_heads // view.kv_heads, 1) if view else 1,
         BALANCED_HEADS=view.kv_heads if view else 0,
-        TURN_VALUES=turn_values,
+        TRANSFORM_VALUES=transform_values,
         PDL=pdl,
         num_warps=LONE_WARPS if rows == 1 else WARPS,
         launch_pdl=pdl,
@@ -212,7 +212,7 @@ def _heads_kernel(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
-    GROUP: tl.constexpr, BALANCED_HEADS: tl.constexpr, TURN_VALUES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BALANCED_HEADS: tl.constexpr, TRANSFORM_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: of queries, keys (or latents) or values.
 
@@ -283,7 +283,7 @@ def _heads_kernel(
     elif is_value:
         if V_NORM:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
-        if TURN_VALUES:
+        if TRANSFORM_VALUES:
             low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
         if CODE > 0:
             low, high = _coded(

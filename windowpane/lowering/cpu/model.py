@@ -1,0 +1,24 @@
+"""A description for a CPU: compiled kernels where they are built and the weights are float32, else plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from windowpane.lowering.cpu.layers import join_layers
+from windowpane.lowering.cpu.ops import CpuOps
+from windowpane.lowering.group import ALONE, RankGroup
+from windowpane.lowering.linear import Parameters
+from windowpane.lowering.reference.model import ReferenceModel
+from windowpane.models.blocks import Decoder
+from windowpane.native import build
+
+
+def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE) -> ReferenceModel:
+    embedding = parameters.tensor(decoder.embedding)
+    covered = embedding.device.type == "cpu" and embedding.dtype == torch.float32
+    library = build.library() if covered else None
+    if library is None:
+        return ReferenceModel(decoder, parameters, max_model_len, group)
+    model = ReferenceModel(decoder, parameters, max_model_len, group, CpuOps(library))
+    join_layers(model, library)
+    return model

@@ -1,0 +1,372 @@
+"""Mixers in Triton: the arithmetic of `lowering.reference.mixers` in far fewer launches and over device tables.
+
+Decoding steps keep a fixed shape, so that they can be captured as graphs: whatever varies (positions, slots, tables) is
+read from device tensors. Three things differ from the reference, none of them visible in results:
+
+- Rotary dims of latent layers are made adjacent, in the projections, norms and the output's columns alike, so that a
+  kernel can rotate them as blocks.
+- Steps that only decode store K and V while making them. The row written is one that no query of the step can see: a
+  sequence's own next row, or one that its window has just let go of.
+- Where a KV format has a basis of its own, values are transformed into it and out of it by the weights on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from windowpane.attention.coded_chunks import make_chunk_attention
+from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.mask import Mask
+from windowpane.attention.scores import Scores
+from windowpane.attention.segments import ChunkQueries
+from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs
+from windowpane.attention.triton.view import LayerView, PagedLayer
+from windowpane.attention.triton.write import CodedRows, write, write_coded
+from windowpane.device.pages import KVPages
+from windowpane.device.tables import DeviceTables
+from windowpane.lowering.gpu.kernels.gated import gated_per_layer
+from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
+from windowpane.lowering.gpu.products import gated_product, product
+from windowpane.lowering.gpu.step import DeviceStep
+from windowpane.lowering.group import RankGroup
+from windowpane.lowering.linear import Linear, Parameters, summed
+from windowpane.lowering.reference.mixers import normed_across_heads
+from windowpane.lowering.reference.ops import Ops
+from windowpane.lowering.rope import frequencies
+from windowpane.models.blocks import Attention, Block, GatedMLP, Mixer, PerLayerInput, Sum
+from windowpane.models.rope import Rope
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """K and V of this step's rows (a latent's V is the latent), and their codes where pages are coded."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    coded: CodedRows | None
+
+
+@dataclass(slots=True)
+class GpuStepState:
+    """One step on its way through the layers; `present` has K and V of its rows until they are written.
+
+    `projected`: the next layer's queries, keys and values, where the layer before it has made them already.
+    """
+
+    step: DeviceStep
+    positions: torch.Tensor
+    chunks: ChunkQueries | None
+    cum_tiles: dict[Mask, torch.Tensor]
+    per_layer: torch.Tensor | None
+    narrowed: bool = False
+    present: dict[int, Present] = field(default_factory=dict)
+    projected: torch.Tensor | None = None
+
+    def narrow(self) -> None:
+        """From here on only the wanted rows go on."""
+        self.narrowed, wanted = True, self.step.wanted
+        self.positions, self.chunks = self.step.positions[wanted], self.step.wanted_chunks
+        self.per_layer = None if self.per_layer is None else self.per_layer[wanted]
+
+
+class GpuContext:
+    """What all mixers of a model share: parameters, pages and tables, and scratch, since layers run in turn."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        pages: KVPages,
+        tables: DeviceTables,
+        group: RankGroup,
+        shared: frozenset[int],
+        max_model_len: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        pdl: bool,
+    ) -> None:
+        self.parameters, self.pages, self.tables, self.group, self.shared = parameters, pages, tables, group, shared
+        self.dtype, self.pdl = dtype, pdl
+        self.prefill_scratch: PrefillScratch | None = None
+        self.decoded = torch.empty(0, dtype=torch.uint8, device=pages.device)
+        self._max_model_len, self._max_rows = max_model_len, max_rows
+        self._angles: dict[Rope, Angles] = {}
+        self._scratches: dict[tuple[int, ...], DecodeScratch] = {}
+
+    def view(self, layer: int) -> LayerView:
+        stored = self.pages.layers[layer]
+        group = self.pages.layout.groups[stored.group]
+        piece = next(s for s in group.slices if s.cache.layer == layer)
+        return LayerView.of(group, piece, self.pages.columns(stored.group), stored.layer_scales)
+
+    def angles(self, rope: Rope | None) -> Angles | None:
+        """cos and sin [positions, pairs], made in float64: kernels rotate in two steps, which only adds up for exact
+        angles.
+        """
+        if rope is not None and rope not in self._angles:
+            device = self.pages.device
+            found = frequencies(rope, self._max_model_len)
+            found = found[: rotary_pairs(found, rope.head_dim)].to(device, torch.float64)
+            angles = torch.arange(self._max_model_len, dtype=torch.float64, device=device)[:, None] * found
+            self._angles[rope] = tuple((f * rope.attention_factor).float() for f in (angles.cos(), angles.sin()))  # type: ignore[assignment]
+        return None if rope is None else self._angles[rope]
+
+    def decode_scratch(self, described: Attention, view: LayerView) -> DecodeScratch:
+        kv_heads, dim = described.cache.kv_heads, described.cache.key_dim
+        shape = (kv_heads, described.query_heads // kv_heads, dim, decode_programs(view, self.pages.device))
+        if shape not in self._scratches:
+            self._scratches[shape] = DecodeScratch(self._max_rows, *shape, device=self.pages.device)
+        return self._scratches[shape]
+
+
+class GpuAttention:
+    """Attention over pages and the present, and where this layer's pages lie."""
+
+    def __init__(self, described: Attention, context: GpuContext) -> None:
+        self.described, self._context = described, context
+        cache, pages, dtype = described.cache, context.pages, context.dtype
+        angles, stored = context.angles(described.rope), pages.layers[cache.layer]
+        self._angles, self._pairs = angles, 0 if angles is None else angles[0].shape[1]
+        self._product = partial(product, pdl=context.pdl)
+        self.qkv, self.out = (context.parameters.take_linear(p) for p in (described.qkv, described.out))
+        self.q_norm, self.k_norm = context.parameters.head_norms(described)
+        if cache.latent:
+            self._make_rotary_dims_adjacent()
+        self._transform_values, self._transform_back = False, None
+        if stored.basis is not None:
+            self._fold_basis(stored.basis)
+        self._balance = stored.balance
+        self._distance = self._pairs if cache.latent else cache.key_dim // 2
+        self.view = context.view(cache.layer)
+        self._kv_dtype = dtype if self.view.code else stored.dtype
+        self._group = stored.group
+        self._scratch = context.decode_scratch(described, self.view)
+        self._page_write = None
+        if described.owns_kv:
+            self._page_write = PageWrite(pages.arena, context.tables.writing[stored.group], self.view)
+        rope = None
+        if cache.latent:
+            assert angles is not None and self.k_norm is not None
+            rope = (*angles, self.k_norm)
+        self.paged = PagedLayer(
+            pages.arena,
+            self.view,
+            context.tables.reading[stored.group],
+            described.query_heads,
+            Mask(cache.retention),  # type: ignore[arg-type]
+            Scores(described.scale, described.softcap),
+            rope,
+        )
+        self.chunk_attention = make_chunk_attention(self.paged, context.prefill_scratch, context.decoded, dtype)
+
+    def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        return summed(self._product, self.attend(x, state), self.out, self._context.group)
+
+    def attend(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        """What the output projection takes [rows, query width]."""
+        described, layer = self.described, self.described.layer
+        if described.owns_kv and layer not in state.present:
+            queries, state.present[layer] = self._heads(self._projected(x, state), described.query_heads, state)
+        else:
+            # A layer that shares KV has queries only; one that was narrowed has made K and V before.
+            rows = self.qkv[: described.query_width] if described.owns_kv else self.qkv
+            projected = self._product(x, rows) if described.owns_kv else self._projected(x, state)
+            queries, _ = self._heads(projected, described.query_heads, state, queries_only=True)
+        attended = self._attend(queries, state.present[described.cache.layer], state)
+        if described.owns_kv and layer not in self._context.shared:
+            self.write(state)
+        return attended
+
+    def keep(self, x: torch.Tensor, state: GpuStepState) -> None:
+        projected = self._product(x, self.qkv[self.described.query_width :])
+        _, state.present[self.described.layer] = self._heads(projected, 0, state)
+
+    def write(self, state: GpuStepState) -> None:
+        """Store what the future can see of this step's rows, unless that was done while they were made."""
+        present, view = state.present.pop(self.described.layer), self.view
+        if state.step.writes is None:
+            return
+        writes, arena = state.step.writes[self._group], self._context.pages.arena
+        offsets = writes.offsets[view.stripe]
+        if present.coded is not None:
+            write_coded(present.coded, arena, view, writes.rows, offsets, writes.within)
+            return
+        k = present.v if self.described.cache.latent else present.k
+        write(k, present.v, arena, view, writes.rows, offsets, writes.within)
+
+    def _projected(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        found, state.projected = state.projected, None
+        return self._product(x, self.qkv) if found is None else found
+
+    def _heads(
+        self, projected: torch.Tensor, query_heads: int, state: GpuStepState, *, queries_only: bool = False
+    ) -> tuple[torch.Tensor, Present]:
+        """Queries, and K and V of the present, normed and rotated."""
+        cache, described, rows, step = self.described.cache, self.described, len(projected), state.step
+        kv_heads = 0 if queries_only else cache.kv_heads
+        q = projected.new_empty(rows, query_heads, cache.key_dim)
+        k = projected.new_empty(rows, kv_heads, cache.key_dim, dtype=self._kv_dtype)
+        v = torch.empty_like(k)
+        writes_now = step.writes is None and not queries_only
+        coded = None
+        if self.view.code and not writes_now and not queries_only:
+            coded = CodedRows.empty(rows, self.view, projected.device)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if described.q_norm is not None and described.q_norm.across_heads:
+            self._norm_across_heads(projected, query_heads, kv_heads)
+            q_norm = k_norm = None
+        eps = next((n.eps for n in (described.q_norm, described.v_norm) if n is not None), 0.0)
+        prepare_heads(
+            projected,
+            state.positions if queries_only else step.positions,
+            q_norm,
+            k_norm,
+            q,
+            k,
+            v,
+            v_norm=described.v_norm is not None,
+            angles=self._angles,
+            pair_distance=self._distance,
+            eps=eps,
+            latent=cache.latent,
+            page_write=self._page_write if writes_now else None,
+            slots=step.slots if writes_now else None,
+            view=self.view if self.view.code else None,
+            coded=coded,
+            balance=self._balance,
+            transform_values=self._transform_values,
+            pdl=self._context.pdl,
+        )
+        return q, Present(k, v, coded)
+
+    def _norm_across_heads(self, projected: torch.Tensor, query_heads: int, kv_heads: int) -> None:
+        """In place, before heads are taken apart."""
+        dim, described = self.described.cache.key_dim, self.described
+        parts = ((0, query_heads, described.q_norm, self.q_norm), (query_heads, kv_heads, described.k_norm, self.k_norm))
+        for first, heads, norm, weight in parts:
+            if heads and norm is not None:
+                some = projected[:, first * dim : (first + heads) * dim]
+                some.copy_(normed_across_heads(some, weight, norm, self._context.group))
+
+    def _attend(self, queries: torch.Tensor, present: Present, state: GpuStepState) -> torch.Tensor:
+        step, rows = state.step, state.step.num_decoding
+        out = torch.empty_like(queries)
+        if rows:
+            decode(
+                queries[:rows],
+                present.k[:rows],
+                present.v[:rows],
+                self.paged,
+                step.slots,
+                step.positions[:rows],
+                state.cum_tiles[self.paged.mask],
+                self._scratch,
+                out[:rows],
+                pdl=self._context.pdl,
+            )
+        if state.chunks is not None:
+            self.chunk_attention(queries, present.k, present.v, state.chunks, out)
+        if self._transform_back is not None:
+            out = out @ self._transform_back
+        return out.flatten(1)
+
+    # -- orders and bases ------------------------------------------------------------------------------------------
+
+    def _make_rotary_dims_adjacent(self) -> None:
+        """Dims [0, pairs) and their partners [D/2, D/2 + pairs) to the front, in all that touches a latent's dims."""
+        dim, half, pairs = self.described.cache.key_dim, self.described.cache.key_dim // 2, self._pairs
+        every = torch.arange(dim, device=self.qkv.weight.device)
+        order = torch.cat([every[:pairs], every[half : half + pairs], every[pairs:half], every[half + pairs :]])
+        self.qkv, self.out = self.qkv.with_outputs_permuted(order), self.out.with_inputs_permuted(order)
+        assert self.q_norm is not None and self.k_norm is not None  # latents have normed queries and keys
+        self.q_norm, self.k_norm = self.q_norm[order], self.k_norm[order]
+
+    def _fold_basis(self, basis: torch.Tensor) -> None:
+        """Make values in the pages' basis, and read what was attended in it, by the weights before and behind.
+
+        Packed weights cannot be changed: then values are transformed where they are made, and results by a product.
+        """
+        if self.described.owns_kv:
+            first = self.described.query_width + self.described.cache.kv_heads * len(basis)
+            changed = self.qkv.with_outputs_in(basis, first)
+            self._transform_values, self.qkv = changed is None, changed or self.qkv
+        out = self.out.with_inputs_in(basis)
+        self._transform_back, self.out = (basis.to(self._context.dtype), self.out) if out is None else (None, out)
+
+
+class GpuMlp:
+    def __init__(self, described: GatedMLP, context: GpuContext) -> None:
+        self.described, self._context = described, context
+        self.gate_up = context.parameters.linear(described.gate_up)
+        self.down = context.parameters.linear(described.down)
+
+    def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        inner = gated_product(x, self.gate_up, self.described.activation, pdl=self._context.pdl)
+        return summed(partial(product, pdl=self._context.pdl), inner, self.down, self._context.group)
+
+
+class GpuPerLayer:
+    def __init__(self, described: PerLayerInput, context: GpuContext) -> None:
+        self.described, self._pdl = described, context.pdl
+        self.gate = context.parameters.linear(described.gate)
+        self.projection = context.parameters.linear(described.projection)
+
+    def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        assert state.per_layer is not None
+        gate = product(x, self.gate, pdl=self._pdl)
+        inner = torch.empty_like(gate)
+        own = state.per_layer[:, self.described.layer]
+        gated_per_layer(gate, own, inner, self.described.activation, pdl=self._pdl)
+        return product(inner, self.projection, pdl=self._pdl)
+
+
+class GpuSum:
+    """Branches one after another, their norms in plain torch."""
+
+    def __init__(self, described: Sum, context: GpuContext) -> None:
+        self._branches = [(block, make_mixer(block, context)) for block in described.branches]
+        self._parameters, self._ops = context.parameters, Ops()
+
+    def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        first, *others = (self._branch(x, block, mixer, state) for block, mixer in self._branches)
+        return sum(others, start=first)
+
+    def keep(self, x: torch.Tensor, state: GpuStepState) -> None:
+        for block, mixer in self._branches:
+            if hasattr(mixer, "keep"):
+                mixer.keep(self._normed(x, block.before), state)
+
+    def mixers(self) -> list[Any]:
+        return [mixer for _, mixer in self._branches]
+
+    def _branch(self, x: torch.Tensor, block: Block, mixer: Any, state: GpuStepState) -> torch.Tensor:
+        return self._normed(mixer(self._normed(x, block.before), state), block.after)
+
+    def _normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return x if norm is None else self._ops.norm(x, self._parameters.norm(norm), norm)
+
+
+MIXERS: dict[type[Mixer], Callable[[Any, GpuContext], Any]] = {
+    Attention: GpuAttention,
+    GatedMLP: GpuMlp,
+    PerLayerInput: GpuPerLayer,
+    Sum: GpuSum,
+}
+
+
+def make_mixer(block: Block, context: GpuContext) -> Any:
+    return MIXERS[type(block.mixer)](block.mixer, context)
+
+
+def rotary_pairs(found: torch.Tensor, head_dim: int) -> int:
+    """Pairs of dims that rotate, rounded up to what a kernel can block: the others have a frequency of 0."""
+    rotating = int((found != 0).sum())
+    return min(max(LEAST_PAIRS, 1 << (rotating - 1).bit_length()), head_dim // 2)

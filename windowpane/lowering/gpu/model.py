@@ -1,0 +1,157 @@
+"""A description as Triton launches over device tables: `forward` of a step whose shape is fixed can be captured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from windowpane.attention.chunk_attention import heads_of, hopper_scratch
+from windowpane.attention.mask import Mask
+from windowpane.attention.segments import Tiling
+from windowpane.attention.triton.decode import plan_decode
+from windowpane.attention.triton.widen import plain_view
+from windowpane.device.pages import KVPages
+from windowpane.device.tables import DeviceTables
+from windowpane.kv.decoded_past import decoded_past_bytes
+from windowpane.lowering.gpu.chaining import ChainedLayer, chain_layers
+from windowpane.lowering.gpu.kernels.logits import softcap
+from windowpane.lowering.gpu.kernels.norms import rms_norm
+from windowpane.lowering.gpu.layers import GpuLayer
+from windowpane.lowering.gpu.mixers import GpuAttention, GpuContext, GpuStepState, GpuSum
+from windowpane.lowering.gpu.products import product
+from windowpane.lowering.gpu.step import DeviceStep
+from windowpane.lowering.group import ALONE, RankGroup, look_up
+from windowpane.lowering.linear import Linear, Parameters
+from windowpane.lowering.reference.model import PerLayerValues
+from windowpane.lowering.reference.ops import Ops
+from windowpane.models.blocks import RMS, Decoder
+
+# From this compute capability on, a kernel may load while the one before ends: weights, and what an earlier one made.
+OVERLAPPING_LAUNCHES = (9, 0)
+
+
+class GpuModel:
+    """`max_rows` is the most sequences that decode in one step; `use_hopper` False keeps to the plain kernels.
+
+    Projections that are put into another order are taken out of `parameters`, so that they do not take memory twice.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        parameters: Parameters,
+        pages: KVPages,
+        tables: DeviceTables,
+        max_model_len: int,
+        max_rows: int,
+        group: RankGroup = ALONE,
+        *,
+        use_hopper: bool = True,
+    ) -> None:
+        self.decoder, self._group = decoder, group
+        self.embedding = parameters.tensor(decoder.embedding)
+        self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
+        self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
+        device, dtype = self.embedding.device, self.embedding.dtype
+        # Rounded as the reference rounds it.
+        self._embedding_multiplier = torch.tensor(decoder.embedding_multiplier, dtype=dtype).item()
+        # Between ranks' collectives kernels wait for one another as usual.
+        self._pdl = (
+            device.type == "cuda"
+            and group.place.ranks == 1
+            and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
+        )
+        self._product = partial(product, pdl=self._pdl)
+        context = GpuContext(
+            parameters, pages, tables, group, decoder.shared_layers, max_model_len, max_rows, dtype, self._pdl
+        )
+        self.prefill_scratch_bytes = self._make_prefill_scratch(context, max_model_len, use_hopper)
+        following = [layer.blocks[0].before for layer in decoder.layers[1:]] + [decoder.norm]
+        layers = [
+            GpuLayer(layer, context, norm, narrows=index == decoder.last_keeper)
+            for index, (layer, norm) in enumerate(zip(decoder.layers, following, strict=True))
+        ]
+        self._attentions = {m.described.layer: m for layer in layers for m in _attentions(layer)}
+        self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
+        self.layers: list[GpuLayer | ChainedLayer] = list(layers)
+        if use_hopper and group.place.ranks == 1:
+            self.layers = chain_layers(layers, decoder.hidden_size, dtype, device, self._pdl)
+
+    @property
+    def tilings(self) -> frozenset[Tiling]:
+        """How chunks are cut into query tiles."""
+        return frozenset(attention.chunk_attention.tiling for attention in self._attentions.values())
+
+    def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
+        return self.logits(self.final_hidden(step, tokens), out)
+
+    def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
+        """The normed output of the last layer for the wanted rows; what `logits` takes."""
+        # Attention looks up plans and positions before the launch ahead of it has ended. Whatever makes those has a
+        # plain launch behind it, which waits for it.
+        plans = self._plan(step)
+        hidden = look_up(self.embedding, tokens, self._group)
+        if self.decoder.embedding_multiplier != 1.0:
+            hidden = hidden * self._embedding_multiplier
+        per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
+        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer)
+        normed = self._first_norm(hidden)
+        for layer in self.layers:
+            if state.narrowed and not len(hidden):
+                break  # a chunk in the middle of a prompt: nobody asks for more
+            hidden, normed = layer(hidden, normed, state)
+        for kept in list(state.present):
+            self._attentions[kept].write(state)
+        return normed
+
+    def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 logits of final hidden states, in `out` where it is given."""
+        logits = self._group.all_gather(self._product(normed, self.head))
+        if out is None:
+            out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        if self.decoder.logit_multiplier != 1.0:
+            logits = logits.float() * self.decoder.logit_multiplier
+        softcap(logits, out, self.decoder.logit_softcap, pdl=self._pdl)
+        return out
+
+    def _first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0].blocks[0]
+        norm = first.described.before
+        if norm is None:
+            return hidden
+        if norm.kind != RMS:
+            return Ops().norm(hidden, first.before, norm)
+        normed = torch.empty_like(hidden)
+        rms_norm(hidden, first.before, norm.eps, normed, pdl=self._pdl)
+        return normed
+
+    def _plan(self, step: DeviceStep) -> dict[Mask, torch.Tensor]:
+        """For each mask, how the past of the decoding rows is shared out."""
+        rows = step.num_decoding
+        planned = {m: torch.empty(rows + 1, dtype=torch.int32, device=step.positions.device) for m in self._masks}
+        if rows:
+            for mask, cum_tiles in planned.items():
+                plan_decode(step.positions[:rows], cum_tiles, mask)
+        return planned
+
+    def _make_prefill_scratch(self, context: GpuContext, max_model_len: int, use_hopper: bool) -> int:
+        """Scratch of chunks, for all layers together; returns its bytes."""
+        pages, dtype = context.pages, context.dtype
+        if use_hopper:
+            views = [(a, context.view(a.cache.layer)) for a in self.decoder.attentions]
+            rows = [(plain_view(v, dtype) if v.code else v, heads_of(v, a.query_heads, _mask(a))) for a, v in views]
+            context.prefill_scratch = hopper_scratch(rows, max_model_len, pages.device)
+        decoded_bytes = decoded_past_bytes(pages.layout, str(dtype).removeprefix("torch."), max_model_len)
+        context.decoded = torch.empty(decoded_bytes, dtype=torch.uint8, device=pages.device)
+        return decoded_bytes + (context.prefill_scratch.bytes if context.prefill_scratch else 0)
+
+
+def _attentions(layer: GpuLayer) -> list[GpuAttention]:
+    mixers = [m for b in layer.blocks for m in (b.mixer.mixers() if isinstance(b.mixer, GpuSum) else [b.mixer])]
+    return [mixer for mixer in mixers if isinstance(mixer, GpuAttention)]
+
+
+def _mask(attention: object) -> Mask:
+    return Mask(attention.cache.retention)  # type: ignore[attr-defined]

@@ -1,0 +1,40 @@
+"""Products on a GPU: a few rows stream the weights once, many are a matrix product; packed weights are decoded on the way."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from windowpane.lowering.gpu.kernels.gated import gated
+from windowpane.lowering.gpu.kernels.matvec import gated_matvec, matvec, pays
+from windowpane.lowering.gpu.kernels.packed import SPLIT_ROWS, packed_gated, packed_product
+from windowpane.lowering.linear import Linear
+from windowpane.lowering.packed import JoinedWeight, PackedWeight
+
+
+def product(x: torch.Tensor, linear: Linear, *, pdl: bool) -> torch.Tensor:
+    """x · weightᵀ + bias. `pdl` lets a launch begin while the one before it ends."""
+    weight, bias = linear.weight, linear.bias
+    if isinstance(weight, PackedWeight):
+        return packed_product(x, weight, bias, pdl=pdl)
+    if isinstance(weight, JoinedWeight):
+        out = torch.cat([product(x, Linear(part), pdl=pdl) for part in weight.parts], dim=-1)
+        return out if bias is None else out + bias
+    if len(x) and pays(len(x), len(weight)):
+        out = x.new_empty(len(x), len(weight))
+        matvec(x, weight, out, bias, pdl=pdl)
+        return out
+    return F.linear(x, weight, bias)
+
+
+def gated_product(x: torch.Tensor, gate_up: Linear, activation: str, *, pdl: bool) -> torch.Tensor:
+    """activation(gate) × up, in the launch that makes them where there is one."""
+    inner = x.new_empty(len(x), gate_up.outputs // 2)
+    weight, has_bias = gate_up.weight, gate_up.bias is not None
+    if isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
+        packed_gated(x, weight, inner, activation)
+    elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x), len(weight)):
+        gated_matvec(x, weight, inner, activation, pdl=pdl)
+    else:
+        gated(product(x, gate_up, pdl=pdl), inner, activation, pdl=pdl)
+    return inner

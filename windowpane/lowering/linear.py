@@ -1,0 +1,146 @@
+"""`Linear`: a projection as every lowering holds it, and `Parameters`: the tensors that a description names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from windowpane.lowering.group import RankGroup
+from windowpane.lowering.packed import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs, stack
+from windowpane.models.blocks import Attention, Decoder, Norm, Projection, tensors_of
+from windowpane.models.tensors import TensorSpec
+
+Weights = dict[str, torch.Tensor | PackedWeight]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """x · weightᵀ + bias. It is never changed: another order or basis gives another one.
+
+    `is_partial`: the inputs are split over ranks, so that their products are to be summed.
+    """
+
+    weight: Weight
+    bias: torch.Tensor | None = None
+    is_partial: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    def __getitem__(self, outputs: slice) -> Linear:
+        """Some consecutive outputs, as views."""
+        return replace(self, weight=self.weight[outputs], bias=None if self.bias is None else self.bias[outputs])
+
+    def with_outputs_permuted(self, order: torch.Tensor, count: int | None = None) -> Linear:
+        """Every `len(order)` outputs (a head, say) in this order; only the first `count` of them where that is given."""
+        if count is not None and count < self.outputs:
+            first, rest = self[:count].with_outputs_permuted(order), self[count:]
+            bias = None if self.bias is None else torch.cat([b for b in (first.bias, rest.bias) if b is not None])
+            return replace(self, weight=stack([*_singles(first.weight), *_singles(rest.weight)]), bias=bias)
+        bias = None if self.bias is None else self.bias.view(-1, len(order))[:, order].reshape(-1)
+        return replace(self, weight=permute_outputs(self.weight, order), bias=bias)
+
+    def with_inputs_permuted(self, order: torch.Tensor) -> Linear:
+        """A Linear for inputs of which every `len(order)` come in this order."""
+        return replace(self, weight=permute_inputs(self.weight, order))
+
+    def with_outputs_in(self, basis: torch.Tensor, first: int) -> Linear | None:
+        """Outputs from `first` on in another basis, head by head; None for packed weights, which cannot be changed."""
+        if not isinstance(self.weight, torch.Tensor):
+            return None
+        dim = len(basis)
+        heads = self.weight[first:].view(-1, dim, self.inputs)
+        changed = (basis @ heads.float()).to(heads.dtype).view(-1, self.inputs)
+        bias = self.bias
+        if bias is not None:
+            rows = (bias[first:].view(-1, dim).float() @ basis).to(bias.dtype)
+            bias = torch.cat([bias[:first], rows.view(-1)])
+        return replace(self, weight=torch.cat([self.weight[:first], changed]), bias=bias)
+
+    def with_inputs_in(self, basis: torch.Tensor) -> Linear | None:
+        """A Linear for inputs that come in another basis, head by head; None for packed weights."""
+        if not isinstance(self.weight, torch.Tensor):
+            return None
+        heads = self.weight.view(self.outputs, -1, len(basis))
+        return replace(self, weight=(heads.float() @ basis).to(heads.dtype).view(self.weight.shape))
+
+
+def summed(
+    product: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, linear: Linear, group: RankGroup
+) -> torch.Tensor:
+    """A product whose inputs may be split over ranks: each computes a part of every sum. The bias counts once."""
+    if group.place.ranks == 1 or not linear.is_partial:
+        return product(x, linear)
+    out = group.all_reduce(product(x, Linear(linear.weight)))
+    return out if linear.bias is None else out + linear.bias
+
+
+def _singles(weight: Weight) -> tuple[torch.Tensor | PackedWeight, ...]:
+    return weight.parts if isinstance(weight, JoinedWeight) else (weight,)
+
+
+class Parameters:
+    """What the projections, norms and tensors of a description are on one rank.
+
+    Tensors are taken out of `weights`, so that projections which are joined do not take their memory twice. Heads whose
+    pairs of rotary dims lie otherwise are put into the one order that all lowerings rotate.
+    """
+
+    def __init__(self, decoder: Decoder, weights: Weights) -> None:
+        self._tensors = {name: weights.pop(name) for name in tensors_of(decoder)}
+        self._linears: dict[Projection, Linear] = {}
+        self._norms: dict[Norm, torch.Tensor] = {}
+        for attention in decoder.attentions:
+            self._bind_attention(attention)
+
+    def linear(self, projection: Projection) -> Linear:
+        if projection not in self._linears:
+            weights = [self._tensors.pop(t.name) for t in projection.weights]
+            biases = [self.tensor(t) for t in projection.biases]
+            bias = torch.cat(biases) if biases else None
+            self._linears[projection] = Linear(stack(weights), bias, projection.splits_inputs)
+        return self._linears[projection]
+
+    def take_linear(self, projection: Projection) -> Linear:
+        """As `linear`, for the last time: whatever is made of it may take its memory."""
+        found = self.linear(projection)
+        del self._linears[projection]
+        return found
+
+    def norm(self, norm: Norm | None) -> torch.Tensor | None:
+        """The weight in float32, as norms are computed; None where there is none."""
+        if norm is None or norm.weight is None:
+            return None
+        if norm not in self._norms:
+            weight = self.tensor(norm.weight).float()
+            self._norms[norm] = weight + 1.0 if norm.adds_one else weight
+        return self._norms[norm]
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        tensor = self._tensors[spec.name]
+        assert isinstance(tensor, torch.Tensor), f"{spec.name} is quantized, and only projections may be"
+        return tensor
+
+    def head_norms(self, attention: Attention) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of queries and keys."""
+        return self.norm(attention.q_norm), self.norm(attention.k_norm)
+
+    def _bind_attention(self, attention: Attention) -> None:
+        order = attention.rope.dim_order() if attention.rope is not None else None
+        if order is None:
+            return
+        linear = self.linear(attention.qkv)
+        index = torch.tensor(order, device=linear.weight.device)
+        rotated = attention.query_width + (attention.cache.kv_heads * len(order) if attention.owns_kv else 0)
+        self._linears[attention.qkv] = linear.with_outputs_permuted(index, rotated)
+        for norm in (attention.q_norm, attention.k_norm):
+            weight = self.norm(norm)
+            if norm is not None and weight is not None:
+                self._norms[norm] = weight.view(-1, len(order))[:, index].reshape(-1)

@@ -1,0 +1,263 @@
+"""Mixers in plain torch: one class for each kind of `models.blocks`, called with normed rows and the step's state.
+
+A mixer that keeps something for later tokens also has `keep`, which does only that: where a step's logits are wanted of
+a few rows, the last layers that keep anything call it for all rows and the mixer itself for those few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from windowpane.attention.mask import Mask
+from windowpane.attention.reference import attend_decoding
+from windowpane.attention.scores import Scores
+from windowpane.device.pages import KVPages, LayerPages
+from windowpane.lowering.group import RankGroup
+from windowpane.lowering.linear import Linear, Parameters, summed
+from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
+from windowpane.lowering.rope import RopeTables, rotate
+from windowpane.models.blocks import Attention, Block, GatedMLP, Mixer, Norm, PerLayerInput, Sum
+from windowpane.models.rope import Rope
+from windowpane.schedule.step import Segment, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all mixers of a model share. `shared`: layers whose present K and V later layers read."""
+
+    parameters: Parameters
+    ops: Ops
+    group: RankGroup
+    ropes: RopeTables
+    shared: frozenset[int]
+
+
+@dataclass(slots=True)
+class StepState:
+    """One step on its way through the layers. `present` has K and V of this step's rows until they are written."""
+
+    step: Step
+    pages: KVPages
+    per_layer: torch.Tensor | None
+    positions: torch.Tensor
+    wanted: torch.Tensor
+    segments: tuple[Segment, ...]
+    narrowed: bool = False
+    present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    angles: dict[Rope, Angles] = field(default_factory=dict)
+
+    def narrow(self) -> None:
+        """From here on only the wanted rows go on."""
+        self.narrowed, self.segments, self.angles = True, self.step.wanted_segments, {}
+        self.positions = self.positions[self.wanted]
+        self.per_layer = None if self.per_layer is None else self.per_layer[self.wanted]
+
+
+class AttentionMixer:
+    """Attention over pages and the present, both through the KV format, so that chunking changes nothing."""
+
+    def __init__(self, described: Attention, context: Context) -> None:
+        parameters = context.parameters
+        self.described, self._context, self._ops = described, context, context.ops
+        self.qkv, self.out = parameters.linear(described.qkv), parameters.linear(described.out)
+        self.q_norm, self.k_norm = parameters.head_norms(described)
+        self.mask, self.scores = Mask(described.cache.retention), Scores(described.scale, described.softcap)  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
+        described, width = self.described, self.described.query_width
+        if described.owns_kv and described.layer not in state.present:
+            projected = self._ops.linear(x, self.qkv)
+            queries = self._queries(projected[:, :width], state)
+            state.present[described.layer] = self._store_form(projected[:, width:], state)
+        else:
+            queries = self._queries(self._ops.linear(x, self.qkv[:width]), state)
+        attended = self._attend(queries, state.present[described.cache.layer], state)
+        if described.owns_kv and described.layer not in self._context.shared:
+            write_present(self._ops, state, described.layer)
+        return summed(self._ops.linear, attended, self.out, self._context.group)
+
+    def keep(self, x: torch.Tensor, state: StepState) -> None:
+        rest = self.qkv[self.described.query_width :]
+        state.present[self.described.layer] = self._store_form(self._ops.linear(x, rest), state)
+
+    def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
+        """Rotated queries [rows, heads, dim]."""
+        rotated = self._rotated(projected, self.described.q_norm, self.q_norm, state)
+        return state.pages.layers[self.described.cache.layer].queries_in_basis(rotated)
+
+    def _store_form(self, projected: torch.Tensor, state: StepState) -> list[torch.Tensor]:
+        """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
+        described, cache = self.described, self.described.cache
+        stored = state.pages.layers[cache.layer]
+        if cache.latent:
+            latent = self._ops.heads(self._heads(projected), None, described.v_norm, None)
+            return [stored.through_format(latent, 0)]
+        width = cache.kv_heads * cache.key_dim
+        keys = self._rotated(projected[:, :width], described.k_norm, self.k_norm, state)
+        values = self._heads(projected[:, width:])
+        if described.v_norm is not None:
+            values = self._ops.heads(values, None, described.v_norm, None)
+        keys, values = stored.keys_in_basis(keys), stored.in_basis(values)
+        return [stored.through_format(keys, 0), stored.through_format(values, 1)]
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.described.cache.key_dim))
+
+    def _rotated(
+        self, projected: torch.Tensor, norm: Norm | None, weight: torch.Tensor | None, state: StepState
+    ) -> torch.Tensor:
+        """Heads of this step's rows (once narrowed, of those that still ask), normed and rotated by their positions."""
+        if norm is not None and norm.across_heads:
+            projected, norm = normed_across_heads(projected, weight, norm, self._context.group), None
+        return self._ops.heads(self._heads(projected), weight, norm, self.angles(state))
+
+    def angles(self, state: StepState) -> Angles | None:
+        rope = self.described.rope
+        if rope is None:
+            return None
+        if rope not in state.angles:
+            state.angles[rope] = self._context.ropes.at(rope, state.positions)
+        return state.angles[rope]
+
+    # -- attending -------------------------------------------------------------------------------------------------
+
+    def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: StepState) -> torch.Tensor:
+        outputs = []
+        if decoding := state.step.num_decoding:
+            outputs.append(self._attend_decoding(queries[:decoding], [x[:decoding] for x in present], state))
+        for segment in state.segments:
+            if segment.q_count:
+                outputs.append(self._attend_segment(queries[segment.query_rows], segment, present, state))
+        if not outputs:
+            return queries.flatten(1)
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return state.pages.layers[self.described.cache.layer].in_basis(attended).flatten(1)
+
+    def _attend_segment(
+        self, queries: torch.Tensor, segment: Segment, present: list[torch.Tensor], state: StepState
+    ) -> torch.Tensor:
+        past_from = self.mask.first_visible(segment.start)
+        parts = [x[segment.rows].transpose(0, 1) for x in present]
+        if past_from < segment.start:
+            past = state.pages.layers[self.described.cache.layer].past(segment.slot, past_from, segment.start)
+            parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
+        positions = torch.arange(past_from, segment.stop, device=queries.device)
+        keys, values = self._keys_and_values(parts, positions)
+        asking = positions[len(positions) - segment.q_count :]
+        return self._ops.attend_chunk(queries, asking, keys, values, past_from, self.mask, self.scores)
+
+    def _attend_decoding(self, queries: torch.Tensor, now: list[torch.Tensor], state: StepState) -> torch.Tensor:
+        step, stored = state.step, state.pages.layers[self.described.cache.layer]
+        if not self.described.cache.latent:
+            return self._ops.attend_decoding(stored, step, queries, *now, self.mask, self.scores)
+        past, positions, counts = stored.decoding_past(step, self.mask)
+        past_keys, past_values = self._keys_and_values([x.to(queries.dtype) for x in past], positions)
+        own = state.positions[: step.num_decoding, None]
+        keys, values = self._keys_and_values([x[:, :, None] for x in now], own)
+        return attend_decoding(queries, past_keys, past_values, counts, keys[:, :, 0], values[:, :, 0], self.scores)
+
+    def _keys_and_values(self, parts: list[torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[…, heads, tokens, dim] each, from what is stored; K of a latent is rebuilt for […, tokens] positions."""
+        if not self.described.cache.latent:
+            return parts[0], parts[1]
+        latent, rope = parts[0], self.described.rope
+        assert self.k_norm is not None and rope is not None  # a latent is what remains of K before its norm's weight
+        cos, sin = self._context.ropes.at(rope, positions)
+        keys = rotate(latent.float() * self.k_norm, cos[..., None, :, :], sin[..., None, :, :])
+        return keys.to(latent.dtype), latent
+
+
+class MlpMixer:
+    def __init__(self, described: GatedMLP, context: Context) -> None:
+        self.described, self._context = described, context
+        self.gate_up = context.parameters.linear(described.gate_up)
+        self.down = context.parameters.linear(described.down)
+
+    def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
+        def product(x: torch.Tensor, down: Linear) -> torch.Tensor:
+            return self._context.ops.mlp(x, self.gate_up, down, self.described.activation)
+
+        return summed(product, x, self.down, self._context.group)
+
+
+class PerLayerMixer:
+    def __init__(self, described: PerLayerInput, context: Context) -> None:
+        self.described, self._ops = described, context.ops
+        self.gate = context.parameters.linear(described.gate)
+        self.projection = context.parameters.linear(described.projection)
+
+    def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
+        assert state.per_layer is not None
+        gate = ACTIVATIONS[self.described.activation](self._ops.linear(x, self.gate))
+        return self._ops.linear(gate * state.per_layer[:, self.described.layer], self.projection)
+
+
+class SumMixer:
+    def __init__(self, described: Sum, context: Context) -> None:
+        self._branches = [Branch(block, context) for block in described.branches]
+
+    def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
+        first, *others = (branch(x, state) for branch in self._branches)
+        return sum(others, start=first)
+
+    def keep(self, x: torch.Tensor, state: StepState) -> None:
+        for branch in self._branches:
+            branch.keep(x, state)
+
+
+class Branch:
+    """norm → mixer → norm: a block without its residual."""
+
+    def __init__(self, described: Block, context: Context) -> None:
+        self.described, self._ops = described, context.ops
+        self.before = context.parameters.norm(described.before)
+        self.after = context.parameters.norm(described.after)
+        self.mixer: Any = MIXERS[type(described.mixer)](described.mixer, context)
+
+    def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
+        mixed: torch.Tensor = self.mixer(self.normed(x), state)
+        after = self.described.after
+        return mixed if after is None else self._ops.norm(mixed, self.after, after)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.described.before
+        return x if before is None else self._ops.norm(x, self.before, before)
+
+    def keep(self, x: torch.Tensor, state: StepState) -> None:
+        if hasattr(self.mixer, "keep"):
+            self.mixer.keep(self.normed(x), state)
+
+
+MIXERS: dict[type[Mixer], Callable[[Any, Context], Any]] = {
+    Attention: AttentionMixer,
+    GatedMLP: MlpMixer,
+    PerLayerInput: PerLayerMixer,
+    Sum: SumMixer,
+}
+
+
+def normed_across_heads(
+    x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup
+) -> torch.Tensor:
+    """RMS norm over all heads of a row. Ranks hold equal parts of it, so the mean of their means is the row's."""
+    wide = x.float()
+    means = group.all_reduce(wide.square().mean(-1, keepdim=True)) / group.place.ranks
+    normed = wide * torch.rsqrt(means + norm.eps)
+    return (normed if weight is None else normed * weight).to(x.dtype)
+
+
+def write_present(ops: Ops, state: StepState, layer: int) -> None:
+    """Store what the future can see of each token; nobody reads it as the present any more."""
+    step, rows, stored = state.step, state.present.pop(layer), state.pages.layers[layer]
+    if step.num_decoding:
+        ops.write_decoding(stored, step, [x[: step.num_decoding] for x in rows])
+    for s in step.segments:
+        first = stored.first_written(s.start, s.stop)
+        if first < s.stop:
+            kept = slice(s.row + first - s.start, s.rows.stop)
+            stored.write(s.slot, first, [x[kept] for x in rows])
+        stored.write_tails(s.slot, s.start, [x[s.rows] for x in rows])

@@ -1,0 +1,127 @@
+"""A description as callables in plain torch, for any device and dtype: the yardstick for every other lowering.
+
+Work that leaves no trace is skipped: the last layer that keeps anything does so for all rows, but everything else, like
+all layers after it, runs only for rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from windowpane.device.pages import KVPages
+from windowpane.lowering.group import ALONE, RankGroup, look_up
+from windowpane.lowering.linear import Linear, Parameters
+from windowpane.lowering.reference.mixers import Branch, Context, StepState, write_present
+from windowpane.lowering.reference.ops import Ops
+from windowpane.lowering.rope import RopeTables
+from windowpane.models.blocks import Block, Decoder, Layer
+from windowpane.schedule.step import Step
+
+LayerCall = Callable[[torch.Tensor, StepState], torch.Tensor]
+
+
+class ReferenceModel:
+    """Of several ranks, each has its own heads, its own part of each MLP and of the vocabulary.
+
+    A pass may replace entries of `layers` by other callables that compute the same.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        parameters: Parameters,
+        max_model_len: int,
+        group: RankGroup = ALONE,
+        ops: Ops | None = None,
+    ) -> None:
+        self.decoder, self.group, self.ops = decoder, group, ops or Ops()
+        self.embedding = parameters.tensor(decoder.embedding)
+        self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
+        self.final_norm = parameters.norm(decoder.norm)
+        context = Context(parameters, self.ops, group, RopeTables(max_model_len), decoder.shared_layers)
+        self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
+        self.layers: list[LayerCall] = [
+            ReferenceLayer(layer, context, narrows=index == decoder.last_keeper)
+            for index, layer in enumerate(decoder.layers)
+        ]
+
+    def forward(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
+        """float32 logits [wanted rows, vocabulary] of these tokens, one per row."""
+        return self.logits(self.final_hidden(step, tokens, pages))
+
+    def final_hidden(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
+        """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
+        hidden = look_up(self.embedding, tokens, self.group)
+        if self.decoder.embedding_multiplier != 1.0:
+            hidden = hidden * torch.tensor(self.decoder.embedding_multiplier, dtype=hidden.dtype)
+        per_layer = self._per_layer(tokens, hidden, self.ops.linear) if self._per_layer else None
+        positions, wanted = (torch.from_numpy(x).to(tokens.device) for x in (step.rotary_positions, step.wanted))
+        state = StepState(step, pages, per_layer, positions, wanted, step.segments)
+        for layer in self.layers:
+            if state.narrowed and not len(hidden):
+                break  # a chunk in the middle of a prompt: nobody asks for more
+            hidden = layer(hidden, state)
+        for shared in list(state.present):
+            write_present(self.ops, state, shared)
+        return self.ops.norm(hidden, self.final_norm, self.decoder.norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float() * self.decoder.logit_multiplier
+        cap = self.decoder.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class ReferenceLayer:
+    """`narrows`: it is the last one that keeps anything, so only wanted rows go on from it."""
+
+    def __init__(self, described: Layer, context: Context, *, narrows: bool) -> None:
+        self.described, self.narrows = described, narrows
+        self.blocks = [ResidualBlock(block, context) for block in described.blocks]
+        self.scalar = None if described.scalar is None else context.parameters.tensor(described.scalar)
+
+    def __call__(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
+        for block in self.blocks:
+            if self.narrows and not state.narrowed and len(state.wanted) < len(hidden):
+                block.keep(hidden, state)
+                state.narrow()
+                hidden = hidden[state.wanted]
+            hidden = block.add_to(hidden, state)
+        return hidden if self.scalar is None else hidden * self.scalar
+
+
+class ResidualBlock(Branch):
+    def __init__(self, described: Block, context: Context) -> None:
+        super().__init__(described, context)
+        self._multiplier = described.multiplier
+
+    def add_to(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
+        after = self.described.after
+        if after is not None and self.after is not None and self._multiplier == 1.0:
+            return self._ops.add_normed(hidden, self.mixer(self.normed(hidden), state), self.after, after)
+        mixed = self(hidden, state)
+        return hidden + (mixed if self._multiplier == 1.0 else mixed * self._multiplier)
+
+
+class PerLayerValues:
+    """Gemma's per-layer embeddings: a second embedding of each token, one part per layer."""
+
+    def __init__(self, decoder: Decoder, parameters: Parameters, group: RankGroup) -> None:
+        assert decoder.per_layer is not None
+        self._described, self._group = decoder.per_layer, group
+        self._layers, self._hidden_size = len(decoder.layers), decoder.hidden_size
+        self.table = parameters.tensor(self._described.table)
+        self.projection = parameters.linear(self._described.projection)
+        self.norm = parameters.norm(self._described.norm)
+
+    def __call__(
+        self, tokens: torch.Tensor, embedded: torch.Tensor, product: Callable[[torch.Tensor, Linear], torch.Tensor]
+    ) -> torch.Tensor:
+        """[tokens, layers, width]."""
+        width = self._described.width
+        shape = (len(tokens), self._layers, width)
+        looked_up = look_up(self.table, tokens, self._group) * torch.tensor(width**0.5, dtype=embedded.dtype)
+        projected = product(embedded, self.projection) * self._hidden_size**-0.5
+        normed = Ops().norm(projected.view(shape), self.norm, self._described.norm)
+        return (normed + looked_up.view(shape)) * 2**-0.5

@@ -1,0 +1,237 @@
+"""What a model computes, without torch: embedding → layers → norm → head.
+
+    layer = block, block, …                        each added to the residual stream
+    block = norm before → mixer → norm after       norms are optional
+    mixer = Attention | GatedMLP | PerLayerInput | Sum of blocks that read the same input
+
+The loader, the plan's activation estimate, tensor parallelism and every lowering read this description; nobody changes
+it. A new kind of mixer (experts, a recurrent state) is a dataclass here, a reader in a family, and one class in each
+lowering that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from windowpane.kv.caches import StateCache, TokenCache
+from windowpane.models.rope import Rope
+from windowpane.models.tensors import TensorSpec
+
+RMS, LAYER = "rms", "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of the last dimension: `kind` is RMS, or LAYER, which subtracts the mean first. It has no bias.
+
+    Without `weight` it only norms. `adds_one`: the checkpoint stores w − 1. `across_heads`: the heads of a token are
+    normed together, so ranks share one mean.
+    """
+
+    eps: float
+    weight: TensorSpec | None = None
+    kind: str = RMS
+    adds_one: bool = False
+    across_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Linear layers of one input, one above the other: the outputs of `weights` in this order.
+
+    `splits_inputs`: ranks have some of the inputs each, so that their products are summed.
+    """
+
+    weights: tuple[TensorSpec, ...]
+    biases: tuple[TensorSpec, ...] = ()
+    splits_inputs: bool = False
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec]) -> Projection:
+        found = tuple(tensors)
+        biases = tuple(t for t in found if t.name.endswith(".bias"))
+        weights = tuple(t for t in found if t not in biases)
+        return cls(weights, biases, any(t.shard is not None and t.shard.axis == 1 for t in weights))
+
+    @property
+    def outputs(self) -> int:
+        return sum(t.shape[0] for t in self.weights)
+
+    @property
+    def inputs(self) -> int:
+        return self.weights[0].shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of layer `layer` over `cache`: its own, or that of an earlier layer whose K and V it shares.
+
+    `qkv` makes queries, then K and V where the layer owns them (one vector for both where the cache is latent). What a
+    token sees is the cache's retention.
+    """
+
+    layer: int
+    cache: TokenCache
+    qkv: Projection
+    out: Projection
+    rope: Rope | None
+    scale: float
+    softcap: float | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.cache.layer == self.layer
+
+    @property
+    def query_width(self) -> int:
+        return self.out.inputs
+
+    @property
+    def query_heads(self) -> int:
+        return self.query_width // self.cache.key_dim
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """down(activation(gate) × up); `gate_up` makes the gate's values first."""
+
+    gate_up: Projection
+    down: Projection
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInput:
+    """Gemma's second embedding: projection(activation(gate(hidden)) × the token's own values for layer `layer`)."""
+
+    layer: int
+    gate: Projection
+    projection: Projection
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Branches that read the same input, each with norms of its own; their results are added."""
+
+    branches: tuple[Block, ...]
+
+
+Mixer = Attention | GatedMLP | PerLayerInput | Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """residual + multiplier × after(mixer(before(residual))); as a branch of a Sum nothing is added."""
+
+    mixer: Mixer
+    before: Norm | None = None
+    after: Norm | None = None
+    multiplier: float = 1.0
+
+    def mixers(self) -> Iterator[Attention | GatedMLP | PerLayerInput]:
+        """Its own mixer, or those of its branches."""
+        if not isinstance(self.mixer, Sum):
+            yield self.mixer
+            return
+        for branch in self.mixer.branches:
+            yield from branch.mixers()
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Blocks one after another; the result is multiplied by `scalar`, a tensor of one value, where there is one."""
+
+    blocks: tuple[Block, ...]
+    scalar: TensorSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """A table that gives every layer `width` values of its own per token, mixed with a projection of the embedding."""
+
+    table: TensorSpec
+    projection: Projection
+    norm: Norm
+    width: int
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A text model. Without `head` the embedding is the LM head."""
+
+    embedding: TensorSpec
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Projection | None = None
+    per_layer: PerLayerEmbedding | None = None
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Every attention, in the order in which they run."""
+        blocks = (block for layer in self.layers for block in layer.blocks)
+        return tuple(m for block in blocks for m in block.mixers() if isinstance(m, Attention))
+
+    @cached_property
+    def shared_layers(self) -> frozenset[int]:
+        """Layers whose K and V later layers read."""
+        return frozenset(a.cache.layer for a in self.attentions if not a.owns_kv)
+
+    @cached_property
+    def last_keeper(self) -> int:
+        """The last layer that keeps anything: nothing after it changes what later tokens see."""
+        return max(a.cache.layer for a in self.attentions)
+
+    @cached_property
+    def widest_mlp(self) -> int:
+        """The most intermediate values that one token has in a block."""
+        blocks = (block for layer in self.layers for block in layer.blocks)
+        return max(sum(m.down.inputs for m in block.mixers() if isinstance(m, GatedMLP)) for block in blocks)
+
+
+_Described = TypeVar("_Described")
+
+
+def tensors_of(described: Any) -> dict[str, TensorSpec]:
+    """Every tensor that a description names, once, by its name."""
+    if isinstance(described, TensorSpec):
+        return {described.name: described}
+    found: dict[str, TensorSpec] = {}
+    for part in described if isinstance(described, tuple | list) else _parts(described).values():
+        found |= tensors_of(part)
+    return found
+
+
+def on_rank(described: _Described, ranks: int) -> _Described:
+    """The description as one of `ranks` tensor-parallel ranks computes it."""
+    changed: Any = described
+    if isinstance(described, TensorSpec):
+        changed = described.on_rank(ranks)
+    elif isinstance(described, TokenCache | StateCache):
+        changed = described.shard(ranks)
+    elif isinstance(described, tuple):
+        changed = tuple(on_rank(part, ranks) for part in described)
+    elif parts := _parts(described):
+        changed = replace(described, **{name: on_rank(part, ranks) for name, part in parts.items()})  # type: ignore[type-var]
+    found: _Described = changed
+    return found
+
+
+def _parts(described: Any) -> dict[str, Any]:
+    """The fields of a description that may name tensors or caches; a rotation, say, has none."""
+    if not is_dataclass(described) or isinstance(described, Rope):
+        return {}
+    return {f.name: getattr(described, f.name) for f in fields(described)}

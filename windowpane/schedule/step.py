@@ -1,0 +1,90 @@
+"""One step row by row, as every lowering reads it: whose tokens lie where, and which of them ask for logits.
+
+Decoding rows come first, one per sequence; then the rows of each segment. A sequence that computes several tokens at
+once, be it a prompt's chunk or a few drafts, is a segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windowpane.schedule.batch import Batch, wanted_rows
+
+
+class Segment(NamedTuple):
+    """Tokens [start, stop) of a slot, at rows `row`.. of the step; the last q_count of them ask, from rows `q_row`.."""
+
+    slot: int
+    start: int
+    stop: int
+    row: int
+    q_row: int
+    q_count: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.stop - self.start)
+
+    @property
+    def query_rows(self) -> slice:
+        return slice(self.q_row, self.q_row + self.q_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`positions` are those of all rows in their sequences, `tokens` those of the segments' rows: what decoding rows
+    compute was sampled last and lies on the device.
+
+    `wanted` are the rows whose logits are asked for: every decoding row, and the last ones of each segment. In
+    `segments` all rows ask, in `wanted_segments` only the wanted ones.
+    """
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    decode_slots: NDArray[np.int64]
+    segments: tuple[Segment, ...]
+    wanted_segments: tuple[Segment, ...]
+    wanted: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, batch: Batch, all_logits_slots: frozenset[int] = frozenset()) -> Step:
+        """Chunks without tokens are left out; of those in `all_logits_slots` every row is wanted."""
+        decoding = len(batch.decode_slots)
+        segments, narrowed, row, q_row = [], [], decoding, decoding
+        tokens, positions, wanted = [np.zeros(0, dtype=np.int32)], [batch.decode_positions], [np.arange(decoding)]
+        for chunk in batch.chunks:
+            count, asking = len(chunk.tokens), wanted_rows(chunk, all_logits_slots)
+            if not count:
+                continue
+            stop = chunk.start + count
+            segments.append(Segment(chunk.slot, chunk.start, stop, row, row, count))
+            narrowed.append(Segment(chunk.slot, chunk.start, stop, row, q_row, asking))
+            tokens.append(chunk.tokens)
+            positions.append(np.arange(chunk.start, stop))
+            row, q_row = row + count, q_row + asking
+            wanted.append(np.arange(row - asking, row))
+        return cls(
+            np.concatenate(tokens),
+            np.concatenate(positions),
+            batch.decode_slots,
+            tuple(segments),
+            tuple(narrowed),
+            np.concatenate(wanted),
+        )
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.decode_slots)
+
+    @property
+    def decode_positions(self) -> NDArray[np.int64]:
+        return self.positions[: self.num_decoding]
+
+    @property
+    def rotary_positions(self) -> NDArray[np.int64]:
+        """What rows are rotated by. In text that is where they lie in their sequence."""
+        return self.positions
