@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from windowpane.attention.mask import Mask
 from windowpane.kv.caches import TokenCache
+from windowpane.kv.retention import Cross
 from windowpane.lowering.rope import Rope, read_rope
 from windowpane.models.families import gemma3, gemma4
 from windowpane.models.parts import FULL, SLIDING
@@ -26,7 +28,7 @@ class LayerRecipe:
     query_heads: int
     kv_heads: int
     head_dim: int
-    window_tokens: int | None
+    mask: Mask
     rope: Rope
     scale: float
     latent: bool
@@ -36,13 +38,14 @@ class LayerRecipe:
         cls, cache: TokenCache, spec: ModelSpec, rope: Rope, scale: float, index: int | None = None
     ) -> LayerRecipe:
         """A layer that reads this cache: its owner, or the layer `index` that shares it."""
+        assert not isinstance(cache.retention, Cross), "decoders without an encoder"
         return cls(
             index=cache.layer if index is None else index,
             kv_layer=cache.layer,
             query_heads=spec.query_heads,
             kv_heads=cache.kv_heads,
             head_dim=cache.key_dim,
-            window_tokens=getattr(cache.retention, "tokens", None),
+            mask=Mask(cache.retention),
             rope=rope,
             scale=scale,
             latent=cache.latent,

@@ -9,10 +9,11 @@
 typedef struct {
     const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias; /* biases, head norms: may be missing */
     const float *post_attention_norm, *pre_mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *post_mlp_norm;
+    const float *sinks;  /* as in Attention */
     char *keys, *values; /* the arena, at this layer's K and V of the page at offset 0 */
     int64_t hidden, query_heads, kv_heads, dim, mlp, block_tokens, row_floats;
     int64_t sandwich, head_norms, v_norm, is_gelu;
-    float eps, scale, scalar;
+    float eps, scale, softcap, scalar;
 } Layer;
 
 typedef struct {
@@ -48,8 +49,9 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps,
           threads);
     heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, threads);
-    Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended,
-                   n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale};
+    Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended, l->sinks,
+                   n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale,
+                   l->softcap};
     attend_decoding(&a, threads);
     write_rows(l->keys, t->to_offsets, t->to_rows, k, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
     write_rows(l->values, t->to_offsets, t->to_rows, v, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);

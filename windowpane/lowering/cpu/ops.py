@@ -6,26 +6,26 @@ Tensors are handed over by address, so each method first makes sure of dtype, co
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_long, c_void_p
 
 import torch
 
+from windowpane.attention.mask import Mask
+from windowpane.attention.scores import Scores
 from windowpane.device.pages import LayerPages
 from windowpane.device.step import Step
+from windowpane.lowering.cpu.attention import ALIGNED_FLOATS, CAttention, holds_plain_pairs, parts_for
 from windowpane.lowering.packed import Weight
 from windowpane.lowering.reference.ops import Angles, DecodingLayer, LayerParts, Ops
 from windowpane.native import build
+from windowpane.native.calls import address, count, function
 
 # Up to here the kernel that reads weights in place is faster than those that repack them; for one row a library's does
 # not.
 FEW_ROWS = range(2, 49)
-PART_TOKENS = 256  # PART in decoding.c
 # Rows of an MLP at a time: what lies between its products then stays in a cache, and is small enough for the allocator
 # to hand out the same memory again instead of fresh pages.
 MLP_ROWS = 1024
-MOST_GROUPED_HEADS = 60  # ROWS in chunks.c, at the least
-ALIGNED_FLOATS = 16  # widths that kernels take are multiples of it, those of heads of twice as many
 
 
 def ops_for(embedding: torch.Tensor) -> Ops:
@@ -35,31 +35,6 @@ def ops_for(embedding: torch.Tensor) -> Ops:
         if library is not None:
             return CpuOps(library)
     return Ops()
-
-
-class _Chunk(ctypes.Structure):
-    """`Chunk` in chunks.c."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "positions", "keys", "values")),
-        *((name, c_void_p) for name in ("packed_keys", "packed_values", "out")),
-        *((name, c_int64) for name in ("key_head", "key_token", "value_head", "value_token")),
-        *((name, c_int64) for name in ("tokens", "first_key", "num_keys", "window")),
-        *((name, c_int64) for name in ("query_heads", "kv_heads", "dim")),
-        ("scale", c_float),
-    )
-
-
-class _Attention(ctypes.Structure):
-    """`Attention` in decoding.c."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "offsets", "starts", "stops", "queries")),
-        *((name, c_void_p) for name in ("now_keys", "now_values", "partial", "out")),
-        *((name, c_int64) for name in ("sequences", "blocks", "parts", "block_tokens")),
-        *((name, c_int64) for name in ("query_heads", "kv_heads", "dim", "row_floats")),
-        ("scale", c_float),
-    )
 
 
 _LAYER_TENSORS = (
@@ -72,10 +47,10 @@ class _Layer(ctypes.Structure):
     """`Layer` in layer.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (*_LAYER_TENSORS, "keys", "values")),
+        *((name, c_void_p) for name in (*_LAYER_TENSORS, "sinks", "keys", "values")),
         *((name, c_int64) for name in ("hidden", "query_heads", "kv_heads", "dim", "mlp", "block_tokens")),
         *((name, c_int64) for name in ("row_floats", "sandwich", "head_norms", "v_norm", "is_gelu")),
-        *((name, c_float) for name in ("eps", "scale", "scalar")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "scalar")),
     )
 
 
@@ -92,19 +67,16 @@ class CpuOps(Ops):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         product = [c_void_p, c_long, *[c_void_p] * 4, *[c_long] * 3, c_int]
-        self._few = _function(library, "product_of_few", *product)
-        self._many = _function(library, "product_of_many", *product)
-        self._packed_floats = _count(library, "product_packed_floats", 2)
-        self._norm = _function(library, "rms_norm", *[c_void_p] * 4, c_long, c_long, c_float, c_int)
-        self._heads = _function(
+        self._few = function(library, "product_of_few", *product)
+        self._many = function(library, "product_of_many", *product)
+        self._packed_floats = count(library, "product_packed_floats", c_long, c_long)
+        self._norm = function(library, "rms_norm", *[c_void_p] * 4, c_long, c_long, c_float, c_int)
+        self._heads = function(
             library, "heads", *[c_void_p, c_long, c_int], *[c_void_p] * 4, *[c_long] * 3, c_float, c_int
         )
-        self._gated = _function(library, "gated", c_void_p, c_void_p, c_long, c_long, c_int, c_int)
-        self._attend = _function(library, "attend_decoding", ctypes.POINTER(_Attention), c_int)
-        self._attend_chunk = _function(library, "attend_chunk", ctypes.POINTER(_Chunk), c_int)
-        self._packed_tokens = _count(library, "chunk_packed_tokens", 2)
-        self._packed_dim = _count(library, "chunk_packed_dim", 1)
-        self._write = _function(library, "write_rows", *[c_void_p] * 4, *[c_long] * 5)
+        self._gated = function(library, "gated", c_void_p, c_void_p, c_long, c_long, c_int, c_int)
+        self._attention = CAttention(library)
+        self._write = function(library, "write_rows", *[c_void_p] * 4, *[c_long] * 5)
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, torch.Tensor):
@@ -121,7 +93,7 @@ class CpuOps(Ops):
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
-            _address(bias),
+            address(bias),
             out.data_ptr(),
             packed.data_ptr(),
             rows,
@@ -150,7 +122,7 @@ class CpuOps(Ops):
         self._norm(
             x.data_ptr(),
             weight.data_ptr(),
-            _address(residual),
+            address(residual),
             out.data_ptr(),
             rows,
             width,
@@ -171,9 +143,9 @@ class CpuOps(Ops):
             x.data_ptr(),
             x.stride(0),
             int(eps is not None),
-            _address(weight),
-            _address(cos),
-            _address(sin),
+            address(weight),
+            address(cos),
+            address(sin),
             out.data_ptr(),
             rows,
             count,
@@ -211,47 +183,18 @@ class CpuOps(Ops):
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        window_tokens: int | None,
-        scale: float,
+        mask: Mask,
+        scores: Scores,
     ) -> torch.Tensor:
-        sequences, query_heads, dim = queries.shape
-        if not _holds_plain_pairs(stored) or dim % ALIGNED_FLOATS or values.shape != keys.shape:
-            return super().attend_decoding(stored, step, queries, keys, values, window_tokens, scale)
-        reads = stored.decoding_reads(step, window_tokens)
-        kv_heads, parts = keys.shape[1], max(1, -(-reads.most_tokens // PART_TOKENS))
-        queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
-        out = torch.empty_like(queries)
-        partial = queries.new_empty(sequences * query_heads * parts * (dim + 16))
-        asked = _Attention(
-            stored.address(0),
-            stored.address(1),
-            reads.offsets.data_ptr(),
-            reads.starts.data_ptr(),
-            reads.stops.data_ptr(),
-            queries.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            partial.data_ptr(),
-            out.data_ptr(),
-            sequences,
-            reads.shape[1],
-            parts,
-            stored.block_tokens,
-            query_heads,
-            kv_heads,
-            dim,
-            stored.row_elements(0),
-            scale,
-        )
-        self._attend(ctypes.byref(asked), torch.get_num_threads())
-        return out
+        out = self._attention.decoding(stored, step, queries, keys, values, mask, scores)
+        return super().attend_decoding(stored, step, queries, keys, values, mask, scores) if out is None else out
 
     def decoding_layer(self, parts: LayerParts, stored: LayerPages) -> DecodingLayer | None:
         widths = (parts.input_norm.shape[0], parts.down.shape[1])
         aligned = parts.head_dim % (2 * ALIGNED_FLOATS) == 0 and not any(width % ALIGNED_FLOATS for width in widths)
         weights = (parts.qkv, parts.out, parts.gate_up, parts.down)
         plain = all(isinstance(w, torch.Tensor) and w.is_contiguous() for w in weights)
-        if not aligned or not plain or not _holds_plain_pairs(stored) or not stored.keeps_every_token:
+        if not aligned or not plain or not holds_plain_pairs(stored) or not stored.keeps_every_token:
             return None
         return _DecodingLayer(self._library, parts, stored)
 
@@ -262,42 +205,11 @@ class CpuOps(Ops):
         keys: torch.Tensor,
         values: torch.Tensor,
         first_key: int,
-        window_tokens: int | None,
-        scale: float,
+        mask: Mask,
+        scores: Scores,
     ) -> torch.Tensor:
-        tokens, query_heads, dim = queries.shape
-        kv_heads, num_keys, _ = keys.shape
-        contiguous = keys.stride(2) == values.stride(2) == 1
-        if values.shape != keys.shape or not contiguous or query_heads // kv_heads > MOST_GROUPED_HEADS:
-            return super().attend_chunk(queries, positions, keys, values, first_key, window_tokens, scale)
-        queries, positions = queries.contiguous(), positions.to(torch.int64).contiguous()
-        out = torch.empty_like(queries)
-        packed_tokens = kv_heads * self._packed_tokens(first_key, num_keys)
-        packed_keys = queries.new_empty(packed_tokens * dim)
-        packed_values = queries.new_empty(packed_tokens * self._packed_dim(dim))
-        asked = _Chunk(
-            queries.data_ptr(),
-            positions.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            packed_keys.data_ptr(),
-            packed_values.data_ptr(),
-            out.data_ptr(),
-            keys.stride(0),
-            keys.stride(1),
-            values.stride(0),
-            values.stride(1),
-            tokens,
-            first_key,
-            num_keys,
-            window_tokens or 0,
-            query_heads,
-            kv_heads,
-            dim,
-            scale,
-        )
-        self._attend_chunk(ctypes.byref(asked), torch.get_num_threads())
-        return out
+        out = self._attention.chunk(queries, positions, keys, values, first_key, mask, scores)
+        return super().attend_chunk(queries, positions, keys, values, first_key, mask, scores) if out is None else out
 
     def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
         if stored.dtype != torch.float32 or not stored.keeps_every_token:
@@ -324,17 +236,16 @@ class _DecodingLayer:
     """A layer's addresses, gathered once."""
 
     def __init__(self, library: ctypes.CDLL, parts: LayerParts, stored: LayerPages) -> None:
-        self._run = _function(
+        self._run = function(
             library, "decode_layer", ctypes.POINTER(_Layer), ctypes.POINTER(_Tokens), c_void_p, c_void_p, c_int
         )
-        scratch_floats = library.layer_scratch_floats
-        scratch_floats.argtypes, scratch_floats.restype = (ctypes.POINTER(_Layer), c_long), c_long
-        self._scratch_floats = scratch_floats
-        self._stored, self._window_tokens = stored, parts.window_tokens
+        self._scratch_floats = count(library, "layer_scratch_floats", ctypes.POINTER(_Layer), c_long)
+        self._stored, self._mask = stored, parts.mask
         self._parts = parts  # so that what lies at these addresses stays there
-        addresses = {name: _address(getattr(parts, name)) for name in _LAYER_TENSORS}
+        addresses = {name: address(getattr(parts, name)) for name in _LAYER_TENSORS}
         self._layer = _Layer(
             **addresses,
+            sinks=address(parts.scores.sinks),
             keys=stored.address(0),
             values=stored.address(1),
             hidden=parts.input_norm.shape[0],
@@ -349,14 +260,15 @@ class _DecodingLayer:
             v_norm=parts.v_norm,
             is_gelu=parts.activation == "gelu_pytorch_tanh",
             eps=parts.eps,
-            scale=parts.scale,
+            scale=parts.scores.scale,
+            softcap=parts.scores.softcap or 0.0,
             scalar=1.0 if parts.scalar is None else float(parts.scalar),
         )
 
     def __call__(self, hidden: torch.Tensor, step: Step, angles: Angles | None) -> torch.Tensor:
-        reads = self._stored.decoding_reads(step, self._window_tokens)
+        reads = self._stored.decoding_reads(step, self._mask)
         to_offsets, to_rows = self._stored.decoding_writes(step)
-        sequences, parts = len(hidden), max(1, -(-reads.most_tokens // PART_TOKENS))
+        sequences, parts = len(hidden), parts_for(reads.most_tokens)
         cos, sin = angles or (None, None)
         tokens = _Tokens(
             reads.offsets.data_ptr(),
@@ -364,8 +276,8 @@ class _DecodingLayer:
             reads.stops.data_ptr(),
             to_offsets.data_ptr(),
             to_rows.data_ptr(),
-            _address(cos),
-            _address(sin),
+            address(cos),
+            address(sin),
             sequences,
             reads.shape[1],
             parts,
@@ -380,23 +292,3 @@ class _DecodingLayer:
             torch.get_num_threads(),
         )
         return out
-
-
-def _holds_plain_pairs(stored: LayerPages) -> bool:
-    return stored.dtype == torch.float32 and stored.parts == 2 and stored.row_elements(0) == stored.row_elements(1)
-
-
-def _function(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[..., None]:
-    function = getattr(library, name)
-    function.argtypes, function.restype = arguments, None
-    return function  # type: ignore[no-any-return]
-
-
-def _count(library: ctypes.CDLL, name: str, arguments: int) -> Callable[..., int]:
-    function = getattr(library, name)
-    function.argtypes, function.restype = (c_long,) * arguments, c_long
-    return function  # type: ignore[no-any-return]
-
-
-def _address(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from windowpane.attention.chunk_attention import heads_of, hopper_scratch
 from windowpane.attention.coded_chunks import make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.mask import Mask
+from windowpane.attention.scores import Scores
 from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.view import LayerView
+from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.widen import plain_view
 from windowpane.attention.triton.write import CodedRows, write, write_coded
 from windowpane.device.pages import KVPages
@@ -69,7 +71,7 @@ class _Pass:
     step: DeviceStep
     positions: torch.Tensor
     chunks: ChunkQueries | None
-    cum_tiles: dict[int | None, torch.Tensor]
+    cum_tiles: dict[Mask, torch.Tensor]
     narrowed: bool = False
     present: dict[int, _Present] = field(default_factory=dict)
     projected: torch.Tensor | None = None
@@ -94,7 +96,7 @@ class FusedDecoder:
         self._per_layer = decoder._per_layer
         self._group = decoder.group
         self._angles: dict[Rope, Angles] = {}
-        self._windows = sorted({layer.window_tokens or 0 for layer in self.recipe.layers})
+        self._masks = {layer.mask for layer in self.recipe.layers}
         device, dtype = self.embedding.device, self.embedding.dtype
         # Between ranks' collectives kernels wait for one another as usual.
         self._pdl = (
@@ -106,7 +108,7 @@ class FusedDecoder:
         self.layers: list[FusedLayer] = []
         recipes = [layer.recipe for layer in decoder.layers]
         views = [_view(pages, r.kv_layer) for r in recipes]
-        heads = [heads_of(view, r.query_heads, r.window_tokens) for view, r in zip(views, recipes, strict=True)]
+        heads = [heads_of(view, r.query_heads, r.mask) for view, r in zip(views, recipes, strict=True)]
         prefill_scratch = None
         if use_hopper:
             rows = [plain_view(view, dtype) if view.code else view for view in views]
@@ -173,15 +175,13 @@ class FusedDecoder:
     def _linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return _linear(x, weight, None, self._pdl)
 
-    def _plan(self, step: DeviceStep) -> dict[int | None, torch.Tensor]:
-        """For each window, how the past of the decoding rows is shared out."""
-        planned: dict[int | None, torch.Tensor] = {}
+    def _plan(self, step: DeviceStep) -> dict[Mask, torch.Tensor]:
+        """For each mask, how the past of the decoding rows is shared out."""
         rows = step.num_decoding
-        for window in self._windows:
-            cum_tiles = torch.empty(rows + 1, dtype=torch.int32, device=step.positions.device)
-            if rows:
-                plan_decode(step.positions[:rows], cum_tiles, window or None)
-            planned[window or None] = cum_tiles
+        planned = {m: torch.empty(rows + 1, dtype=torch.int32, device=step.positions.device) for m in self._masks}
+        if rows:
+            for mask, cum_tiles in planned.items():
+                plan_decode(step.positions[:rows], cum_tiles, mask)
         return planned
 
     def _chain_layers(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -261,24 +261,15 @@ class FusedLayer:
         self._kv_dtype = dtype if view.code else stored.dtype
         self.group = stored.group
         self.view = view
-        self._table = tables.reading[self.group]
         self._page_write = PageWrite(pages.arena, tables.writing[self.group], self.view) if self.owns_kv else None
-        self._rope = None
+        rope = None
         if r.latent:
             assert angles is not None and self.k_norm is not None
-            self._rope = (*angles, self.k_norm)
-        self.chunk_attention = make_chunk_attention(
-            pages.arena,
-            view,
-            self._table,
-            r.query_heads,
-            scale=r.scale,
-            window_tokens=r.window_tokens,
-            rope=self._rope,
-            scratch=prefill_scratch,
-            decoded=decoded,
-            dtype=dtype,
+            rope = (*angles, self.k_norm)
+        self._paged = PagedLayer(
+            pages.arena, view, tables.reading[self.group], r.query_heads, r.mask, Scores(r.scale), rope
         )
+        self.chunk_attention = make_chunk_attention(self._paged, prefill_scratch, decoded, dtype)
 
     def __call__(
         self, hidden: torch.Tensor, normed: torch.Tensor, state: _Pass, per_layer: torch.Tensor | None
@@ -430,24 +421,19 @@ class FusedLayer:
         return q, _Present(k, v, coded)
 
     def _attend(self, queries: torch.Tensor, present: _Present, state: _Pass) -> torch.Tensor:
-        r, step, rows = self.recipe, state.step, state.step.num_decoding
+        step, rows = state.step, state.step.num_decoding
         out = torch.empty_like(queries)
         if rows:
             decode(
                 queries[:rows],
                 present.k[:rows],
                 present.v[:rows],
-                self._arena,
-                self.view,
-                self._table,
+                self._paged,
                 step.slots,
                 step.positions[:rows],
-                state.cum_tiles[r.window_tokens],
+                state.cum_tiles[self.recipe.mask],
                 self._scratch,
                 out[:rows],
-                scale=r.scale,
-                window_tokens=r.window_tokens,
-                rope=self._rope,
                 pdl=self._pdl,
             )
         if state.chunks is not None:

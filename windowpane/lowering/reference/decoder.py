@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from windowpane.attention.reference import attend_decoding
+from windowpane.attention.scores import Scores
 from windowpane.device.pages import KVPages, LayerPages
 from windowpane.device.step import Queries, Segment, Step
 from windowpane.lowering.cpu.ops import ops_for
@@ -108,6 +109,7 @@ class _Layer:
         is_shared: bool,
     ) -> None:
         self.model, self.recipe = model, recipe
+        self._scores = Scores(recipe.scale)
         self.owns_kv = owner is None
         self.is_shared = is_shared
         self.ops, self.group, self._ropes = ops, group, ropes
@@ -236,16 +238,14 @@ class _Layer:
         self, queries: torch.Tensor, asked: Queries, segment: Segment, present: list[torch.Tensor], state: _Pass
     ) -> torch.Tensor:
         recipe = self.recipe
-        past_from = 0 if recipe.window_tokens is None else max(0, segment.start - recipe.window_tokens + 1)
+        past_from = recipe.mask.first_visible(segment.start)
         parts = [x[segment.row : segment.end_row].transpose(0, 1) for x in present]
         if past_from < segment.start:
             past = state.pages.layers[recipe.kv_layer].past(segment.slot, past_from, segment.start)
             parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
         positions = torch.arange(past_from, segment.stop, device=queries.device)
         keys, values = self._keys_and_values(parts, positions)
-        return self.ops.attend_chunk(
-            queries, asked.positions, keys, values, past_from, recipe.window_tokens, recipe.scale
-        )
+        return self.ops.attend_chunk(queries, asked.positions, keys, values, past_from, recipe.mask, self._scores)
 
     def _attend_decoding(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
         recipe, step = self.recipe, state.step
@@ -253,11 +253,11 @@ class _Layer:
         stored = state.pages.layers[recipe.kv_layer]
         if not recipe.latent:
             keys, values = now
-            return self.ops.attend_decoding(stored, step, queries, keys, values, recipe.window_tokens, recipe.scale)
-        past, positions, counts = stored.decoding_past(step, recipe.window_tokens)
+            return self.ops.attend_decoding(stored, step, queries, keys, values, recipe.mask, self._scores)
+        past, positions, counts = stored.decoding_past(step, recipe.mask)
         past_keys, past_values = self._keys_and_values([x.to(queries.dtype) for x in past], positions)
         keys, values = self._keys_and_values([x[:, :, None] for x in now], step.positions[: step.num_decoding, None])
-        return attend_decoding(queries, past_keys, past_values, counts, keys[:, :, 0], values[:, :, 0], recipe.scale)
+        return attend_decoding(queries, past_keys, past_values, counts, keys[:, :, 0], values[:, :, 0], self._scores)
 
     def _keys_and_values(self, parts: list[torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[…, heads, tokens, dim] each, from what is stored; K of a latent is rebuilt for […, tokens] positions."""
@@ -319,12 +319,12 @@ class _Layer:
             query_heads=recipe.query_heads,
             kv_heads=recipe.kv_heads,
             head_dim=recipe.head_dim,
-            window_tokens=recipe.window_tokens,
+            mask=recipe.mask,
             head_norms=model.qk_norm,
             v_norm=model.v_norm,
             activation=model.activation,
             eps=model.norm_eps,
-            scale=recipe.scale,
+            scores=self._scores,
         )
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.scores import Scores
 from windowpane.device.pages import LayerPages
 from windowpane.device.step import Step
 from windowpane.lowering.packed import Weight, linear
@@ -43,12 +45,12 @@ class LayerParts:
     query_heads: int
     kv_heads: int
     head_dim: int
-    window_tokens: int | None
+    mask: Mask
     head_norms: bool
     v_norm: bool
     activation: str
     eps: float
-    scale: float
+    scores: Scores
 
 
 DecodingLayer = Callable[[torch.Tensor, Step, Angles | None], torch.Tensor]
@@ -99,13 +101,13 @@ class Ops:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        window_tokens: int | None,
-        scale: float,
+        mask: Mask,
+        scores: Scores,
     ) -> torch.Tensor:
         """Decoding tokens over their past in pages and themselves: all [sequences, heads, dim]."""
-        past, _, counts = stored.decoding_past(step, window_tokens)
+        past, _, counts = stored.decoding_past(step, mask)
         past_keys, past_values = (x.to(queries.dtype) for x in past)
-        return attend_decoding(queries, past_keys, past_values, counts, keys, values, scale)
+        return attend_decoding(queries, past_keys, past_values, counts, keys, values, scores)
 
     def decoding_layer(self, parts: LayerParts, stored: LayerPages) -> DecodingLayer | None:
         """The whole layer at once for steps that only decode: (hidden, step, angles) → hidden. None: part by part."""
@@ -118,11 +120,11 @@ class Ops:
         keys: torch.Tensor,
         values: torch.Tensor,
         first_key: int,
-        window_tokens: int | None,
-        scale: float,
+        mask: Mask,
+        scores: Scores,
     ) -> torch.Tensor:
         """Tokens of one chunk over their past and each other; see `attend`."""
-        return attend(queries, positions, keys, values, first_key, window_tokens, scale)
+        return attend(queries, positions, keys, values, first_key, mask, scores)
 
     def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
         stored.write_decoding(step, rows)
