@@ -44,8 +44,8 @@ def part_of(kernel: str) -> str:
 def attention_flops(layer: LayerRecipe, start: int, stop: int) -> int:
     """Of tokens [start, stop) of one sequence: two products over all that each can see."""
     seen = np.arange(start + 1, stop + 1, dtype=np.int64)
-    if layer.window_tokens is not None:
-        seen = np.minimum(seen, layer.window_tokens)
+    if layer.mask.window_tokens is not None:
+        seen = np.minimum(seen, layer.mask.window_tokens)
     return 4 * layer.query_heads * layer.head_dim * int(seen.sum())
 
 
@@ -64,7 +64,7 @@ def chunk_flops(spec: ModelSpec, recipe: Recipe, start: int, stop: int) -> dict[
             if not only_kv or "k_proj" in tensor.name or "v_proj" in tensor.name:
                 flops[PRODUCTS] += 2 * tensor.elements * (stop - start)
         if not only_kv:
-            flops[FULL if layer.window_tokens is None else SLIDING] += attention_flops(layer, start, stop)
+            flops[FULL if layer.mask.window_tokens is None else SLIDING] += attention_flops(layer, start, stop)
     return flops
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -32,7 +32,7 @@ from windowpane.attention.segments import ChunkSegment
 from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.view import LayerView, Rope
+from windowpane.attention.triton.view import LayerView, PagedLayer, Rope
 from windowpane.kv.retention import ceil_div
 
 DEVICE = "cuda"
@@ -48,6 +48,11 @@ LAYERS = {
     "E4B full, pair": Layer(2, 4, 512),
     "64 dims, 3 query heads per KV head, 32-token blocks": Layer(5, 3, 64, block_tokens=32),
     "128 dims, 16 query heads, window, 3 stripes": Layer(1, 16, 128, window_tokens=333, stripes=3),
+    "Gemma 2 window, soft-capped": Layer(8, 2, 256, window_tokens=1024, softcap=50.0),
+    "Gemma 2 full, strongly capped": Layer(8, 2, 256, softcap=1.0),
+    "31B full, latent, soft-capped": replace(FULL_31B, softcap=2.0),
+    "64 dims, window, sinks": Layer(8, 8, 64, window_tokens=128, has_sinks=True),
+    "31B full, latent, soft-capped, sinks": replace(FULL_31B, softcap=2.0, has_sinks=True),
 }
 # Around pages, tiles and windows; none, one, and long.
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 333, 511, 512, 1022, 1023, 1024, 1025, 2049, 9000]
@@ -130,12 +135,19 @@ class Bare:
         rope = (angle.cos().float().to(DEVICE), angle.sin().float().to(DEVICE), w) if layer.rotary else None
         return cls(layer, view, arena, table, rope)
 
+    @property
+    def for_kernels(self) -> PagedLayer:
+        layer = self.layer
+        return PagedLayer(
+            self.arena, self.view, self.table, layer.query_heads, layer.mask, layer.scores(DEVICE), self.rope
+        )
+
 
 class DecodeStep:
     """A decode step of rows with this much past, and the bytes of KV that it must read."""
 
     def __init__(self, bare: Bare, past: torch.Tensor) -> None:
-        self.bare = bare
+        self.bare, self.layer = bare, bare.for_kernels
         layer, view, rows = bare.layer, bare.view, len(past)
         device = torch.device(DEVICE)
         self.positions = past.to(torch.int32).to(DEVICE)
@@ -152,14 +164,10 @@ class DecodeStep:
         self.plan()
 
     def plan(self) -> None:
-        plan_decode(self.positions, self.cum_tiles, self.bare.layer.window_tokens)
+        plan_decode(self.positions, self.cum_tiles, self.bare.layer.mask)
 
     def __call__(self) -> None:
-        bare = self.bare
-        decode(
-            *self.present, bare.arena, bare.view, bare.table, self.slots, self.positions, self.cum_tiles, self.scratch,
-            self.out, scale=bare.layer.scale, window_tokens=bare.layer.window_tokens, rope=bare.rope,
-        )  # fmt: skip
+        decode(*self.present, self.layer, self.slots, self.positions, self.cum_tiles, self.scratch, self.out)
 
 
 def prefill_step(
@@ -168,10 +176,7 @@ def prefill_step(
     """A prefill step as a callable, and its FLOPs: two products over the pairs of tokens that see each other."""
     layer, view = bare.layer, bare.view
     segments = [ChunkSegment(i, past, past + tokens, i * tokens, i * tokens, tokens) for i in range(sequences)]
-    attention = ChunkAttention(
-        bare.arena, view, bare.table, layer.query_heads, scale=layer.scale, window_tokens=layer.window_tokens,
-        rope=bare.rope, scratch=scratch,
-    )  # fmt: skip
+    attention = ChunkAttention(bare.for_kernels, scratch)
     chunks = chunk_queries(segments, attention.tiling, DEVICE)
     q, k, v = fused_rows(layer, sequences * tokens, DEVICE, view.dtype)
     out = torch.empty(sequences * tokens, layer.query_heads, view.dim, dtype=view.dtype, device=DEVICE)

@@ -14,12 +14,14 @@ import torch
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.coded_chunks import CodedChunkAttention, make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding
+from windowpane.attention.scores import Scores
 from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
-from windowpane.attention.triton.view import LayerView, Rope
+from windowpane.attention.triton.view import LayerView, PagedLayer, Rope
 from windowpane.attention.triton.widen import plain_view, scratch_page_bytes
 from windowpane.attention.triton.write import write
 from windowpane.device import codecs
@@ -50,18 +52,29 @@ class Layer:
     block_tokens: int = 16
     stripes: int = 1
     kv_format: str | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def query_heads(self) -> int:
         return self.kv_heads * self.group
 
     @property
-    def scale(self) -> float:
-        return self.dim**-0.5
+    def retention(self) -> Full | Window:
+        return Window(self.window_tokens) if self.window_tokens else Full()
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(self.retention)
+
+    def scores(self, device: torch.device | str) -> Scores:
+        """Sinks from far below the scores to far above them."""
+        sinks = torch.linspace(-9, 9, self.query_heads, device=device) if self.has_sinks else None
+        return Scores(self.dim**-0.5, self.softcap, sinks)
 
     def pages(self, dtype: torch.dtype) -> Group:
         """Two such layers to a page, and the second one under test: no offset is 0."""
-        retention = Window(self.window_tokens) if self.window_tokens else Full()
+        retention = self.retention
         caches = [TokenCache(i, retention, self.kv_heads, self.dim, self.dim, latent=self.rotary > 0) for i in range(2)]
         name = str(dtype).removeprefix("torch.")
         formats = {retention.name: kv_format(self.kv_format or name)}
@@ -88,6 +101,19 @@ class Paged:
     @property
     def lengths(self) -> list[int]:
         return [len(vectors[0]) for vectors in self.past]
+
+    @property
+    def for_kernels(self) -> PagedLayer:
+        layer = self.layer
+        return PagedLayer(
+            kernel_arena(self),
+            self.view,
+            self.table,
+            layer.query_heads,
+            layer.mask,
+            layer.scores(self.device),
+            self.rope,
+        )
 
 
 def make_pages(
@@ -232,15 +258,12 @@ def run_decode(
         k = k.clone()
         k[real] = rebuild(v[real], paged.rope, lengths.long(), paged.dtype)
     cum_tiles = torch.full((rows + 1,), -7, dtype=torch.int32, device=device)
-    plan_decode(positions, cum_tiles, layer.window_tokens)
+    plan_decode(positions, cum_tiles, layer.mask)
     scratch = DecodeScratch(
         rows, view.kv_heads, layer.group, view.dim, programs or decode_programs(view, device), device
     )
     out = torch.full((rows, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
-    decode(
-        q, k, v, kernel_arena(paged), view, paged.table, slots, positions, cum_tiles, scratch, out,
-        scale=layer.scale, window_tokens=layer.window_tokens, rope=paged.rope,
-    )  # fmt: skip
+    decode(q, k, v, paged.for_kernels, slots, positions, cum_tiles, scratch, out)
     if not bool((out[idle] == 0).all()):
         raise AssertionError("padding rows must be 0")
     exact, rounded = [q[:0].double()], [q[:0]]
@@ -254,10 +277,10 @@ def run_decode(
 def _decode_reference(paged: Paged, sequence: int, q: torch.Tensor, present: Vectors) -> torch.Tensor:
     keys, values = (x[None] for x in keys_values(paged, sequence, present, q.dtype))
     position = keys.shape[2] - 1
-    first = 0 if paged.layer.window_tokens is None else max(0, position - paged.layer.window_tokens + 1)
+    first, scores = paged.layer.mask.first_visible(position), paged.layer.scores(q.device)
     counts = torch.ones(1, position - first, dtype=torch.bool, device=q.device)
     return attend_decoding(
-        q, keys[:, :, first:-1], values[:, :, first:-1], counts, keys[:, :, -1], values[:, :, -1], paged.layer.scale
+        q, keys[:, :, first:-1], values[:, :, first:-1], counts, keys[:, :, -1], values[:, :, -1], scores
     )
 
 
@@ -299,20 +322,17 @@ def run_prefill(
             present_k = k[mine] if paged.rope is None else rebuild(v[mine], paged.rope, positions, dtype)
             keys, values = keys_values(paged, i, (present_k, v[mine]), dtype)
             asked, where = q[q_at : q_at + asking].to(dtype), positions[len(positions) - asking :]
-            answers.append(attend(asked, where, keys, values, 0, layer.window_tokens, layer.scale))
+            answers.append(attend(asked, where, keys, values, 0, layer.mask, layer.scores(device)))
     return out[1:], torch.cat(exact), torch.cat(rounded)
 
 
 def chunk_attention(
     paged: Paged, scratch: PrefillScratch | None, *, together: bool = True
 ) -> ChunkAttention | CodedChunkAttention:
-    layer, view = paged.layer, paged.view
+    view = paged.view
     longest = scratch_page_bytes(plain_view(view, paged.dtype)) * ceil_div(max(paged.lengths), view.block_tokens)
     decoded = torch.empty(TOGETHER_BYTES if together else longest, dtype=torch.uint8, device=paged.device)
-    return make_chunk_attention(
-        kernel_arena(paged), view, paged.table, layer.query_heads, scale=layer.scale,
-        window_tokens=layer.window_tokens, rope=paged.rope, scratch=scratch, decoded=decoded, dtype=paged.dtype,
-    )  # fmt: skip
+    return make_chunk_attention(paged.for_kernels, scratch, decoded, paged.dtype)
 
 
 def run_write(layer: Layer, device: str, dtype: torch.dtype, *, offset_bytes: int = 0) -> None:

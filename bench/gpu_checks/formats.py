@@ -51,6 +51,8 @@ LAYERS = {
     "latent, 1/2 of 64 dims": Layer(2, 2, 64, rotary=32, window_tokens=200),
     "latent, 1/4 of 128 dims, 3 stripes": Layer(1, 16, 128, rotary=32, stripes=3),
     "64 dims, 32-token blocks": Layer(5, 3, 64, block_tokens=32),
+    "window, soft-capped, sinks": Layer(8, 2, 256, window_tokens=1024, softcap=2.0, has_sinks=True),
+    "latent, soft-capped": replace(FULL_31B, softcap=2.0),
 }
 MODELS = ("gemma3", "gemma4 everything", "gemma4 K = V", "llama with biases")
 TEACHER_TOKENS = 400
@@ -204,12 +206,12 @@ def _step(layer: Layer, fmt: str | None, sequences: int, past: int, arena: torch
 def _widening(layer: Layer, past: int, arena: torch.Tensor) -> Callable[[], None]:
     bare = Bare.make(layer, 1, past + 1, arena)
     segments = np.array([(0, past, past + 8192, 0, 0, 8192)], dtype=np.int32)
-    plan = plan_past(segments, bare.view, torch.bfloat16, None, torch.device(DEVICE), TOGETHER_BYTES)[0]
+    plan = plan_past(segments, bare.for_kernels, torch.bfloat16, TOGETHER_BYTES)[0]
     on_device = torch.from_numpy(segments).to(DEVICE)
     decoded = torch.empty(TOGETHER_BYTES, dtype=torch.uint8, device=DEVICE)
 
     def step() -> None:
-        widen(arena, bare.view, bare.table, on_device, plan, decoded, torch.bfloat16, None)
+        widen(bare.for_kernels, on_device, plan, decoded, torch.bfloat16)
 
     return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ class Steps:
         layer, bare, view = self.layer, self.bare, self.bare.view
         rows = len(self.source)
         cum_tiles = torch.empty(rows + 1, dtype=torch.int32, device=DEVICE)
-        plan_decode(self.positions, cum_tiles, layer.window_tokens)
+        plan_decode(self.positions, cum_tiles, layer.mask)
         x = self.source + 0.0  # a plain launch behind the plan
         for _ in range(DEPTH):
             projected = torch.empty_like(x)
@@ -68,10 +69,8 @@ class Steps:
                 pair_distance=self.angles[0].shape[1] if view.latent else view.dim // 2, eps=EPS, latent=view.latent,
                 page_write=PageWrite(self.arena, bare.table, view), slots=self.slots, pdl=self.pdl,
             )  # fmt: skip
-            decode(
-                q, k, v, self.arena, view, bare.table, self.slots, self.positions, cum_tiles, self.scratch, out,
-                scale=layer.scale, window_tokens=layer.window_tokens, rope=bare.rope, pdl=self.pdl,
-            )  # fmt: skip
+            paged = replace(bare.for_kernels, arena=self.arena)
+            decode(q, k, v, paged, self.slots, self.positions, cum_tiles, self.scratch, out, pdl=self.pdl)
             x = x.clone()
             x[:, : out[0].numel()] += out.flatten(1)
         return x

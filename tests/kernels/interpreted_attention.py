@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill, run_write
+from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.triton.decode import MAX_ROWS, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
+from windowpane.kv.retention import Full, Window
 
 LIMIT = 1e-5
 FLOAT = torch.float32
@@ -26,10 +28,14 @@ LAYERS = {
     "256 dims, window that begins in a page": Layer(1, 2, 256, window_tokens=41),
     "512 dims, 2 stripes": Layer(1, 4, 512, stripes=2),
     "window of one token": Layer(2, 2, 64, window_tokens=1),
-    "latent, 1/8 of the head turns": Layer(2, 4, 64, rotary=8),
-    "latent, 1/4 of the head turns, window": Layer(1, 16, 64, rotary=16, window_tokens=40),
-    "latent, 1/2 of the head turns, blocks of 64": Layer(1, 2, 64, rotary=32, block_tokens=64),
+    "latent, 1/8 of the head rotates": Layer(2, 4, 64, rotary=8),
+    "latent, 1/4 of the head rotates, window": Layer(1, 16, 64, rotary=16, window_tokens=40),
+    "latent, 1/2 of the head rotates, blocks of 64": Layer(1, 2, 64, rotary=32, block_tokens=64),
     "latent, 512 dims": Layer(1, 8, 512, rotary=64),
+    "soft-capped": Layer(2, 3, 64, softcap=0.7),
+    "soft-capped far above all scores, window": Layer(1, 2, 64, window_tokens=50, softcap=50.0),
+    "soft-capped latent, sinks": Layer(2, 4, 64, rotary=8, softcap=0.7, has_sinks=True),
+    "sinks, window": Layer(2, 3, 64, window_tokens=50, has_sinks=True),
 }
 
 
@@ -72,7 +78,14 @@ def write() -> None:
 
 def programs() -> None:
     """Shares of the line that cut heads and rows anywhere: one program, few, and many that get nothing."""
-    for layer in (Layer(2, 2, 64), Layer(3, 2, 64, window_tokens=70), Layer(1, 2, 64, rotary=8)):
+    capped = {"softcap": 0.7, "has_sinks": True}
+    for layer in (
+        Layer(2, 2, 64),
+        Layer(3, 2, 64, window_tokens=70),
+        Layer(1, 2, 64, rotary=8),
+        Layer(2, 2, 64, **capped),
+        Layer(1, 2, 64, rotary=8, **capped),
+    ):
         paged = make_pages(layer, [200, 0, 64, 130], "cpu", FLOAT, room_tokens=1)
         for count in (1, 5, 30):
             got, exact, _ = run_decode(paged, padding=1, programs=count)
@@ -111,12 +124,13 @@ def replanning() -> None:
     for rows in (1, 17, MAX_ROWS):
         positions = generator.integers(-1, 5000, rows).astype(np.int32)
         for window in (None, 1, 2, 64, 65, 1024):
+            mask = Mask(Window(window) if window else Full())
             tiles = [len({t // 64 for t in range(max(0, p - (window or 10**6) + 1), p)}) for p in positions]
             found = torch.full((rows + 1,), -1, dtype=torch.int32)
-            plan_decode(torch.from_numpy(positions), found, window)
+            plan_decode(torch.from_numpy(positions), found, mask)
             assert found.tolist() == [0, *np.cumsum(tiles)], f"window {window}, {rows} rows"
     try:
-        plan_decode(torch.zeros(MAX_ROWS + 1, dtype=torch.int32), torch.zeros(MAX_ROWS + 2, dtype=torch.int32), None)
+        plan_decode(torch.zeros(MAX_ROWS + 1, dtype=torch.int32), torch.zeros(MAX_ROWS + 2, dtype=torch.int32), CAUSAL)
     except ValueError as refusal:
         assert str(MAX_ROWS) in str(refusal)
     else:

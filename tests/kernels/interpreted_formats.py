@@ -16,9 +16,11 @@ CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
 LAYERS = {
     "pair": Layer(2, 3, 64),
     "pair, window, 3 stripes": Layer(1, 2, 32, window_tokens=41, block_tokens=8, stripes=3),
-    "latent, 1/8 of the head turns": Layer(2, 4, 128, rotary=16),
-    "latent, 1/4 of the head turns, window": Layer(1, 16, 64, rotary=16, window_tokens=40),
-    "latent, 1/2 of the head turns": Layer(1, 2, 64, rotary=32),
+    "latent, 1/8 of the head rotates": Layer(2, 4, 128, rotary=16),
+    "latent, 1/4 of the head rotates, window": Layer(1, 16, 64, rotary=16, window_tokens=40),
+    "latent, 1/2 of the head rotates": Layer(1, 2, 64, rotary=32),
+    "pair, soft-capped, sinks": Layer(2, 3, 64, softcap=0.7, has_sinks=True),
+    "latent, soft-capped, sinks": Layer(2, 4, 128, rotary=16, softcap=0.7, has_sinks=True),
 }
 
 

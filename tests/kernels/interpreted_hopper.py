@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from bench.gpu_checks.attention_cases import Layer, Paged, error, fused_rows, kernel_arena, make_pages, rebuild
+from bench.gpu_checks.attention_cases import Layer, Paged, error, fused_rows, make_pages, rebuild
 from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
 from windowpane.attention.segments import ChunkSegment
 
@@ -28,11 +28,11 @@ def edges() -> None:
             view = paged.view
             segment, k, v = _segment(paged, tokens)
             out = torch.full((len(view.data_offsets), 2, view.kv_heads, tile, view.dim), float("nan"))
-            copy_edges(k, v, kernel_arena(paged), view, paged.table, segment, tile, layer.window_tokens, out)
+            copy_edges(k, v, paged.for_kernels, segment, tile, out)
             present = [v] if view.latent else [k, v]
             for vector, fresh in enumerate(present):
                 known = torch.cat([paged.past[0][vector], fresh[ROW : ROW + tokens]])
-                first = max(0, past - (layer.window_tokens or past + 1) + 1)
+                first = layer.mask.first_visible(past)
                 wanted = [first // tile if first % tile else None, past // tile if past % tile else None]
                 for which, at in enumerate(wanted):
                     if at is None:
@@ -50,7 +50,7 @@ def rotated() -> None:
         segment, _, v = _segment(paged, tokens)
         assert paged.rope is not None
         out = torch.full((2, 192, 16), float("nan"))
-        rotate_keys(v, kernel_arena(paged), paged.view, paged.table, segment, paged.rope, out)
+        rotate_keys(v, paged.for_kernels, segment, out)
         known = torch.cat([paged.past[0][0], v[ROW : ROW + tokens]])
         want = rebuild(known, paged.rope, torch.arange(past + tokens), torch.float64)[..., :16].transpose(0, 1)
         assert error(out[:, : past + tokens], want) < 1e-6

@@ -13,8 +13,10 @@ import torch
 from tests.kernels.test_chain import H200, compiled_chain, links
 from tests.kernels.test_formats_compile import CPU, ints, numbers, record
 from tests.kernels.test_hopper_compiles import LAYERS
+from windowpane.attention.scores import Scores
 from windowpane.attention.triton import decode as decoding
 from windowpane.attention.triton import decode_tunings as tunings
+from windowpane.attention.triton.view import PagedLayer
 from windowpane.lowering.gpu.kernels import heads as preparing
 
 INSTRUCTION_CACHE_BYTES = 128 * 1024
@@ -30,7 +32,7 @@ def code_bytes(cubin: bytes) -> int:
 
 
 def test_all_launches_of_a_sliding_layer_fit_the_instruction_cache(monkeypatch):
-    view, _, window_tokens = LAYERS["31B window"]
+    view, _, mask = LAYERS["31B window"]
     row = (1, view.kv_heads, view.dim)
     q, k, v = numbers(1, QUERY_HEADS, view.dim), numbers(*row), numbers(*row)
     arena, table = torch.zeros(2**20, dtype=torch.uint8), ints(2, view.columns, 1)
@@ -45,10 +47,8 @@ def test_all_launches_of_a_sliding_layer_fit_the_instruction_cache(monkeypatch):
         v_norm=True, angles=(torch.zeros(4096, view.dim // 2),) * 2, pair_distance=view.dim // 2, eps=1e-6,
         latent=False, page_write=preparing.PageWrite(arena, table, view), slots=ints(1), pdl=True,
     )  # fmt: skip
-    decoding.decode(
-        q, k, v, arena, view, table, ints(1), ints(1), ints(2), scratch, torch.zeros_like(q), scale=0.1,
-        window_tokens=window_tokens, pdl=True,
-    )  # fmt: skip
+    layer = PagedLayer(arena, view, table, QUERY_HEADS, mask, Scores(0.1))
+    decoding.decode(q, k, v, layer, ints(1), ints(1), ints(2), scratch, torch.zeros_like(q), pdl=True)
     compiled = [*(kernel.compiled for kernel in kernels), compiled_chain(links(), monkeypatch, most_following=18432)]
     sizes = [code_bytes(kernel.asm["cubin"]) for kernel in compiled]
     assert all(size > 1000 for size in sizes)

@@ -12,13 +12,16 @@ from triton.compiler import ASTSource
 
 from tests.kernels.test_hopper_compiles import stack_bytes
 from windowpane.attention.hopper import prepare
+from windowpane.attention.mask import CAUSAL, Mask
+from windowpane.attention.scores import Scores
 from windowpane.attention.triton import decode as decoding
 from windowpane.attention.triton import prefill
 from windowpane.attention.triton import widen as widening
 from windowpane.attention.triton import write as writing
 from windowpane.attention.triton.codes import CODES, E4M3, E5M2, INT4, INT8
-from windowpane.attention.triton.view import LayerView
+from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.formats import FORMATS
+from windowpane.kv.retention import Window
 from windowpane.lowering.gpu.kernels import heads as preparing
 
 POINTERS = {
@@ -88,6 +91,13 @@ def view_of(name: str, *, latent: bool = False) -> LayerView:
     )
 
 
+def layer_of(view: LayerView, scores: Scores) -> PagedLayer:
+    """Latents see everything, pairs a window."""
+    arena, table = torch.zeros(2**20, dtype=torch.uint8), ints(2, view.columns, view.stripes)
+    rope = (torch.zeros(4096, 64), torch.zeros(4096, 64), torch.zeros(view.dim)) if view.latent else None
+    return PagedLayer(arena, view, table, 32, CAUSAL if view.latent else Mask(Window(1024)), scores, rope)
+
+
 def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
@@ -114,32 +124,33 @@ def record(monkeypatch, module, name: str, capability: int = 90) -> Recorder:
         ("fp8_e4m3", False, 86),
     ],
 )
-def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
+@pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, 50.0, torch.zeros(32))], ids=["plain", "capped"])
+def test_decoding(fmt, latent, capability, scores, monkeypatch, tmp_path):
     kernel = record(monkeypatch, decoding, "_decode_kernel", capability)
     record(monkeypatch, decoding, "_combine_kernel", capability)
     view = view_of(fmt, latent=latent)
     q, k = numbers(ROWS, 32, view.dim), numbers(ROWS, view.kv_heads, view.dim)
-    rope = (torch.zeros(4096, 64), torch.zeros(4096, 64), numbers(view.dim)) if latent else None
     scratch = decoding.DecodeScratch(ROWS, view.kv_heads, 32 // view.kv_heads, view.dim, 256, CPU)
+    layer = layer_of(view, scores)
     decoding.decode(
-        q, k, k, torch.zeros(2**20, dtype=torch.uint8), view, ints(2, view.columns, 1), ints(ROWS), ints(ROWS),
-        ints(ROWS + 1), scratch, torch.zeros_like(q), scale=0.1, window_tokens=None if latent else 1024, rope=rope,
-        pdl=capability == 90,
-    )  # fmt: skip
+        q, k, k, layer, ints(ROWS), ints(ROWS), ints(ROWS + 1), scratch, torch.zeros_like(q), pdl=capability == 90
+    )
     ptx = kernel.compiled.asm["ptx"]
     made = {E4M3: "mul.rn.f16x2", E5M2: "fma.rn.bf16x2", INT8: "sub.f16x2", INT4: "fma.rn.f16x2"}
     assert made[view.code] in ptx, "codes become operands two at a time"
     assert "e4m3" not in ptx and "e5m2" not in ptx, "8-bit floats are read with integer arithmetic alone"
     assert kernel.compiled.metadata.shared <= SHARED_BYTES[capability]
     # A few registers less to a thread measured faster than none spilled: more programs run at once.
-    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 320
+    if scores.are_plain:
+        assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 320
 
 
 @pytest.mark.parametrize("fmt", ["int8_per_token_head", "fp8_per_token_head", "fp8_e4m3", "int4_per_token_head"])
 @pytest.mark.parametrize("latent", [False, True])
 def test_making_storing_and_widening(fmt, latent, monkeypatch):
     view = view_of(fmt, latent=latent)
-    arena, table = torch.zeros(2**20, dtype=torch.uint8), ints(2, view.columns, 1)
+    layer = layer_of(view, Scores(0.1))
+    arena, table = layer.arena, layer.table
     making = record(monkeypatch, preparing, "_heads_kernel")
     q, k = numbers(ROWS, 32, view.dim), numbers(ROWS, view.kv_heads, view.dim)
     projected = numbers(ROWS, (32 + view.kv_heads * (1 if latent else 2)) * view.dim)
@@ -157,8 +168,8 @@ def test_making_storing_and_widening(fmt, latent, monkeypatch):
     writing.write_coded(writing.CodedRows.empty(ROWS, view, CPU), arena, view, ints(ROWS), ints(ROWS), ints(ROWS))
     kernel = record(monkeypatch, widening, "_widen_kernel")
     segments = torch.tensor([(0, 100, 200, 0, 0, 100)], dtype=torch.int32)
-    plan = widening.plan_past(segments.numpy(), view, torch.bfloat16, None, CPU, 2**24)[0]
-    widening.widen(arena, view, table, segments, plan, torch.zeros(2**24, dtype=torch.uint8), torch.bfloat16, None)
+    plan = widening.plan_past(segments.numpy(), layer, torch.bfloat16, 2**24)[0]
+    widening.widen(layer, segments, plan, torch.zeros(2**24, dtype=torch.uint8), torch.bfloat16)
     assert storing.compiled is not None and kernel.compiled is not None
     assert view.dim // (4 if view.code == INT4 else 2) == writing.CodedRows.empty(1, view, CPU).k.shape[2]
 

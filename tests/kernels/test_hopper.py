@@ -16,14 +16,18 @@ import torch
 
 from windowpane.attention.chunk_attention import ChunkAttention, has_rows_for_hopper, hopper_scratch
 from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.mask import CAUSAL, Mask
+from windowpane.attention.scores import Scores
 from windowpane.attention.segments import ChunkSegment, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
-from windowpane.attention.triton.view import LayerView
+from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import Heads, scratch_bytes
+from windowpane.kv.retention import Chunk, Window
 
 CPU = torch.device("cpu")
 WINDOW_31B = Heads(16, 32, 256, latent=False, windowed=True)
 FULL_31B = Heads(4, 32, 512, latent=True, windowed=False)
+WINDOW = Window(1024)
 LATENT = LayerView(4, 512, 16, 8, False, (0,), 0, 1, torch.bfloat16)
 PAIR = LayerView(16, 256, 16, 8, True, (0, 131_072), 0, 1, torch.bfloat16)
 
@@ -75,13 +79,22 @@ class TestScratch:
         assert hopper_scratch([(LATENT, FULL_31B)], 1000, CPU) is None
 
 
+def window(tokens: int) -> Mask:
+    return Mask(Window(tokens))
+
+
+def pair_layer(scores: Scores, sees: Window | Chunk = WINDOW) -> PagedLayer:
+    arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(1, 8, 1, dtype=torch.int32)
+    return PagedLayer(arena, PAIR, table, 32, Mask(sees), scores)
+
+
 class TestWindows:
     def test_the_tile_in_which_a_window_begins(self):
         segment = ChunkSegment(0, 2000, 3000, 0, 0, 1000)
-        assert segment.first_held(None) == 0 and segment.window_edge(None, 64) == -1
-        assert segment.first_held(1024) == 977 and segment.window_edge(1024, 64) == 977 // 64
-        assert segment.window_edge(2001 - 64 * 5, 64) == -1, "a window that begins with a tile has no edge"
-        assert segment.first_held(5000) == 0 and segment.window_edge(5000, 64) == -1
+        assert segment.first_held(CAUSAL) == 0 and segment.window_edge(CAUSAL, 64) == -1
+        assert segment.first_held(window(1024)) == 977 and segment.window_edge(window(1024), 64) == 977 // 64
+        assert segment.window_edge(window(2001 - 64 * 5), 64) == -1, "a window that begins with a tile has no edge"
+        assert segment.first_held(window(5000)) == 0 and segment.window_edge(window(5000), 64) == -1
 
 
 class TestSplitting:
@@ -97,15 +110,20 @@ class TestSplitting:
         assert len(tiles) == 10 + 8 + 8
 
     def test_without_scratch_a_layer_leaves_everything_to_the_plain_kernel(self):
-        arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(1, 8, 1, dtype=torch.int32)
-        attention = ChunkAttention(arena, PAIR, table, 32, scale=1.0, window_tokens=1024, rope=None, scratch=None)
-        assert attention.tiling == Tiling(64)
+        assert ChunkAttention(pair_layer(Scores(1.0)), None).tiling == Tiling(64)
 
     def test_with_scratch_large_segments_leave_the_plain_kernel(self):
-        arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(1, 8, 1, dtype=torch.int32)
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
-        attention = ChunkAttention(arena, PAIR, table, 32, scale=1.0, window_tokens=1024, rope=None, scratch=scratch)
-        assert attention.tiling == Tiling(64, 512)
+        assert ChunkAttention(pair_layer(Scores(1.0)), scratch).tiling == Tiling(64, 512)
+
+    @pytest.mark.parametrize("scores", [Scores(1.0, softcap=50.0), Scores(1.0, sinks=torch.zeros(32))])
+    def test_soft_caps_and_sinks_are_the_plain_kernels(self, scores):
+        scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
+        assert ChunkAttention(pair_layer(scores), scratch).tiling == Tiling(64)
+
+    def test_a_chunked_layer_is_not_taken_for_a_window(self):
+        with pytest.raises(ValueError, match="chunk-1024"):
+            pair_layer(Scores(1.0), Chunk(1024))
 
     def test_rows_that_tma_cannot_bring(self):
         assert has_rows_for_hopper(PAIR)

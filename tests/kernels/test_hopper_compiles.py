@@ -17,8 +17,11 @@ from windowpane.attention.chunk_attention import heads_of
 from windowpane.attention.hopper import prefill as hopper
 from windowpane.attention.hopper import prepare
 from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.mask import CAUSAL, Mask
+from windowpane.attention.scores import Scores
 from windowpane.attention.segments import ChunkSegment
-from windowpane.attention.triton.view import LayerView
+from windowpane.attention.triton.view import LayerView, PagedLayer
+from windowpane.kv.retention import Window
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -34,10 +37,10 @@ TYPES = {
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 LAYERS = {
-    "31B window": (LayerView(16, 256, 16, 65, True, (0, 131_072), 0, 1, BF16), 32, 1024),
-    "31B full, latent": (LayerView(4, 512, 16, 80, False, (0,), 0, 1, BF16), 32, None),
-    "E4B full, pair": (LayerView(2, 512, 16, 80, False, (0, 32_768), 1, 2, BF16), 8, None),
-    "Qwen3": (LayerView(8, 128, 16, 80, False, (0, 32_768), 0, 1, BF16), 16, None),
+    "31B window": (LayerView(16, 256, 16, 65, True, (0, 131_072), 0, 1, BF16), 32, Mask(Window(1024))),
+    "31B full, latent": (LayerView(4, 512, 16, 80, False, (0,), 0, 1, BF16), 32, CAUSAL),
+    "E4B full, pair": (LayerView(2, 512, 16, 80, False, (0, 32_768), 1, 2, BF16), 8, CAUSAL),
+    "Qwen3": (LayerView(8, 128, 16, 80, False, (0, 32_768), 0, 1, BF16), 16, CAUSAL),
 }
 
 
@@ -76,24 +79,17 @@ def _type(x):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_launch_compiles_for_hopper_within_its_memory(name, monkeypatch, tmp_path):
-    view, query_heads, window_tokens = LAYERS[name]
+    view, query_heads, mask = LAYERS[name]
     for kernel in ("_edges_kernel", "_rotate_kernel"):
         monkeypatch.setattr(prepare, kernel, Recorder(getattr(prepare, kernel)))
     kernels = {kernel: Recorder(getattr(hopper, kernel)) for kernel in ("pair_kernel", "wide_kernel")}
     for kernel, recorder in kernels.items():
         monkeypatch.setattr(hopper, kernel, recorder)
-    heads = heads_of(view, query_heads, window_tokens)
+    heads = heads_of(view, query_heads, mask)
     rope = (torch.zeros(4096, 64), torch.zeros(4096, 64), torch.zeros(512)) if view.latent else None
-    attention = hopper.HopperPrefill(
-        torch.zeros(2**20, dtype=torch.uint8),
-        view,
-        torch.zeros(2, view.columns, view.stripes, dtype=torch.int32),
-        heads,
-        PrefillScratch([heads], 4096, CPU),
-        scale=0.1,
-        window_tokens=window_tokens,
-        rope=rope,
-    )
+    arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(2, view.columns, view.stripes, dtype=torch.int32)
+    layer = PagedLayer(arena, view, table, query_heads, mask, Scores(0.1), rope)
+    attention = hopper.HopperPrefill(layer, heads, PrefillScratch([heads], 4096, CPU))
     q = torch.zeros(1000, query_heads, view.dim, dtype=BF16)
     k = torch.zeros(1100, view.kv_heads, view.dim, dtype=BF16)
     attention(q, k, k, ChunkSegment(1, 100, 1100, 9, 7, 900), torch.zeros_like(q))

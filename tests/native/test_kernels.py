@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from windowpane.attention.mask import CAUSAL, Mask
+from windowpane.attention.scores import Scores
 from windowpane.device.pages import KVPages
 from windowpane.device.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
-from windowpane.kv.retention import Full, Retention, Window
+from windowpane.kv.retention import Chunk, Full, Retention, Window
 from windowpane.lowering.cpu.ops import FEW_ROWS, CpuOps
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.native import build
@@ -74,44 +76,58 @@ class Prompt:
         self.keys, self.values = (torch.randn(tokens, kv_heads, dim).transpose(0, 1) for _ in range(2))
         self.scale = dim**-0.5
 
-    def attended(self, ops: Ops, start: int, stop: int, window: int | None, *, exact: bool = False) -> torch.Tensor:
-        first = 0 if window is None else max(0, start - window + 1)
+    def attended(
+        self, ops: Ops, start: int, stop: int, mask: Mask, scores: Scores | None = None, *, exact: bool = False
+    ) -> torch.Tensor:
+        first = mask.first_visible(start)
         q, k, v = self.queries[start:stop], self.keys[:, first:stop], self.values[:, first:stop]
         if exact:
             q, k, v = q.double(), k.double(), v.double()
-        return ops.attend_chunk(q, torch.arange(start, stop), k, v, first, window, self.scale)
+        return ops.attend_chunk(q, torch.arange(start, stop), k, v, first, mask, scores or Scores(self.scale))
 
 
 @pytest.mark.parametrize(("query_heads", "kv_heads", "dim"), [(4, 1, 256), (4, 4, 32), (6, 2, 80), (64, 1, 24)])
-@pytest.mark.parametrize("window", [None, 1, 17, 300])
+@pytest.mark.parametrize("sees", [Full(), Window(1), Window(17), Window(300), Chunk(100)], ids=lambda sees: sees.name)
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 250), (239, 241), (77, 600), (500, 501)])
-def test_attention_of_a_chunk(kernels, query_heads, kv_heads, dim, window, start, stop):
-    prompt = Prompt(stop, query_heads, kv_heads, dim)
-    ours = prompt.attended(kernels, start, stop, window)
-    assert_close(ours, prompt.attended(PLAIN, start, stop, window, exact=True))
+def test_attention_of_a_chunk(kernels, query_heads, kv_heads, dim, sees, start, stop):
+    prompt, mask = Prompt(stop, query_heads, kv_heads, dim), Mask(sees)
+    ours = prompt.attended(kernels, start, stop, mask)
+    assert_close(ours, prompt.attended(PLAIN, start, stop, mask, exact=True))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("sees", [Full(), Window(17), Chunk(100)], ids=lambda sees: sees.name)
+def test_attention_of_a_chunk_with_soft_cap_sinks_and_spans(kernels, sees, with_sinks, softcap):
+    prompt, mask = Prompt(600, 6, 2, 80), Mask(sees, (range(90, 140), range(300, 305), range(470, 500)))
+    scores = Scores(0.3, softcap, 3 * torch.randn(6) if with_sinks else None)
+    ours = prompt.attended(kernels, 80, 600, mask, scores)
+    assert_close(ours, prompt.attended(PLAIN, 80, 600, mask, scores, exact=True))
 
 
 def test_attention_of_some_rows_of_a_chunk(kernels):
-    prompt, asked = Prompt(400, 4, 2, 64), torch.tensor([3, 4, 200, 399])
-    whole = prompt.attended(kernels, 0, 400, 50)
-    some = kernels.attend_chunk(prompt.queries[asked], asked, prompt.keys, prompt.values, 0, 50, prompt.scale)
+    prompt, asked, mask = Prompt(400, 4, 2, 64), torch.tensor([3, 4, 200, 399]), Mask(Window(50))
+    whole = prompt.attended(kernels, 0, 400, mask)
+    some = kernels.attend_chunk(prompt.queries[asked], asked, prompt.keys, prompt.values, 0, mask, Scores(prompt.scale))
     assert torch.equal(some, whole[asked])
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_token_of_a_prompt_has_the_same_bits_however_it_is_cut(kernels, window):
-    prompt = Prompt(600, 4, 2, 64)
-    whole = prompt.attended(kernels, 0, 600, window)
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("sees", [Full(), Window(100), Chunk(100)], ids=lambda sees: sees.name)
+def test_a_token_of_a_prompt_has_the_same_bits_however_it_is_cut(kernels, sees, plain):
+    prompt, mask = Prompt(600, 4, 2, 64), Mask(sees)
+    scores = Scores(prompt.scale) if plain else Scores(prompt.scale, 2.0, torch.randn(4))
+    whole = prompt.attended(kernels, 0, 600, mask, scores)
     for cuts in ([1], [239, 240, 241], [13, 26, 39, 300], [512]):
         parts = zip([0, *cuts], [*cuts, 600], strict=True)
-        assert torch.equal(torch.cat([prompt.attended(kernels, a, b, window) for a, b in parts]), whole)
+        assert torch.equal(torch.cat([prompt.attended(kernels, a, b, mask, scores) for a, b in parts]), whole)
 
 
 def test_scores_far_apart_weigh_nothing_or_all(kernels):
     prompt = Prompt(300, 2, 1, 32)
     prompt.keys[0, 7] *= 1e4
     prompt.scale = 1.0
-    assert_close(prompt.attended(kernels, 0, 300, None), prompt.attended(PLAIN, 0, 300, None, exact=True), 1e-4)
+    assert_close(prompt.attended(kernels, 0, 300, CAUSAL), prompt.attended(PLAIN, 0, 300, CAUSAL, exact=True), 1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 640), (300, 640), (3, 5, 32), (4, 37)])
@@ -124,14 +140,14 @@ def test_norms(kernels: CpuOps, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 256])
 @pytest.mark.parametrize("normed", ["with a weight", "without one", "not at all"])
-@pytest.mark.parametrize("turned", [True, False])
-def test_heads(kernels: CpuOps, dim: int, normed: str, turned: bool) -> None:
+@pytest.mark.parametrize("rotated", [True, False])
+def test_heads(kernels: CpuOps, dim: int, normed: str, rotated: bool) -> None:
     projected = torch.randn(7, 5 * dim)
     x = projected[:, dim : 4 * dim].view(7, 3, dim)
     weight = torch.randn(dim) if normed == "with a weight" else None
     eps = None if normed == "not at all" else 1e-6
     angle = torch.randn(7, dim // 2)
-    angles = (angle.cos(), angle.sin()) if turned else None
+    angles = (angle.cos(), angle.sin()) if rotated else None
     assert_close(kernels.heads(x, weight, eps, angles), PLAIN.heads(x, weight, eps, angles), 2e-6)
 
 
@@ -169,23 +185,40 @@ class Decoding:
         self.stored = self.pages.layers[1]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize(
-    ("window", "positions"), [(None, [1, 40, 0, 700]), (100, [5, 99, 100, 101, 333]), (600, [900])]
-)
-def test_decoding_attention(kernels: CpuOps, group: int, window: int | None, positions: list[int]) -> None:
-    case = Decoding(Full() if window is None else Window(window), 2, 64, positions)
-    rows = len(positions)
-    queries = torch.randn(rows, 2 * group, 64)
+def asked_of(case: Decoding, query_heads: int, mask: Mask, scores: Scores) -> tuple:
+    rows = len(case.step.decode_positions)
     keys, values = torch.randn(rows, 2, 64), torch.randn(rows, 2, 64)
-    asked = (case.stored, case.step, queries, keys, values, window, 0.2)
+    return case.stored, case.step, torch.randn(rows, query_heads, 64), keys, values, mask, scores
+
+
+PAST = [
+    (Full(), [1, 40, 0, 700]),
+    (Window(100), [5, 99, 100, 101, 333]),
+    (Window(600), [900]),
+    (Chunk(100), [5, 99, 100, 101, 333]),
+]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize(("sees", "positions"), PAST)
+def test_decoding_attention(kernels: CpuOps, group: int, sees: Full | Window | Chunk, positions: list[int]) -> None:
+    asked = asked_of(Decoding(sees, 2, 64, positions), 2 * group, Mask(sees), Scores(0.2))
+    assert_close(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked), 5e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("sees", "positions"), PAST)
+def test_decoding_attention_with_soft_cap_and_sinks(kernels, sees, positions, with_sinks, softcap):
+    scores = Scores(0.3, softcap, 3 * torch.randn(6) if with_sinks else None)
+    asked = asked_of(Decoding(sees, 2, 64, positions), 6, Mask(sees), scores)
     assert_close(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked), 5e-6)
 
 
 def test_decoding_attention_over_other_formats_goes_the_plain_way(kernels: CpuOps) -> None:
     case = Decoding(Full(), 2, 64, [40, 7], dtype="bfloat16")
     case.pages.arena.view(torch.bfloat16).normal_()
-    asked = (case.stored, case.step, torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64), None, 0.2)
+    asked = asked_of(case, 4, CAUSAL, Scores(0.2))
     assert torch.equal(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked))
 
 

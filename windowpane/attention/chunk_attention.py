@@ -7,16 +7,17 @@ from collections.abc import Iterable
 import torch
 
 from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.mask import Mask
 from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
-from windowpane.attention.triton.view import LayerView, Rope
+from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import CAPABILITY, ROTARY_DIMS, Heads
 from windowpane.kv.layout import BLOCK_CHOICES
 from windowpane.lowering.gpu.step import ChunkQueries
 
 
-def heads_of(view: LayerView, query_heads: int, window_tokens: int | None) -> Heads:
-    return Heads(view.kv_heads, query_heads, view.dim, view.latent, window_tokens is not None)
+def heads_of(view: LayerView, query_heads: int, mask: Mask) -> Heads:
+    return Heads(view.kv_heads, query_heads, view.dim, view.latent, mask.window_tokens is not None)
 
 
 def hopper_scratch(
@@ -38,51 +39,26 @@ class ChunkAttention:
     where the layer's heads have one.
     """
 
-    def __init__(
-        self,
-        arena: torch.Tensor,
-        view: LayerView,
-        table: torch.Tensor,
-        query_heads: int,
-        *,
-        scale: float,
-        window_tokens: int | None,
-        rope: Rope | None,
-        scratch: PrefillScratch | None,
-    ) -> None:
-        self._arena, self._view, self._table = arena, view, table
-        self._scale, self._window_tokens, self._rope = scale, window_tokens, rope
-        self.tiling = Tiling(prefill_tile_tokens(view, query_heads))
+    def __init__(self, layer: PagedLayer, scratch: PrefillScratch | None) -> None:
+        self._layer, view = layer, layer.view
+        self.tiling = Tiling(prefill_tile_tokens(view, layer.query_heads))
         self._large = None
-        heads = heads_of(view, query_heads, window_tokens)
-        turns = rope is None or rope[0].shape[1] * 2 == ROTARY_DIMS
-        if scratch is not None and has_rows_for_hopper(view) and heads.has_kernel and turns:
+        heads = heads_of(view, layer.query_heads, layer.mask)
+        rotates = layer.rope is None or layer.rope[0].shape[1] * 2 == ROTARY_DIMS
+        # The Hopper kernels know neither soft-cap nor sinks.
+        has_kernel = has_rows_for_hopper(view) and heads.has_kernel and rotates and layer.scores.are_plain
+        if scratch is not None and has_kernel:
             # Gluon's Hopper part is imported only where it can run.
             from windowpane.attention.hopper.prefill import HopperPrefill
 
             self.tiling = Tiling(self.tiling.tokens, heads.least_queries)
-            self._large = HopperPrefill(
-                arena, view, table, heads, scratch, scale=scale, window_tokens=window_tokens, rope=rope
-            )
+            self._large = HopperPrefill(layer, heads, scratch)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: ChunkQueries, out: torch.Tensor
     ) -> None:
         """Rows as `prefill` takes them."""
-        prefill(
-            q,
-            k,
-            v,
-            self._arena,
-            self._view,
-            self._table,
-            chunks.segments,
-            chunks.tiles[self.tiling],
-            out,
-            scale=self._scale,
-            window_tokens=self._window_tokens,
-            rope=self._rope,
-        )
+        prefill(q, k, v, self._layer, chunks.segments, chunks.tiles[self.tiling], out)
         if self._large is None or self.tiling.below_queries is None:
             return
         for segment in chunks.host_segments:

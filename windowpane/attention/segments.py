@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from windowpane.attention.mask import Mask
+
 QUERIES = 5  # the column of a segment's queries
 
 
@@ -21,13 +23,13 @@ class ChunkSegment(NamedTuple):
     q_row: int
     q_count: int
 
-    def first_held(self, window_tokens: int | None) -> int:
+    def first_held(self, mask: Mask) -> int:
         """The first past token that a query of the segment may see."""
-        return 0 if window_tokens is None else max(0, self.start - window_tokens + 1)
+        return mask.first_visible(self.start)
 
-    def window_edge(self, window_tokens: int | None, tile_tokens: int) -> int:
+    def window_edge(self, mask: Mask, tile_tokens: int) -> int:
         """The tile of keys of which only the later part is held; -1 where tiles are held whole."""
-        first = self.first_held(window_tokens)
+        first = self.first_held(mask)
         return -1 if first % tile_tokens == 0 else first // tile_tokens
 
 

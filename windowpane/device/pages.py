@@ -20,7 +20,7 @@ from windowpane.device.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
-from windowpane.kv.retention import Full, Window
+from windowpane.kv.retention import Full, LooksBack, Window
 from windowpane.kv.tables import PageTable
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +42,7 @@ class KVPages:
         self.reading: list[NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for shape in shapes]
         self.writing = [entries.copy() for entries in self.reading]
         # Where this step's decoding rows read and write: the same for all layers of a group.
-        self._reads: dict[tuple[int, int, int | None], _Reads] = {}
+        self._reads: dict[tuple[int, int, LooksBack], _Reads] = {}
         self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
         self.layers = {
@@ -79,10 +79,10 @@ class KVPages:
     def columns(self, group: int) -> int:
         return self._columns[group]
 
-    def decoding_reads(self, group: int, stripe: int, window_tokens: int | None, step: Step) -> _Reads:
-        key = (group, stripe, window_tokens)
+    def decoding_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
+        key = (group, stripe, sees)
         if key not in self._reads:
-            self._reads[key] = self._plan_reads(group, stripe, window_tokens, step)
+            self._reads[key] = self._plan_reads(group, stripe, sees, step)
         return self._reads[key]
 
     def decoding_writes(self, group: int, stripe: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,10 +95,10 @@ class KVPages:
             self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
         return self._writes[key]
 
-    def _plan_reads(self, group: int, stripe: int, window_tokens: int | None, step: Step) -> _Reads:
+    def _plan_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
         block = self.layout.groups[group].block_tokens or 1
         slots, stops = step.decode_slots, step.decode_positions
-        starts = np.maximum(0, stops - (window_tokens or int(stops.max()) + 1) + 1)
+        starts = np.array([sees.first_visible(position) for position in stops.tolist()])
         first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
         blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
         columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
@@ -212,8 +212,8 @@ class LayerPages:
         """From one token's row to the next's."""
         return self._views[part].stride(2)
 
-    def decoding_reads(self, step: Step, window_tokens: int | None) -> _Reads:
-        return self._pages.decoding_reads(self._group, self._stripe, window_tokens, step)
+    def decoding_reads(self, step: Step, sees: LooksBack) -> _Reads:
+        return self._pages.decoding_reads(self._group, self._stripe, sees, step)
 
     def decoding_writes(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Page offset and row of each decoding token."""
@@ -226,15 +226,13 @@ class LayerPages:
 
     # -- in plain torch ----------------------------------------------------------------------------------------------
 
-    def decoding_past(
-        self, step: Step, window_tokens: int | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    def decoding_past(self, step: Step, sees: LooksBack) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """What the decoding tokens of a step can see of the past, all sequences at once, padded to the longest.
 
         Returns K and V (or one latent), each [slots, heads, tokens, dim], the positions [slots, tokens] of the columns,
         and which of them count. Values that do not count are 0, whatever their memory holds.
         """
-        reads = self.decoding_reads(step, window_tokens)
+        reads = self.decoding_reads(step, sees)
         unused_slots, unused_columns = reads.unused
         found = []
         for part in range(len(self._views)):

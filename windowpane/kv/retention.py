@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 # The shortest beginning that one sequence takes over from another. Anything shorter is computed about as fast as it is
 # found, and every prompt shares its first token with every other.
@@ -24,6 +25,12 @@ MIN_PREFIX_TOKENS = 16
 
 def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
+
+
+class LooksBack(Protocol):
+    """All that reading the past asks of a retention, or of an attention mask."""
+
+    def first_visible(self, position: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

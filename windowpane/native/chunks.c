@@ -14,13 +14,14 @@
 
 typedef struct {
     const float *queries;               /* [tokens, query heads, dim] */
-    const int64_t *positions;           /* [tokens], ascending */
+    const int64_t *starts, *stops;      /* [tokens], ascending: the positions that a token sees */
     const float *keys, *values;         /* [KV heads, keys, dim], of consecutive positions from first_key on */
     float *packed_keys, *packed_values; /* [KV heads, whole blocks of keys, dim (values: a multiple of NR)] */
     float *out;                         /* as queries */
+    const float *sinks;                 /* [query heads] of logits that take weight and give no value, or none */
     int64_t key_head, key_token, value_head, value_token; /* strides in floats */
-    int64_t tokens, first_key, num_keys, window, query_heads, kv_heads, dim; /* window: 0 for none */
-    float scale;
+    int64_t tokens, first_key, num_keys, query_heads, kv_heads, dim;
+    float scale, softcap; /* a cap of 0 for none */
 } Chunk;
 
 /* How many floats `packed_keys` and `packed_values` need for each KV head and each element of a key or value. */
@@ -75,8 +76,12 @@ static void pack_values(const Chunk *c, const Shape *s, long head, long column) 
 
 /* A row's scores [from, to) become weights, of which [seen_from, seen_to) count. Returns what the row's earlier sums
  * are to be multiplied by. from and to are multiples of NR. */
-INLINE float weigh(float *scores, long from, long to, long seen_from, long seen_to, float scale, float *highest,
-                   float *total) {
+INLINE float weigh(float *scores, long from, long to, long seen_from, long seen_to, float scale, float softcap,
+                   float *highest, float *total) {
+    if (softcap) {
+        for (long i = from; i < to; i += LANES) STORE(scores + i, soft_capped(LOAD(scores + i) * scale, softcap));
+        scale = 1;
+    }
     for (long i = from; i < least(seen_from, to); i++) scores[i] = NOTHING;
     for (long i = seen_to > from ? seen_to : from; i < to; i++) scores[i] = NOTHING;
     vec mosts = NOTHING + (vec){0}, sums = {0};
@@ -110,20 +115,21 @@ static void attend_block(const Chunk *c, const Shape *s, long head, long first, 
             const float *from = c->queries + ((first + row / s->group) * heads + first_head + row % s->group) * dim;
             for (long d = 0; d < dim; d++) queries[m * dim + d * MR + i] = from[d];
         }
-    for (long r = 0; r < ROWS; r++) highest[r] = NOTHING, total[r] = 0;
+    for (long r = 0; r < ROWS; r++) {
+        highest[r] = c->sinks ? c->sinks[first_head + r % s->group] : NOTHING;
+        total[r] = c->sinks ? 1 : 0;
+    }
     memset(out, 0, 4 * ROWS * s->wide);
-    long low = c->window ? c->positions[first] - c->window + 1 : 0, high = c->positions[first + count - 1] + 1;
-    if (low < c->first_key) low = c->first_key;
+    long low = c->starts[first], high = c->stops[first + count - 1];
     for (long block = low / KEYS * KEYS; block < high; block += KEYS) {
         long from = low > block ? (low - block) / NR * NR : 0, to = least(rounded_up(high - block, NR), KEYS);
         for (long n = from; n < to; n += NR)
             for (long m = 0; m < rows; m += MR)
                 tile(queries + m * dim, keys_at(c, s, head, block + n), dim, scores + m * KEYS + n, KEYS, MR, NR, 0);
         for (long r = 0; r < rows; r++) {
-            long position = c->positions[first + r / s->group], seen = c->window ? position - c->window + 1 : 0;
-            if (seen < c->first_key) seen = c->first_key;
-            float shrinks = weigh(scores + r * KEYS, from, to, seen - block, position + 1 - block, c->scale,
-                                  highest + r, total + r);
+            long token = first + r / s->group;
+            float shrinks = weigh(scores + r * KEYS, from, to, c->starts[token] - block, c->stops[token] - block,
+                                  c->scale, c->softcap, highest + r, total + r);
             if (shrinks != 1)
                 for (long i = 0; i < s->wide; i += LANES)
                     STORE(out + r * s->wide + i, LOAD(out + r * s->wide + i) * shrinks);

@@ -8,6 +8,7 @@
  */
 
 #define PART 256
+#define SCORES (PART + 16) /* of a head: those of a part and of the token itself, in whole vectors */
 #define MOST_HEADS 4 /* query heads of one KV head that are taken together */
 
 INLINE void scores_of(const float *q, const float *const *keys, long dim, float scale, float *scores, const int G,
@@ -20,7 +21,7 @@ INLINE void scores_of(const float *q, const float *const *keys, long dim, float 
             UNROLL for (int g = 0; g < G; g++) total[g][t] += k * LOAD(q + g * dim + i);
         }
     UNROLL for (int g = 0; g < G; g++)
-        UNROLL for (int t = 0; t < T; t++) scores[g * (PART + 1) + t] = sum(total[g][t]) * scale;
+        UNROLL for (int t = 0; t < T; t++) scores[g * SCORES + t] = sum(total[g][t]) * scale;
 }
 
 INLINE void add_values(const float *weights, const float *const *values, long dim, float *out, long out_stride,
@@ -30,7 +31,7 @@ INLINE void add_values(const float *weights, const float *const *values, long di
         UNROLL for (int t = 0; t < T; t++) v[t] = LOAD(values[t] + i);
         UNROLL for (int g = 0; g < G; g++) {
             vec total = LOAD(out + g * out_stride + i);
-            UNROLL for (int t = 0; t < T; t++) total += weights[g * (PART + 1) + t] * v[t];
+            UNROLL for (int t = 0; t < T; t++) total += weights[g * SCORES + t] * v[t];
             STORE(out + g * out_stride + i, total);
         }
     }
@@ -38,13 +39,14 @@ INLINE void add_values(const float *weights, const float *const *values, long di
 
 /* The highest score and the sum of weights end up behind each head's values. */
 INLINE void part_of_heads(const float *q, const float *const *keys, const float *const *values, long tokens, long dim,
-                          float scale, float *out, const int G) {
-    float scores[MOST_HEADS * (PART + 1)];
+                          float scale, float softcap, float *out, const int G) {
+    float scores[MOST_HEADS * SCORES];
     long t = 0, stride = dim + 16;
     for (; t + 4 <= tokens; t += 4) scores_of(q, keys + t, dim, scale, scores + t, G, 4);
     for (; t < tokens; t++) scores_of(q, keys + t, dim, scale, scores + t, G, 1);
     for (int g = 0; g < G; g++) {
-        float *s = scores + g * (PART + 1), highest = -__builtin_inff(), total = 0;
+        float *s = scores + g * SCORES, highest = -__builtin_inff(), total = 0;
+        for (t = 0; softcap && t < tokens; t += LANES) STORE(s + t, soft_capped(LOAD(s + t), softcap));
         for (t = 0; t < tokens; t++) highest = s[t] > highest ? s[t] : highest;
         for (t = 0; t < tokens; t += LANES) {
             float some[LANES] = {0};
@@ -82,10 +84,10 @@ static void one_part(const Attention *a, long sequence, long head, long part) {
     for (long g = 0, few; g < group; g += few, q += few * a->dim, out += few * stride) {
         few = group - g < MOST_HEADS ? group - g : MOST_HEADS;
         switch (few) {
-            case 4: part_of_heads(q, keys, values, tokens, a->dim, a->scale, out, 4); break;
-            case 3: part_of_heads(q, keys, values, tokens, a->dim, a->scale, out, 3); break;
-            case 2: part_of_heads(q, keys, values, tokens, a->dim, a->scale, out, 2); break;
-            default: part_of_heads(q, keys, values, tokens, a->dim, a->scale, out, 1);
+            case 4: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 4); break;
+            case 3: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 3); break;
+            case 2: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 2); break;
+            default: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 1);
         }
     }
 }
@@ -98,13 +100,15 @@ static long parts_of(const Attention *a, long sequence) {
 static void put_together(const Attention *a, long sequence, long query_head) {
     long group = a->query_heads / a->kv_heads, stride = a->dim + 16, parts = parts_of(a, sequence);
     long head = query_head / group;
+    const float *sink = a->sinks ? a->sinks + query_head : 0;
     const float *partial = a->partial + ((sequence * a->kv_heads + head) * a->parts * group + query_head % group) * stride;
     float *out = a->out + (sequence * a->query_heads + query_head) * a->dim;
-    float highest = partial[a->dim], total = 0;
-    for (long p = 1; p < parts; p++) {
+    float highest = sink ? *sink : -__builtin_inff();
+    for (long p = 0; p < parts; p++) {
         float of_part = partial[p * group * stride + a->dim];
         highest = of_part > highest ? of_part : highest;
     }
+    float total = sink ? exponential(*sink - highest + (vec){0})[0] : 0;
     memset(out, 0, 4 * a->dim);
     for (long p = 0; p < parts; p++) {
         const float *from = partial + p * group * stride;

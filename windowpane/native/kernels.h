@@ -12,8 +12,9 @@ typedef struct {
     const float *now_keys, *now_values; /* [sequences, KV heads, dim] */
     float *partial;                 /* [sequences, KV heads, parts, query heads of a KV head, dim + 16] */
     float *out;                     /* as queries */
+    const float *sinks;             /* [query heads] of logits that take weight and give no value, or none */
     int64_t sequences, blocks, parts, block_tokens, query_heads, kv_heads, dim, row_floats;
-    float scale;
+    float scale, softcap; /* a cap of 0 for none */
 } Attention;
 
 void attend_decoding(const Attention *a, int threads);

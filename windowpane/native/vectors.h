@@ -63,3 +63,15 @@ INLINE vec exponential(vec x) {
     ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
     return p * (vec)power;
 }
+
+/* A polynomial where 1 - 2 / (e^2x + 1) would lose the last bits of a small x. */
+INLINE vec hyperbolic_tangent(vec x) {
+    vec z = x * x, p = -5.70498872745e-3f + (vec){0};
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return choose(z < 0.390625f + (vec){0}, p * z * x + x, 1 - 2 / (exponential(x + x) + 1));
+}
+
+INLINE vec soft_capped(vec scores, float cap) { return hyperbolic_tangent(scores / cap) * cap; }

@@ -14,7 +14,7 @@ from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.hopper.wide import wide_kernel
 from windowpane.attention.segments import ChunkSegment
-from windowpane.attention.triton.view import LOG2E, NO_WINDOW, LayerView, Rope
+from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
 
 REGISTERS = 168  # of each thread at launch; warp groups then trade them
@@ -25,18 +25,14 @@ HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
 class HopperPrefill:
     """One layer, whose heads have a kernel. Descriptors of its pages hold the arena's address, which never moves."""
 
-    def __init__(
-        self, arena: torch.Tensor, view: LayerView, table: torch.Tensor, heads: Heads, scratch: PrefillScratch, *,
-        scale: float, window_tokens: int | None, rope: Rope | None,
-    ) -> None:  # fmt: skip
-        self._arena, self._view, self._table, self._rope = arena, view, table, rope
-        self._group = heads.group
-        self._scale_log2, self._window_tokens = scale * LOG2E, window_tokens
+    def __init__(self, layer: PagedLayer, heads: Heads, scratch: PrefillScratch) -> None:
+        self._layer = layer
+        view = layer.view
         self._tile = TILE_TOKENS[view.dim]
         self._edges = scratch.edges(heads)
         # The widest kernel's four producers each bring a quarter of a tile.
         self._box = [self._tile, view.dim // 4 if view.dim == WIDE_DIM else view.dim]
-        pages = [_described(_rows(arena, view, x), [view.block_tokens, 64]) for x in view.data_offsets]
+        pages = [_described(_rows(layer.arena, view, x), [view.block_tokens, 64]) for x in view.data_offsets]
         tiles = [_described(x.view(-1, view.dim), self._box) for x in self._edges]
         self._sources = (pages[0], pages[-1], tiles[0], tiles[-1])
         # A pair's kernel does not look at it.
@@ -46,10 +42,10 @@ class HopperPrefill:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: ChunkSegment, out: torch.Tensor
     ) -> None:
         """As `triton.prefill.prefill`, for one segment."""
-        view, group = self._view, self._group
+        layer, view, group = self._layer, self._layer.view, self._layer.group
         view.require_dtype(q)
         view.require_dtype(v)
-        copy_edges(k, v, self._arena, view, self._table, segment, self._tile, self._window_tokens, self._edges)
+        copy_edges(k, v, layer, segment, self._tile, self._edges)
         # Descriptors end where the segment ends: TMA reads 0 beyond, and writes nothing there.
         asking = slice(segment.q_row, segment.q_row + segment.q_count)
         present = slice(segment.row, segment.row + segment.stop - segment.start)
@@ -59,22 +55,21 @@ class HopperPrefill:
         fresh = (_described(x[present].view(segment.stop - segment.start, -1), self._box) for x in (keys, v))
         blocks = triton.cdiv(segment.q_count * group, PROGRAM_ROWS[view.dim])
         place = (segment.slot, segment.start, segment.stop, segment.q_count)
-        table = (self._table.stride(0), view.stripe, view.columns, view.kv_heads)
+        table = (layer.table.stride(0), view.stripe, view.columns, view.kv_heads)
         if view.dim != WIDE_DIM:
             pair_kernel[(blocks * view.kv_heads,)](
-                *asked, *self._sources, *fresh, self._table, *place,
-                segment.window_edge(self._window_tokens, self._tile), *table, self._window_tokens or NO_WINDOW,
-                self._scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile, BLOCK_TOKENS=view.block_tokens,
-                STRIPES=view.stripes, num_warps=4, maxnreg=REGISTERS,
+                *asked, *self._sources, *fresh, layer.table, *place, segment.window_edge(layer.mask, self._tile),
+                *table, layer.window_tokens, layer.scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile,
+                BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, num_warps=4, maxnreg=REGISTERS,
             )  # fmt: skip
             return
-        rotated, w = self._rotated, self._table
-        if self._rope is not None:
-            w = self._rope[2]
-            rotate_keys(v, self._arena, view, self._table, segment, self._rope, rotated)
+        rotated, w = self._rotated, layer.table
+        if layer.rope is not None:
+            w = layer.rope[2]
+            rotate_keys(v, layer, segment, rotated)
         wide_kernel[(blocks * view.kv_heads,)](
             *asked, *self._sources, *fresh, _described(rotated.view(-1, ROTARY_DIMS), [self._tile, ROTARY_DIMS]), w,
-            self._table, *place, *table, rotated.shape[1], self._scale_log2, GROUP=group,
+            layer.table, *place, *table, rotated.shape[1], layer.scale_log2, GROUP=group,
             BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, LATENT=view.latent, num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
 

@@ -9,39 +9,38 @@ import triton
 import triton.language as tl
 
 from windowpane.attention.segments import ChunkSegment
-from windowpane.attention.triton.view import ELEMENTS, LayerView, Rope, rotary_pairs, rotate, section
+from windowpane.attention.triton.view import ELEMENTS, PagedLayer, rotate, section
 
 ROTATE_TOKENS = 64
 
 
 def copy_edges(
-    k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, view: LayerView, table: torch.Tensor, segment: ChunkSegment,
-    tile_tokens: int, window_tokens: int | None, out: torch.Tensor,
-) -> None:  # fmt: skip
+    k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segment: ChunkSegment, tile_tokens: int, out: torch.Tensor
+) -> None:
     """Fill `out` [vectors, 2, KV heads, tile tokens, dim]: the tile in which the window begins and that of `start`.
 
     TMA copies whole pages. Where a tile is partly past, its rows lie in two places; where a window begins in it, rows
     before may hold anything or stand in no page, and 0 x NaN would be NaN in P.V. Rows of no token are 0 here.
     """
-    edge_tile = segment.window_edge(window_tokens, tile_tokens)
+    view, table = layer.view, layer.table
+    edge_tile = segment.window_edge(layer.mask, tile_tokens)
     if edge_tile < 0 and segment.start % tile_tokens == 0:
         return
     _edges_kernel[(2, view.kv_heads, len(view.data_offsets))](
-        k, v, arena, table, out, *segment[:4], edge_tile, segment.first_held(window_tokens), k.stride(0), v.stride(0),
-        table.stride(0), view.stripe, view.columns, view.data_offsets[0], view.data_offsets[-1], D=view.dim,
-        P=view.block_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, TILE=tile_tokens,
+        k, v, layer.arena, table, out, *segment[:4], edge_tile, segment.first_held(layer.mask), k.stride(0),
+        v.stride(0), table.stride(0), view.stripe, view.columns, view.data_offsets[0], view.data_offsets[-1],
+        D=view.dim, P=view.block_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, TILE=tile_tokens,
         DTYPE=ELEMENTS[view.dtype], num_warps=8,
     )  # fmt: skip
 
 
-def rotate_keys(
-    n: torch.Tensor, arena: torch.Tensor, view: LayerView, table: torch.Tensor, segment: ChunkSegment, rope: Rope,
-    out: torch.Tensor,
-) -> None:  # fmt: skip
+def rotate_keys(n: torch.Tensor, layer: PagedLayer, segment: ChunkSegment, out: torch.Tensor) -> None:
     """Fill `out` [KV heads, positions, 2R], up to the segment's end, with the rotary dims of K rebuilt from n."""
+    view, table = layer.view, layer.table
+    assert layer.rope is not None
     _rotate_kernel[(triton.cdiv(segment.stop, ROTATE_TOKENS), view.kv_heads)](
-        n, arena, table, *rope, out, *segment[:4], n.stride(0), out.stride(0), table.stride(0), view.stripe,
-        view.columns, view.data_offsets[0], D=view.dim, R=rotary_pairs(view, rope), P=view.block_tokens,
+        n, layer.arena, table, *layer.rope, out, *segment[:4], n.stride(0), out.stride(0), table.stride(0), view.stripe,
+        view.columns, view.data_offsets[0], D=view.dim, R=layer.rotary_pairs, P=view.block_tokens,
         UNIT=view.unit_elements, STRIPES=view.stripes, TILE=ROTATE_TOKENS, DTYPE=ELEMENTS[view.dtype], num_warps=8,
     )  # fmt: skip
 

@@ -21,22 +21,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.attention.mask import Mask
 from windowpane.attention.triton.codes import operand_type
 from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item
 from windowpane.attention.triton.decode_tunings import tuning_for
 from windowpane.attention.triton.view import (
     ELEMENTS,
-    LOG2E,
     NO_WINDOW,
     LayerView,
-    Rope,
+    PagedLayer,
     add_scores,
     column_of,
     ring_base,
-    rotary_pairs,
     rotate,
     section,
+    soft_capped,
     weighted,
+    with_sinks,
 )
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, TILE_TOKENS
 
@@ -70,8 +71,8 @@ class DecodeScratch:
         self.lse = torch.full((slots * group,), float("nan"), device=device)
 
 
-def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, window_tokens: int | None) -> None:
-    """Fill `cum_tiles` [rows + 1]: how many tiles the rows before each must read. Layers with one window share it.
+def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) -> None:
+    """Fill `cum_tiles` [rows + 1]: how many tiles the rows before each must read. Layers with one mask share it.
 
     positions [rows] count past tokens; -1 marks a padding row, which reads nothing. All int32.
     """
@@ -79,7 +80,7 @@ def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, window_tokens:
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows decode at once; kernels take at most {MAX_ROWS}")
     _plan_kernel[(1,)](
-        positions, cum_tiles, rows, window_tokens or NO_WINDOW, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, num_warps=4
+        positions, cum_tiles, rows, mask.window_tokens or NO_WINDOW, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, num_warps=4
     )
 
 
@@ -87,52 +88,47 @@ def decode(
     q: torch.Tensor,
     k_present: torch.Tensor,
     v_present: torch.Tensor,
-    arena: torch.Tensor,
-    view: LayerView,
-    table: torch.Tensor,
+    layer: PagedLayer,
     slots: torch.Tensor,
     positions: torch.Tensor,
     cum_tiles: torch.Tensor,
     scratch: DecodeScratch,
     out: torch.Tensor,
     *,
-    scale: float,
-    window_tokens: int | None,
-    rope: Rope | None = None,
     pdl: bool = False,
 ) -> None:
     """One token per row: attend its past and itself. q, out [rows, query heads, dim], present [rows, KV heads, dim].
 
-    `table` [slots, columns, stripes] and the lists are int32 on the device; `cum_tiles` is what `plan_decode` made of
-    `positions` for this window. Rows may be strided, a row itself is contiguous. Padding rows become 0.
+    The lists are int32 on the device; `cum_tiles` is what `plan_decode` made of `positions` for this mask. Rows may be
+    strided, a row itself is contiguous. Padding rows become 0.
 
     Of a latent, pages hold n; q is rotated as usual, k_present is the present token's rebuilt K, and v_present its n.
     `pdl` lets a launch begin while the one before it ends, and look up the lists and the table by then: between whoever
     wrote those and this there must be a plain launch.
     """
+    view, table, group, sinks = layer.view, layer.table, layer.group, layer.scores.sinks
     view.require_dtype(q)
     rows, query_heads, dim = q.shape
-    group = query_heads // view.kv_heads
     if group > GROUP_ROWS:
         raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
-    tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and window_tokens is not None)
-    cos, sin, w = rope or (scratch.lse,) * 3
+    tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and layer.mask.window_tokens is not None)
+    cos, sin, w = layer.rope or (scratch.lse,) * 3
     dtype = operand_type(view.code, q.dtype) if view.code else ELEMENTS[view.dtype]
     _decode_kernel[(scratch.programs,)](
-        q, k_present, v_present, arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part, scratch.lse, out,
-        rows, view.kv_heads, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), table.stride(0),
-        view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1], *view.scales_at(),
-        *((view.layer_scales * 2)[:2] or (1.0, 1.0)), scale * LOG2E, window_tokens or NO_WINDOW, D=dim,
-        R=rotary_pairs(view, rope), P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
+        q, k_present, v_present, layer.arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part,
+        scratch.lse, out, sinks, rows, view.kv_heads, q.stride(0), k_present.stride(0), v_present.stride(0),
+        out.stride(0), table.stride(0), view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1],
+        *view.scales_at(), *((view.layer_scales * 2)[:2] or (1.0, 1.0)), layer.scale_log2, layer.window_tokens, D=dim,
+        R=layer.rotary_pairs, P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
         STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
         ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
-        GROUP_ROWS=FEW_HEADS if view.code and group <= FEW_HEADS else GROUP_ROWS, PDL=pdl, num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
+        GROUP_ROWS=FEW_HEADS if view.code and group <= FEW_HEADS else GROUP_ROWS, CAP=layer.softcap, PDL=pdl,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
     )  # fmt: skip
     _combine_kernel[(query_heads, rows)](
-        q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, rows, view.kv_heads,
-        scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), scale * LOG2E, D=dim,
-        G=group, S=16, PDL=pdl, num_warps=max(1, dim // (32 if rows == 1 else 128)), launch_pdl=pdl,
+        q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, sinks, rows, view.kv_heads,
+        scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), layer.scale_log2, D=dim,
+        G=group, S=16, CAP=layer.softcap, PDL=pdl, num_warps=max(1, dim // (32 if rows == 1 else 128)), launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -150,9 +146,9 @@ def _plan_kernel(POSITIONS, CUM, rows, window, TILE: tl.constexpr, MAX_ROWS: tl.
 @triton.jit
 def _pair_item(
     Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset, scale_log2,
-    whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    UNIT: tl.constexpr, STRIPES: tl.constexpr,
-    RING: tl.constexpr, DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
@@ -170,7 +166,7 @@ def _pair_item(
         start = (page * UNIT + (head * P + t % P) * D)[:, None] + d
         # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
         k = tl.load(K + start, mask=ok[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        s = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2, CAP)
         s = tl.where(ok[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.exp2(m - m_new)
@@ -182,12 +178,12 @@ def _pair_item(
     if whole:
         # Nobody else has a part of this item: the present token ends it.
         k = tl.load(K_PRESENT + d).to(tl.float32)
-        s = tl.sum(q.to(tl.float32) * k, 1) * scale_log2
+        s = soft_capped(tl.sum(q.to(tl.float32) * k, 1) * scale_log2, CAP)
         m_new = tl.maximum(m, s)
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new)
         acc = acc * alpha[:, None] + p[:, None] * tl.load(V_PRESENT + d).to(tl.float32)
-        norm = norm * alpha + p
+        norm = with_sinks(norm * alpha + p, m_new, SINKS, head * G + g, g < G)
         attended = (acc / norm[:, None]).to(OUT.dtype.element_ty)
         tl.store(OUT + g[:, None] * D + d, attended, mask=g[:, None] < G)
     else:
@@ -199,15 +195,15 @@ def _pair_item(
 @triton.jit
 def _latent_item(
     Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
-    scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
+    scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
+    DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """K = rotate(n * w) and V = n, from one read of n. Tokens are the rows of both products, query heads the columns.
 
     So a tile feeds the tensor cores from shared memory as it is, and q, wide as it is, takes no registers. With t0 the
     first token of a tile, q . R(t) y = R(-t0) q . R(t - t0) y: R(t - t0) is the same for all tiles and stays in
-    registers, and q turns by one fixed step from tile to tile. n is read in pieces of R and 2R dims: few rows to a
+    registers, and q rotates by one fixed step from tile to tile. n is read in pieces of R and 2R dims: few rows to a
     thread, so few addresses.
     """
     g = tl.arange(0, GROUP_ROWS)
@@ -230,7 +226,7 @@ def _latent_item(
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
     a1 = tl.zeros([R, GROUP_ROWS], tl.float32)
     a2 = tl.zeros([R, GROUP_ROWS], tl.float32)
-    # w of the dims that do not turn is folded into q.
+    # w of the dims that do not rotate is folded into q.
     if D > 2 * R:
         q3 = weighted(q + 2 * R + e, W + 2 * R + e, g_ok, DTYPE)
         a3 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
@@ -261,7 +257,7 @@ def _latent_item(
             x5 = tl.load(x + 6 * R + e, mask=row_ok, other=0.0)
             s = add_scores(x4, q4, s)
             s = add_scores(x5, q5, s)
-        s = tl.where(row_ok, s * scale_log2, float("-inf"))
+        s = tl.where(row_ok, soft_capped(s * scale_log2, CAP), float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2(m - m_new)[None, :]
         p = tl.exp2(s - m_new[None, :])
@@ -277,8 +273,8 @@ def _latent_item(
             a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
     total = tl.sum(norm, 0)
     if whole:
-        weight, alpha = _present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, GROUP_ROWS)
-        total = total * alpha + weight
+        weight, alpha, m = _present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, GROUP_ROWS, CAP)
+        total = with_sinks(total * alpha + weight, m, SINKS, head * G + g, g < G)
         _end_piece(OUT, V_PRESENT, 0, r, a1, alpha, weight, total, G, D, GROUP_ROWS)
         _end_piece(OUT, V_PRESENT, R, r, a2, alpha, weight, total, G, D, GROUP_ROWS)
         if D > 2 * R:
@@ -300,14 +296,14 @@ def _latent_item(
 
 
 @triton.jit
-def _present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr):
-    """What the present token weighs beside a maximum of m so far, and what the sums so far shrink by."""
+def _present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr):
+    """What the present token weighs beside a maximum of m so far, what the sums so far shrink by, and the new m."""
     g = tl.arange(0, GROUP_ROWS)[:, None]
     d = tl.arange(0, D)[None, :]
     q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
-    s = tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2
+    s = soft_capped(tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2, CAP)
     m_new = tl.maximum(m, s)
-    return tl.exp2(s - m_new), tl.exp2(m - m_new)
+    return tl.exp2(s - m_new), tl.exp2(m - m_new), m_new
 
 
 @triton.jit
@@ -326,12 +322,12 @@ def _end_piece(
     do_not_specialize_on_alignment=["TABLE", "SLOTS", "POSITIONS", "CUM"],
 )
 def _decode_kernel(
-    Q, K, V, ARENA, TABLE, SLOTS, POSITIONS, CUM, COS, SIN, W, PART, LSE, OUT, rows, kv_heads, q_stride, k_stride,
-    v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales, k_layer_scale,
-    v_layer_scale, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr,
-    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, PDL: tl.constexpr,
+    Q, K, V, ARENA, TABLE, SLOTS, POSITIONS, CUM, COS, SIN, W, PART, LSE, OUT, SINKS, rows, kv_heads, q_stride,
+    k_stride, v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales,
+    k_layer_scale, v_layer_scale, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
+    DTYPE: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
+    MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the line, item by item. R > 0 means a latent.
 
@@ -375,26 +371,26 @@ def _decode_kernel(
         if CODE > 0 and R > 0:
             coded_latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
-                k_offset, k_scales, k_layer_scale, scale_log2, count == tiles, k_present, v_present, o_row, D, R, P, G,
-                N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS,
+                k_offset, k_scales, k_layer_scale, scale_log2, count == tiles, k_present, v_present, o_row, SINKS, D, R,
+                P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS, CAP,
             )  # fmt: skip
         elif CODE > 0:
             coded_pair_item(
                 Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
                 k_scales, v_scales, k_layer_scale, v_layer_scale, scale_log2, count == tiles, k_present, v_present,
-                o_row, D, P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS,
+                o_row, SINKS, D, P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS, CAP,
             )  # fmt: skip
         elif R > 0:
             _latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
-                k_offset, scale_log2, count == tiles, k_present, v_present, o_row, D, R, P, G, N, UNIT, STRIPES, RING,
-                DTYPE, GROUP_ROWS,
+                k_offset, scale_log2, count == tiles, k_present, v_present, o_row, SINKS, D, R, P, G, N, UNIT, STRIPES,
+                RING, DTYPE, GROUP_ROWS, CAP,
             )  # fmt: skip
         else:
             _pair_item(
                 Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
-                scale_log2, count == tiles, k_present, v_present, o_row, D, P, G, N, UNIT, STRIPES, RING, DTYPE,
-                GROUP_ROWS,
+                scale_log2, count == tiles, k_present, v_present, o_row, SINKS, D, P, G, N, UNIT, STRIPES, RING, DTYPE,
+                GROUP_ROWS, CAP,
             )  # fmt: skip
         unit += count
     if PDL:  # even without a share: when this launch ends, all before it have ended
@@ -434,8 +430,8 @@ def _share(total, programs):
 
 @triton.jit(do_not_specialize=["rows", "programs"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
 def _combine_kernel(
-    Q, K, V, PART, LSE, POSITIONS, CUM, OUT, rows, kv_heads, programs, q_stride, k_stride, v_stride, out_stride,
-    scale_log2, D: tl.constexpr, G: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
+    Q, K, V, PART, LSE, POSITIONS, CUM, OUT, SINKS, rows, kv_heads, programs, q_stride, k_stride, v_stride, out_stride,
+    scale_log2, D: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one query head, S at a time, with the present token. Whole items are done."""
     if PDL:
@@ -457,7 +453,7 @@ def _combine_kernel(
     q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
     k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
     v = tl.load(V + row.to(tl.int64) * v_stride + head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
-    m = tl.sum(q.to(tl.float32) * k.to(tl.float32)) * scale_log2
+    m = soft_capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)) * scale_log2, CAP)
     acc = v.to(tl.float32)
     norm = 1.0
     if PDL:
@@ -476,6 +472,7 @@ def _combine_kernel(
                 acc = acc * alpha + tl.sum(part * weight[:, None], 0)
                 norm = norm * alpha + tl.sum(weight, 0)
                 m = m_new
+        norm = with_sinks(norm, m, SINKS, query_head, query_head >= 0)
         # A padding row's activations may be anything.
         attended = tl.where(is_row, acc / norm, 0.0)
         tl.store(OUT + row.to(tl.int64) * out_stride + query_head * D + d, attended.to(OUT.dtype.element_ty))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from windowpane.attention.triton.codes import dims_of, for_raw, halves_difference, halves_sum, plane, scales_of
-from windowpane.attention.triton.view import add_scores, column_of, rotate, section, weighted
+from windowpane.attention.triton.view import add_scores, column_of, rotate, section, soft_capped, weighted, with_sinks
 
 UNIT = tl.constexpr(128)  # words, and half as many scales, in a unit of page offsets
 MOST_WORDS = tl.constexpr(128)  # of a row at a time: operands are registers
@@ -22,9 +22,9 @@ MOST_WORDS = tl.constexpr(128)  # of a row at a time: operands are registers
 @triton.jit
 def coded_pair_item(
     Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset, k_scales,
-    v_scales, k_layer_scale, v_layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr,
+    v_scales, k_layer_scale, v_layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     PLANES: tl.constexpr = 4 if CODE == 4 else 2
     W: tl.constexpr = D // PLANES
@@ -99,25 +99,25 @@ def coded_pair_item(
             x = tl.load(k + C)
             s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q2, s0)
             s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q3, s1)
-        s = _scores(s0 + s1, k_scale, k_base, q_sum, scale_log2, CODE)
+        s = soft_capped(_scores(s0 + s1, k_scale, k_base, q_sum, scale_log2, CODE), CAP)
         p, alpha, m, norm, on_base = _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE, OPERAND)
         a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
-        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
-        W, THIRD, FOUR, OPERAND, G, D,
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, a0, a1, a2, a3,
+        scale_log2, whole, W, THIRD, FOUR, OPERAND, G, D, CAP,
     )  # fmt: skip
 
 
 @triton.jit
 def coded_latent_item(
     Q, ARENA, table, COS, SIN, W_NORM, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
-    n_scales, layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, D: tl.constexpr, R: tl.constexpr,
+    n_scales, layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """K = rotate(n * w) and V = n. Dims that turn are decoded, weighted and turned; w of the others is folded into q.
+    """K = rotate(n * w) and V = n. Rotary dims are decoded, weighted and rotated; w of the others is folded into q.
 
-    As in `_latent_item`, q turns from tile to tile. Words are read once for K, in pieces that keep what turns apart
+    As in `_latent_item`, q rotates from tile to tile. Words are read once for K, in pieces that keep rotary dims apart
     wherever planes allow it, and once for V.
     """
     PLANES: tl.constexpr = 4 if CODE == 4 else 2
@@ -125,7 +125,7 @@ def coded_latent_item(
     C: tl.constexpr = W if W < MOST_WORDS else MOST_WORDS
     THIRD: tl.constexpr = 2 * W if PLANES == 4 else C
     FOUR: tl.constexpr = PLANES == 4 or W > C
-    APART: tl.constexpr = W >= 2 * R  # all that turns is in plane 0
+    APART: tl.constexpr = W >= 2 * R  # all rotary dims are in plane 0
     ONE_PAGE: tl.constexpr = P % N == 0
     if ONE_PAGE:
         lo = tl.maximum(lo, first // N * N)
@@ -144,7 +144,7 @@ def coded_latent_item(
     sin = tl.load(SIN + n[:, None] * R + r, mask=n[:, None] < past, other=0.0)
     w1 = tl.load(W_NORM + r)
     w2 = tl.load(W_NORM + R + r)
-    # In float16 pairs of numbers turn at once. A large w leaves its range only together with a large query.
+    # In float16 pairs of numbers are rotated at once. A large w leaves its range only together with a large query.
     HALVES: tl.constexpr = tl.float16 == OPERAND
     if HALVES:
         q1 *= 16.0
@@ -157,7 +157,7 @@ def coded_latent_item(
         sin2 = (sin * w2).to(tl.float16)
     step_cos = tl.load(COS + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
-    q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not turn
+    q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not rotate
     start = tl.zeros([GROUP_ROWS], tl.float32)  # what scores start from, for raw numbers
     if APART:
         q11, start, q_sum = _still(q + W + r, W_NORM + W + r, g_ok, start, q_sum, 1, CODE, OPERAND)
@@ -242,12 +242,12 @@ def coded_latent_item(
                 s = add_scores(plane(x3, 1, CODE, OPERAND, True), q13, s)
         elif D > 2 * R:
             s = add_scores(dims_of(x, 2 * R, 2 * R, ok[:, None], W, CODE, OPERAND), q3, s)
-        s = _scores(s + s0, scale, x_base, q_sum, scale_log2, CODE)
+        s = soft_capped(_scores(s + s0, scale, x_base, q_sum, scale_log2, CODE), CAP)
         p, alpha, m, norm, on_base = _probabilities(s, scale, x_base, ok, m, norm, on_base, CODE, OPERAND)
         a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
     _end(
-        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole,
-        W, THIRD, FOUR, OPERAND, G, D,
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, a0, a1, a2, a3,
+        scale_log2, whole, W, THIRD, FOUR, OPERAND, G, D, CAP,
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def _page_of(t, table, base, columns, P: tl.constexpr, STRIPES: tl.constexpr, RI
 
 @triton.jit
 def _still(q, w, g_ok, start, q_sum, PLACE: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr):
-    """Queries for dims that do not turn, with w folded in, for raw numbers; and both sums, with theirs added."""
+    """Queries for dims that do not rotate, with w folded in, for raw numbers; and both sums, with theirs added."""
     operand, offset = for_raw(weighted(q, w, g_ok, OPERAND), PLACE, CODE, OPERAND)
     return operand, start + offset, q_sum + tl.sum(weighted(q, w, g_ok, tl.float32), 1)
 
@@ -321,8 +321,9 @@ def _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE: tl.constexpr,
 
 @triton.jit
 def _end(
-    Q, K, V, OUT, PART, LSE, slot, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole, W: tl.constexpr,
+    Q, K, V, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole, W: tl.constexpr,
     THIRD: tl.constexpr, FOUR: tl.constexpr, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Leave an item's result, with the present token where nobody else has a part of the item."""
     g = tl.arange(0, m.shape[0])
@@ -330,14 +331,16 @@ def _end(
     # The shift of probabilities is taken back.
     alpha = m * 0.0 + tl.exp2(-_shift(OPERAND))
     weight = m * 0.0
+    beside = weight  # what weighs besides the past
     if whole:
         dims = tl.arange(0, D)[None, :]
         q = tl.load(Q + g[:, None] * D + dims, mask=g[:, None] < G, other=0.0).to(tl.float32)
-        s = tl.sum(q * tl.load(K + dims).to(tl.float32), 1) * scale_log2
+        s = soft_capped(tl.sum(q * tl.load(K + dims).to(tl.float32), 1) * scale_log2, CAP)
         m_new = tl.maximum(m, s)
         weight = tl.exp2(s - m_new)
         alpha *= tl.exp2(m - m_new)
-    total = tl.sum(norm, 0) * alpha + weight
+        beside = with_sinks(weight, m_new, SINKS, head * G + g, g < G)
+    total = tl.sum(norm, 0) * alpha + beside
     alpha /= total
     weight /= total
     shared = tl.sum(on_base, 0)[None, :]

@@ -21,17 +21,16 @@ from numpy.typing import NDArray
 
 from windowpane.attention.triton.view import (
     ELEMENTS,
-    LOG2E,
-    NO_WINDOW,
     LayerView,
-    Rope,
+    PagedLayer,
     add_scores,
     column_of,
     ring_base,
-    rotary_pairs,
     rotate,
     section,
+    soft_capped,
     weighted,
+    with_sinks,
 )
 
 SEGMENT_FIELDS = 6
@@ -87,16 +86,10 @@ def prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    arena: torch.Tensor,
-    view: LayerView,
-    table: torch.Tensor,
+    layer: PagedLayer,
     segments: torch.Tensor,
     tiles: torch.Tensor,
     out: torch.Tensor,
-    *,
-    scale: float,
-    window_tokens: int | None,
-    rope: Rope | None = None,
 ) -> None:
     """Causal attention of chunks. q and out [rows, query heads, dim], k and v [tokens, KV heads, dim] of the step.
 
@@ -106,22 +99,20 @@ def prefill(
 
     Of a latent, v is n, and K is rebuilt from it for past and present alike: k is not looked at.
     """
+    view, table, pairs = layer.view, layer.table, layer.rotary_pairs
     view.require_dtype(q)
     view.require_dtype(v)
     if not len(tiles):
         return
-    dim = q.shape[2]
-    group = q.shape[1] // view.kv_heads
     tuning = tuning_for(view)
-    cos, sin, w = rope or (out,) * 3
-    pairs = rotary_pairs(view, rope)
+    cos, sin, w = layer.rope or (out,) * 3
     kernel = _latent_kernel if pairs else _pair_kernel
     kernel[(len(tiles), view.kv_heads)](
-        q, k, v, arena, table, segments, tiles, out, cos, sin, w, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
-        table.stride(0), view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1], scale * LOG2E,
-        window_tokens or NO_WINDOW, D=dim, R=pairs, P=view.block_tokens, G=group, M=tuning.rows, N=tuning.keys,
-        UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring, DTYPE=ELEMENTS[view.dtype],
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        q, k, v, layer.arena, table, segments, tiles, out, cos, sin, w, layer.scores.sinks, q.stride(0), k.stride(0),
+        v.stride(0), out.stride(0), table.stride(0), view.columns, view.stripe, view.data_offsets[0],
+        view.data_offsets[-1], layer.scale_log2, layer.window_tokens, D=q.shape[2], R=pairs, P=view.block_tokens,
+        G=layer.group, M=tuning.rows, N=tuning.keys, UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring,
+        DTYPE=ELEMENTS[view.dtype], CAP=layer.softcap, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
 
 
@@ -157,8 +148,10 @@ def _hide(s, t, position, window):
 
 
 @triton.jit
-def _softmax(s, m, norm, scale_log2, TOKENS: tl.constexpr):
+def _softmax(s, m, norm, scale_log2, TOKENS: tl.constexpr, CAP: tl.constexpr):
     """One more tile, with tokens along axis TOKENS: probabilities, and what the sums so far shrink by."""
+    if CAP > 0:
+        scale_log2 = 1.0  # capped scores are scaled already
     m_new = tl.maximum(m, tl.max(s, TOKENS) * scale_log2)
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s * scale_log2 - tl.expand_dims(m_new, TOKENS))
@@ -171,10 +164,10 @@ def _softmax(s, m, norm, scale_log2, TOKENS: tl.constexpr):
     do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "TILES"],
 )
 def _pair_kernel(
-    Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, q_stride, k_stride, v_stride, out_stride, table_stride,
-    columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    DTYPE: tl.constexpr,
+    Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
+    table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
+    RING: tl.constexpr, DTYPE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     slot, start, row, first_query, last_query, position, asks, q_row, q_head = _tile(SEGMENTS, TILES, head, M, G)
@@ -202,11 +195,14 @@ def _pair_kernel(
         # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
         k = tl.load(k_row[:, None] + d, mask=ok[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            s = soft_capped(s * scale_log2, CAP)
         if (i + N - 1 > first_query) | (i <= last_query - window):
             s = _hide(s, t[None, :], position[:, None], window)
-        p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 1)
+        p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 1, CAP)
         v = tl.load(v_row[:, None] + d, mask=ok[:, None], other=0.0)
         acc = tl.dot(p.to(DTYPE), v, acc * alpha, input_precision="ieee")
+    norm = with_sinks(norm, m, SINKS, q_head, asks)
     out_at = (q_row * out_stride + q_head * D)[:, None] + d
     tl.store(OUT + out_at, (acc / norm[:, None]).to(OUT.dtype.element_ty), mask=asks[:, None])
 
@@ -217,12 +213,12 @@ def _pair_kernel(
     do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "TILES"],
 )
 def _latent_kernel(
-    Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, q_stride, k_stride, v_stride, out_stride, table_stride,
-    columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    DTYPE: tl.constexpr,
+    Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
+    table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
+    RING: tl.constexpr, DTYPE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """K = rotate(n * w) and V = n, from one read of n: dims [0, R) and [R, 2R) turn, w of the others is folded into q.
+    """K = rotate(n * w) and V = n, from one read of n. Dims [0, R) and [R, 2R) rotate; w of the others is in q.
 
     Tokens are the rows of both products and queries the columns, so that a tile of n feeds the tensor cores from shared
     memory both times, once as it is and once transposed.
@@ -232,10 +228,10 @@ def _latent_kernel(
     n = tl.arange(0, N)
     r = tl.arange(0, R)[None, :]
     e = tl.arange(0, 2 * R)[None, :]
-    asks = asks[:, None]
+    row_asks = asks[:, None]
     q = Q + (q_row * q_stride + q_head * D)[:, None]
-    q1 = tl.load(q + r, mask=asks, other=0.0)
-    q2 = tl.load(q + R + r, mask=asks, other=0.0)
+    q1 = tl.load(q + r, mask=row_asks, other=0.0)
+    q2 = tl.load(q + R + r, mask=row_asks, other=0.0)
     w1 = tl.load(W + r)
     w2 = tl.load(W + R + r)
     m = tl.full([M], -1e30, tl.float32)
@@ -243,11 +239,11 @@ def _latent_kernel(
     a1 = tl.zeros([R, M], tl.float32)
     a2 = tl.zeros([R, M], tl.float32)
     if D > 2 * R:
-        q3 = weighted(q + 2 * R + e, W + 2 * R + e, asks, DTYPE)
+        q3 = weighted(q + 2 * R + e, W + 2 * R + e, row_asks, DTYPE)
         a3 = tl.zeros([2 * R, M], tl.float32)
     if D > 4 * R:
-        q4 = weighted(q + 4 * R + e, W + 4 * R + e, asks, DTYPE)
-        q5 = weighted(q + 6 * R + e, W + 6 * R + e, asks, DTYPE)
+        q4 = weighted(q + 4 * R + e, W + 4 * R + e, row_asks, DTYPE)
+        q5 = weighted(q + 6 * R + e, W + 6 * R + e, row_asks, DTYPE)
         a4 = tl.zeros([2 * R, M], tl.float32)
         a5 = tl.zeros([2 * R, M], tl.float32)
     first = tl.maximum(first_query - window + 1, 0)
@@ -278,9 +274,11 @@ def _latent_kernel(
             x5 = tl.load(x + 6 * R + e, mask=row_ok, other=0.0)
             s = add_scores(x4, q4, s)
             s = add_scores(x5, q5, s)
+        if CAP > 0:
+            s = soft_capped(s * scale_log2, CAP)
         if (i + N - 1 > first_query) | (i <= last_query - window):
             s = _hide(s, t[:, None], position[None, :], window)
-        p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 0)
+        p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 0, CAP)
         p = p.to(DTYPE)
         a1 = tl.dot(tl.trans(x1), p, a1 * alpha, input_precision="ieee")
         a2 = tl.dot(tl.trans(x2), p, a2 * alpha, input_precision="ieee")
@@ -290,11 +288,11 @@ def _latent_kernel(
             a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
             a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
     out = OUT + (q_row * out_stride + q_head * D)[:, None]
-    norm = norm[None, :]
-    tl.store(out + r, tl.trans(a1 / norm).to(OUT.dtype.element_ty), mask=asks)
-    tl.store(out + R + r, tl.trans(a2 / norm).to(OUT.dtype.element_ty), mask=asks)
+    norm = with_sinks(norm, m, SINKS, q_head, asks)[None, :]
+    tl.store(out + r, tl.trans(a1 / norm).to(OUT.dtype.element_ty), mask=row_asks)
+    tl.store(out + R + r, tl.trans(a2 / norm).to(OUT.dtype.element_ty), mask=row_asks)
     if D > 2 * R:
-        tl.store(out + 2 * R + e, tl.trans(a3 / norm).to(OUT.dtype.element_ty), mask=asks)
+        tl.store(out + 2 * R + e, tl.trans(a3 / norm).to(OUT.dtype.element_ty), mask=row_asks)
     if D > 4 * R:
-        tl.store(out + 4 * R + e, tl.trans(a4 / norm).to(OUT.dtype.element_ty), mask=asks)
-        tl.store(out + 6 * R + e, tl.trans(a5 / norm).to(OUT.dtype.element_ty), mask=asks)
+        tl.store(out + 4 * R + e, tl.trans(a4 / norm).to(OUT.dtype.element_ty), mask=row_asks)
+        tl.store(out + 6 * R + e, tl.trans(a5 / norm).to(OUT.dtype.element_ty), mask=row_asks)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from windowpane.attention.mask import Mask
+from windowpane.attention.scores import Scores
 from windowpane.attention.triton.codes import CODES, WORD_BYTES
 from windowpane.device.pages import TORCH_DTYPES
 from windowpane.kv.caches import TokenCache
@@ -19,9 +21,10 @@ from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, Slice
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 NO_WINDOW = 2**30  # a window that no sequence fills
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
 
-# Angles and the key norm's weight of a latent layer: cos and sin [positions, R] and w [dim], float32. Row t turns by
-# t times the angles of row 1; made in float64, such tables lose nothing when a turn is made in two steps.
+# Angles and the key norm's weight of a latent layer: cos and sin [positions, R] and w [dim], float32. Row t rotates by
+# t times the angles of row 1; made in float64, such tables lose nothing when a rotation is made in two steps.
 Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -93,8 +96,49 @@ class LayerView:
             raise ValueError(f"activations are {x.dtype} and pages {self.dtype}: cast the activations to that first")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLayer:
+    """What kernels are told of one layer: where its past lies, what its queries see of it and how they weigh it.
+
+    `table` [slots, columns, stripes] is int32 on the device. A latent needs `rope` to rebuild K.
+    """
+
+    arena: torch.Tensor
+    view: LayerView
+    table: torch.Tensor
+    query_heads: int
+    mask: Mask
+    scores: Scores
+    rope: Rope | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.window_tokens  # raises here rather than at the first launch
+
+    @property
+    def group(self) -> int:
+        return self.query_heads // self.view.kv_heads
+
+    @property
+    def window_tokens(self) -> int:
+        """For kernels: more than any sequence has where there is no window."""
+        return self.mask.window_tokens or NO_WINDOW
+
+    @property
+    def scale_log2(self) -> float:
+        return self.scores.scale * LOG2E
+
+    @property
+    def softcap(self) -> float:
+        """For kernels: 0 for none."""
+        return self.scores.softcap or 0.0
+
+    @property
+    def rotary_pairs(self) -> int:
+        return rotary_pairs(self.view, self.rope)
+
+
 def rotary_pairs(view: LayerView, rope: Rope | None) -> int:
-    """R: dims [0, R) turn with dims [R, 2R). 1/8, 1/4 or 1/2 of the head; 0 for a stored pair."""
+    """R: dims [0, R) rotate with dims [R, 2R). 1/8, 1/4 or 1/2 of the head; 0 for a stored pair."""
     if not view.latent:
         return 0
     if rope is None:
@@ -131,6 +175,22 @@ def section(ARENA, offset, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def soft_capped(s, CAP: tl.constexpr):
+    """Scores in powers of two, which stay below the cap: cap x tanh(s / cap). exp2 may overflow, and then tanh is 1."""
+    if CAP > 0:
+        s = CAP * _LOG2E * (1 - 2 / (tl.exp2(s * (2 / CAP)) + 1))
+    return s
+
+
+@triton.jit
+def with_sinks(norm, m, SINKS, head, ok):
+    """A sum of weights relative to 2^m, and the query heads' sinks. One far above m makes it infinite: all weigh 0."""
+    if SINKS is not None:
+        norm += tl.exp2(tl.load(SINKS + head, mask=ok, other=float("-inf")) * _LOG2E - m)
+    return norm
+
+
+@triton.jit
 def rotate(a, b, cos, sin):
     return a * cos - b * sin, b * cos + a * sin
 
@@ -147,5 +207,5 @@ def add_scores(a, b, s):
 
 @triton.jit
 def weighted(q, w, ok, DTYPE: tl.constexpr):
-    """q with the key norm's weight folded in: right for dims that do not turn."""
+    """q with the key norm's weight folded in: right for dims that do not rotate."""
     return (tl.load(q, mask=ok, other=0.0).to(tl.float32) * tl.load(w)).to(DTYPE)

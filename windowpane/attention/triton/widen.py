@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from windowpane.attention.triton.codes import dims_of, scales_of
-from windowpane.attention.triton.view import NO_WINDOW, LayerView, section
+from windowpane.attention.triton.view import LayerView, PagedLayer, section
 from windowpane.device.transfer import Transfer
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.kv.retention import ceil_div
@@ -48,26 +48,20 @@ class PastPlan:
     segments: torch.Tensor
 
 
-def plan_past(
-    segments: NDArray[np.int32],
-    view: LayerView,
-    dtype: torch.dtype,
-    window_tokens: int | None,
-    device: torch.device,
-    scratch_bytes: int,
-) -> list[PastPlan]:
+def plan_past(segments: NDArray[np.int32], layer: PagedLayer, dtype: torch.dtype, scratch_bytes: int) -> list[PastPlan]:
     """Scratch pages for chunks with these segments (see `prefill`), in as many goes as this much scratch takes."""
-    page_bytes = scratch_page_bytes(plain_view(view, dtype))
+    page_bytes = scratch_page_bytes(plain_view(layer.view, dtype))
     starts = segments[:, 1].astype(np.int64)
-    first_blocks = np.maximum(starts - (window_tokens or NO_WINDOW) + 1, 0) // view.block_tokens
-    counts = -(-starts // view.block_tokens) - first_blocks
+    firsts = np.array([layer.mask.first_visible(start) for start in starts.tolist()], dtype=np.int64)
+    first_blocks = firsts // layer.view.block_tokens
+    counts = -(-starts // layer.view.block_tokens) - first_blocks
     most_pages = scratch_bytes // page_bytes
     if counts.max(initial=0) > most_pages:
         raise ValueError(
             f"a past of {counts.max():,} blocks of {page_bytes:,} bytes exceeds {scratch_bytes:,} of scratch"
         )
     return [
-        _plan(segments, first, last, first_blocks, counts, page_bytes, device)
+        _plan(segments, first, last, first_blocks, counts, page_bytes, layer.arena.device)
         for first, last in _goes(counts, most_pages)
     ]
 
@@ -109,27 +103,21 @@ def scratch_page_bytes(view: LayerView) -> int:
 
 
 def widen(
-    arena: torch.Tensor,
-    view: LayerView,
-    table: torch.Tensor,
-    segments: torch.Tensor,
-    plan: PastPlan,
-    scratch: torch.Tensor,
-    dtype: torch.dtype,
-    window_tokens: int | None,
-) -> LayerView:
-    """Decode the past that a plan names into `scratch`, which is then an arena; returns how the layer lies in it."""
+    layer: PagedLayer, segments: torch.Tensor, plan: PastPlan, scratch: torch.Tensor, dtype: torch.dtype
+) -> PagedLayer:
+    """Decode the past that a plan names into `scratch`, which is then an arena; returns the layer over it."""
+    view, table = layer.view, layer.table
     plain = replace(plain_view(view, dtype), columns=plan.columns)
     page_bytes = scratch_page_bytes(plain)
     if plan.num_pages:
         _widen_kernel[(plan.num_pages, view.kv_heads)](
-            arena, table, segments, plan.pages, scratch.view(dtype), table.stride(0), view.columns, view.stripe,
+            layer.arena, table, segments, plan.pages, scratch.view(dtype), table.stride(0), view.columns, view.stripe,
             view.data_offsets[0], view.data_offsets[-1], *view.scales_at(), view.layer_scales[0],
-            view.layer_scales[-1], window_tokens or NO_WINDOW, page_bytes // dtype.itemsize, H=view.kv_heads,
+            view.layer_scales[-1], layer.window_tokens, page_bytes // dtype.itemsize, H=view.kv_heads,
             D=view.dim, P=view.block_tokens, ROW=view.row_words, STRIPES=view.stripes, RING=view.ring,
             PAIR=not view.latent, CODE=view.code, PER_ROW=bool(view.scale_offsets), num_warps=4,
         )  # fmt: skip
-    return plain
+    return replace(layer, arena=scratch, view=plain, table=plan.table)
 
 
 @triton.jit(do_not_specialize=["stripe"], do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "PAGES"])
