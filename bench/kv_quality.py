@@ -35,7 +35,7 @@ from rich.table import Table
 
 from bench.machine import machine_line
 from windowpane.device.pages import KVPages
-from windowpane.device.step import Segment, Step
+from windowpane.schedule.step import Segment, Step
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.lowering.recipe import read_recipe
 from windowpane.lowering.reference.decoder import Decoder

@@ -28,7 +28,7 @@ from bench.gpu_checks.attention_cases import (
 from bench.timing import microseconds
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.attention.segments import ChunkSegment
+from windowpane.schedule.step import Segment
 from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
@@ -175,7 +175,7 @@ def prefill_step(
 ) -> tuple[Callable[[], None], float]:
     """A prefill step as a callable, and its FLOPs: two products over the pairs of tokens that see each other."""
     layer, view = bare.layer, bare.view
-    segments = [ChunkSegment(i, past, past + tokens, i * tokens, i * tokens, tokens) for i in range(sequences)]
+    segments = [Segment(i, past, past + tokens, i * tokens, i * tokens, tokens) for i in range(sequences)]
     attention = ChunkAttention(bare.for_kernels, scratch)
     chunks = chunk_queries(segments, attention.tiling, DEVICE)
     q, k, v = fused_rows(layer, sequences * tokens, DEVICE, view.dtype)

@@ -17,7 +17,8 @@ from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.attention.segments import ChunkSegment, Tiling
+from windowpane.attention.segments import Tiling
+from windowpane.schedule.step import Segment
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
@@ -31,7 +32,8 @@ from windowpane.kv.formats import KVFormat, kv_format
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
 from windowpane.kv.retention import Full, Window, ceil_div
 from windowpane.kv.tables import PageTable
-from windowpane.lowering.gpu.step import ChunkQueries
+from windowpane.attention.segments import ChunkQueries
+from windowpane.schedule.step import Segment
 
 SMALL_ARENA_BYTES = 2**28  # beyond this, on a CPU, only pages in use are poisoned: untouched memory costs nothing
 LAYER_SCALES = (0.01, 0.02)  # of K and V, for formats that have one for the whole layer
@@ -284,7 +286,7 @@ def _decode_reference(paged: Paged, sequence: int, q: torch.Tensor, present: Vec
     )
 
 
-def chunk_queries(segments: Sequence[ChunkSegment], tiling: Tiling, device: torch.device | str) -> ChunkQueries:
+def chunk_queries(segments: Sequence[Segment], tiling: Tiling, device: torch.device | str) -> ChunkQueries:
     """As a step's builder makes them, for one layer."""
     table = np.array(segments, dtype=np.int32)
     tiles = prefill_tiles(tiling.queries(table), tiling.tokens)
@@ -304,7 +306,7 @@ def run_prefill(
     row, q_row = 2, 1  # rows before the first segment belong to someone else
     segments = []
     for slot, start, (tokens, asking) in zip(paged.slots, paged.lengths, chunks, strict=True):
-        segments.append(ChunkSegment(slot, start, start + tokens, row, q_row, asking))
+        segments.append(Segment(slot, start, start + tokens, row, q_row, asking))
         row, q_row = row + tokens, q_row + asking
     q = fused_rows(layer, q_row, str(device), paged.dtype)[0]
     _, k, v = fused_rows(layer, row + 1, str(device), paged.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_checks.attention_cases import Layer, Paged, error, fused_rows, make_pages, rebuild
 from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
-from windowpane.attention.segments import ChunkSegment
+from windowpane.schedule.step import Segment
 
 FLOAT = torch.float32
 ROW = 3  # of the first token of the segment
@@ -59,12 +59,12 @@ def rotated() -> None:
         assert bool(out[:, end:].isnan().all()), "rows beyond the segment were written"
 
 
-def _segment(paged: Paged, tokens: int) -> tuple[ChunkSegment, torch.Tensor, torch.Tensor]:
+def _segment(paged: Paged, tokens: int) -> tuple[Segment, torch.Tensor, torch.Tensor]:
     past = paged.lengths[0]
     _, k, v = fused_rows(paged.layer, ROW + tokens + 1, "cpu", FLOAT)
     for x in (k, v):
         x[:ROW], x[-1] = float("nan"), float("nan")
-    return ChunkSegment(paged.slots[0], past, past + tokens, ROW, ROW, tokens), k, v
+    return Segment(paged.slots[0], past, past + tokens, ROW, ROW, tokens), k, v
 
 
 if __name__ == "__main__":

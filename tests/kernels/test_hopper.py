@@ -18,11 +18,12 @@ from windowpane.attention.chunk_attention import ChunkAttention, has_rows_for_ho
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
-from windowpane.attention.segments import ChunkSegment, Tiling
+from windowpane.attention.segments import Tiling, window_edge
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import Heads, scratch_bytes
 from windowpane.kv.retention import Chunk, Window
+from windowpane.schedule.step import Segment
 
 CPU = torch.device("cpu")
 WINDOW_31B = Heads(16, 32, 256, latent=False, windowed=True)
@@ -90,11 +91,11 @@ def pair_layer(scores: Scores, sees: Window | Chunk = WINDOW) -> PagedLayer:
 
 class TestWindows:
     def test_the_tile_in_which_a_window_begins(self):
-        segment = ChunkSegment(0, 2000, 3000, 0, 0, 1000)
-        assert segment.first_held(CAUSAL) == 0 and segment.window_edge(CAUSAL, 64) == -1
-        assert segment.first_held(window(1024)) == 977 and segment.window_edge(window(1024), 64) == 977 // 64
-        assert segment.window_edge(window(2001 - 64 * 5), 64) == -1, "a window that begins with a tile has no edge"
-        assert segment.first_held(window(5000)) == 0 and segment.window_edge(window(5000), 64) == -1
+        segment = Segment(0, 2000, 3000, 0, 0, 1000)
+        assert CAUSAL.first_visible(segment.start) == 0 and window_edge(segment, CAUSAL, 64) == -1
+        assert window(1024).first_visible(segment.start) == 977 and window_edge(segment, window(1024), 64) == 977 // 64
+        assert window_edge(segment, window(2001 - 64 * 5), 64) == -1, "a window that begins with a tile has no edge"
+        assert window(5000).first_visible(segment.start) == 0 and window_edge(segment, window(5000), 64) == -1
 
 
 class TestSplitting:

@@ -19,9 +19,9 @@ from windowpane.attention.hopper import prepare
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
-from windowpane.attention.segments import ChunkSegment
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.retention import Window
+from windowpane.schedule.step import Segment
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -92,7 +92,7 @@ def test_a_launch_compiles_for_hopper_within_its_memory(name, monkeypatch, tmp_p
     attention = hopper.HopperPrefill(layer, heads, PrefillScratch([heads], 4096, CPU))
     q = torch.zeros(1000, query_heads, view.dim, dtype=BF16)
     k = torch.zeros(1100, view.kv_heads, view.dim, dtype=BF16)
-    attention(q, k, k, ChunkSegment(1, 100, 1100, 9, 7, 900), torch.zeros_like(q))
+    attention(q, k, k, Segment(1, 100, 1100, 9, 7, 900), torch.zeros_like(q))
     recorder = kernels["wide_kernel" if view.dim == 512 else "pair_kernel"]
     assert recorder.launched["q"].shape[0] == 900, "descriptors end where the segment ends"
     assert recorder.launched["v_present"].shape == torch.Size([1000, view.kv_heads * view.dim])

@@ -51,7 +51,10 @@ def test_layers_that_share_kv_own_no_cache(tmp_path: Path) -> None:
     assert [cache.layer for cache in spec.caches] == [0, 1, 2, 3, 4, 5]
     assert spec.num_layers == 8
     with pytest.raises(ModelError, match=r"num_kv_shared_layers: layer 4 shares KV, and no sliding_attention"):
-        read(tmp_path, small("gemma4 with shared KV", layer_types=[FULL] * 4 + [SLIDING, FULL] * 2, num_kv_shared_layers=4))
+        read(
+            tmp_path,
+            small("gemma4 with shared KV", layer_types=[FULL] * 4 + [SLIDING, FULL] * 2, num_kv_shared_layers=4),
+        )
 
 
 def test_qwen_3_slides_only_if_it_says_so_and_only_in_the_last_layers(tmp_path: Path) -> None:

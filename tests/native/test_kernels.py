@@ -9,13 +9,13 @@ import torch
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
 from windowpane.device.pages import KVPages
-from windowpane.device.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Chunk, Full, Retention, Window
 from windowpane.lowering.cpu.ops import FEW_ROWS, CpuOps
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.native import build
+from windowpane.schedule.step import Step
 
 PLAIN = Ops()
 

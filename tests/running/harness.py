@@ -15,7 +15,7 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
-from windowpane.lowering.reference.decoder import Weights
+from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
 from windowpane.runners.plain import Runner
 from windowpane.schedule.request import Request, SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from windowpane.lowering.reference.decoder import Weights
+from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec, from_config
 from windowpane.weights import load_weights
 
@@ -89,6 +89,91 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 32,
+    },
+    "qwen2": {**_BASE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 128},
+    "phi3": {
+        **_BASE,
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 128,
+        "original_max_position_embeddings": 2048,
+        "sliding_window": WINDOW,
+    },
+    "phi3 long rope, three quarters of each head": {
+        **_BASE,
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 128,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.05 * i for i in range(12)],
+            "long_factor": [1.0 + 0.4 * i for i in range(12)],
+        },
+        "sliding_window": None,
+    },
+    "olmo3": {
+        **_BASE,
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "hidden_size": 128,
+        "sliding_window": WINDOW,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
+    "gemma2": {
+        **_BASE,
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "initializer_range": 0.2,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "exaone4": {
+        **_BASE,
+        "model_type": "exaone4",
+        "architectures": ["Exaone4ForCausalLM"],
+        "hidden_size": 128,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    },
+    "cohere2": {
+        **_BASE,
+        "model_type": "cohere2",
+        "architectures": ["Cohere2ForCausalLM"],
+        "initializer_range": 0.2,
+        "hidden_size": 128,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        "logit_scale": 0.25,
+    },
+    "smollm3": {
+        **_BASE,
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        "hidden_size": 128,
+        "no_rope_layers": [1, 1, 1, 0],
+    },
+    "granite": {
+        **_BASE,
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "hidden_size": 128,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 3.0,
+    },
+    "mistral small 3": {
+        **_BASE,
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "initializer_range": 0.2,
+        "sliding_window": None,
+        "rope_theta": 1e8,
     },
     "gemma4": _GEMMA4,
     "gemma4 K = V": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},

@@ -5,8 +5,7 @@ import torch
 
 from tests.running.harness import Knobs, generate
 from tests.running.small_models import CONFIGS, WINDOW, reference
-from windowpane.lowering.reference import decoder
-from windowpane.lowering.reference.ops import Ops
+from windowpane.native import build
 
 PROMPT_TOKENS = 3 * WINDOW + 5
 NEW_TOKENS = 64
@@ -26,7 +25,7 @@ def reference_logits(name: str, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("ops", ["plain torch", "this machine's best"])
 def test_logits_and_greedy_tokens_equal_the_reference(name, ops, monkeypatch):
     if ops == "plain torch":
-        monkeypatch.setattr(decoder, "ops_for", lambda embedding: Ops())
+        monkeypatch.setattr(build, "library", lambda: None)
     start = prompt(seed=1)
     run = generate(name, [start], NEW_TOKENS, Knobs(chunk_tokens=50))
     output = run.outputs[0]

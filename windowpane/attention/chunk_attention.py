@@ -8,12 +8,11 @@ import torch
 
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
-from windowpane.attention.segments import Tiling
+from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import CAPABILITY, ROTARY_DIMS, Heads
 from windowpane.kv.layout import BLOCK_CHOICES
-from windowpane.lowering.gpu.step import ChunkQueries
 
 
 def heads_of(view: LayerView, query_heads: int, mask: Mask) -> Heads:

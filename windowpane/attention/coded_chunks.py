@@ -9,11 +9,11 @@ import torch
 
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.hopper.scratch import PrefillScratch
+from windowpane.attention.segments import ChunkQueries
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import PagedLayer
 from windowpane.attention.triton.widen import PastPlan, plain_view, plan_past, widen
 from windowpane.device.transfer import to_device
-from windowpane.lowering.gpu.step import ChunkQueries
 
 
 def make_chunk_attention(

@@ -1,36 +1,25 @@
-"""Chunks as prefill kernels know them, and how a layer cuts their queries into tiles. Without torch."""
+"""A step's segments as prefill kernels know them, and how a layer cuts their queries into tiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from windowpane.attention.mask import Mask
+from windowpane.schedule.step import Segment
 
 QUERIES = 5  # the column of a segment's queries
 
 
-class ChunkSegment(NamedTuple):
-    """Tokens [start, stop) of a slot, at rows `row`.. of the step; the last q_count of them ask, from rows `q_row`.."""
-
-    slot: int
-    start: int
-    stop: int
-    row: int
-    q_row: int
-    q_count: int
-
-    def first_held(self, mask: Mask) -> int:
-        """The first past token that a query of the segment may see."""
-        return mask.first_visible(self.start)
-
-    def window_edge(self, mask: Mask, tile_tokens: int) -> int:
-        """The tile of keys of which only the later part is held; -1 where tiles are held whole."""
-        first = self.first_held(mask)
-        return -1 if first % tile_tokens == 0 else first // tile_tokens
+def window_edge(segment: Segment, mask: Mask, tile_tokens: int) -> int:
+    """The tile of keys of which only the later part is held; -1 where tiles are held whole."""
+    first = mask.first_visible(segment.start)
+    return -1 if first % tile_tokens == 0 else first // tile_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +36,17 @@ class Tiling:
         kept = segments.copy()
         kept[segments[:, QUERIES] >= self.below_queries, QUERIES] = 0
         return kept
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkQueries:
+    """The segments of a step on the device, for one set of rows that ask.
+
+    `segments` is [segments, 6], the fields of `host_segments`. `tiles` lists the query tiles that layers ask for.
+    `goes` are what must be decoded first where a past is coded, made once for layers that are alike.
+    """
+
+    segments: torch.Tensor
+    host_segments: tuple[Segment, ...]
+    tiles: dict[Tiling, torch.Tensor]
+    goes: dict[tuple[Hashable, ...], list[tuple[Any, ChunkQueries]]] = field(default_factory=dict)

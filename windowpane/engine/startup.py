@@ -99,9 +99,9 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
 
     from windowpane.engine.engine import Engine
     from windowpane.engine.sampler import Sampler
-    from windowpane.lowering.recipe import read_recipe
+    from windowpane.models.running import runnable
 
-    read_recipe(spec)  # what cannot be run is refused before a byte is loaded
+    runnable(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     config = _resolve_config(config, flags, devices)
     plan = resolve_plan(spec, config, devices, options.dtype)

@@ -39,7 +39,7 @@ class Linear:
         return replace(self, weight=self.weight[outputs], bias=None if self.bias is None else self.bias[outputs])
 
     def with_outputs_permuted(self, order: torch.Tensor, count: int | None = None) -> Linear:
-        """Every `len(order)` outputs (a head, say) in this order; only the first `count` of them where that is given."""
+        """Every `len(order)` outputs (a head, say) in this order; only of the first `count` where that is given."""
         if count is not None and count < self.outputs:
             first, rest = self[:count].with_outputs_permuted(order), self[count:]
             bias = None if self.bias is None else torch.cat([b for b in (first.bias, rest.bias) if b is not None])

@@ -56,6 +56,13 @@ def _yarn(rope: Rope, found: torch.Tensor) -> torch.Tensor:
     return found / rope.factor * stretched + found * (1 - stretched)
 
 
+def cos_and_sin(rope: Rope, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of angles [positions, pairs], float32; those of pairs that rotate times the rotation's attention factor."""
+    factors = torch.ones(angles.shape[1], dtype=angles.dtype, device=angles.device)
+    factors[: rope.rotary_dim // 2] = rope.attention_factor
+    return (angles.cos() * factors).float(), (angles.sin() * factors).float()
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs of x's last dimension by angles given as cos and sin of half its width, broadcast to it."""
     first, second = x.chunk(2, dim=-1)
@@ -63,7 +70,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class RopeTables:
-    """cos and sin by position, times the rotation's attention factor; layers that rotate alike share one."""
+    """cos and sin by position; layers that rotate alike share one."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
@@ -74,8 +81,7 @@ class RopeTables:
         needed = int(positions.max()) + 1 if positions.numel() else 1
         if rope not in self._tables or len(self._tables[rope][0]) < needed:
             count = torch.arange(max(1024, 2 * needed), dtype=torch.float32)
-            angles = count[:, None] * frequencies(rope, self._max_model_len)
-            cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+            cos, sin = cos_and_sin(rope, count[:, None] * frequencies(rope, self._max_model_len))
             self._tables[rope] = cos.to(positions.device), sin.to(positions.device)
         cos, sin = self._tables[rope]
         return cos[positions], sin[positions]

@@ -14,13 +14,14 @@ import torch
 
 from windowpane.device.codecs import needs_layer_scale
 from windowpane.device.pages import KVPages
-from windowpane.device.step import Segment, Step
-from windowpane.lowering.reference.decoder import Decoder
+from windowpane.kv.changes import NO_CHANGES
+from windowpane.lowering.reference.model import ReferenceModel
+from windowpane.schedule.batch import Batch, PromptChunk
+from windowpane.schedule.step import Step
 
 KVScales = Mapping[int, tuple[float, float]]  # of K and V, by layer
 
 WARM_UP_TOKENS = 512  # where there is no text
-ASKING_EVERY = 8  # tokens: the last layer's queries count too, and more logits would cost memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def warm_up_text() -> str:
 
 
 @torch.inference_mode()
-def settle_scales(model: Decoder, pages: KVPages, known: Calibration) -> None:
+def settle_scales(model: ReferenceModel, pages: KVPages, known: Calibration) -> None:
     """Give every layer that needs them its scales or balance, the same whatever else the engine is set to.
 
     A latent is V before anything else is done to it, so V's scale is its own. The warm-up pass runs one chunk. Without
@@ -48,21 +49,23 @@ def settle_scales(model: Decoder, pages: KVPages, known: Calibration) -> None:
     for index, layer in list(waiting.items()):
         if index in known.scales and needs_layer_scale(layer.kv_format):
             k_scale, v_scale = known.scales[index]
-            layer.layer_scales = [v_scale] if model.recipe.layers[index].latent else [k_scale, v_scale]
+            layer.layer_scales = [v_scale] if layer.parts == 1 else [k_scale, v_scale]
             del waiting[index]
     if not waiting:
         return
-    model.forward(_warm_up_step(model, known.tokens), pages)
+    model.final_hidden(*_warm_up_step(model, known.tokens), pages)
     for layer in waiting.values():
         layer.end_warm_up()
 
 
-def _warm_up_step(model: Decoder, tokens: Sequence[int]) -> Step:
+def _warm_up_step(model: ReferenceModel, tokens: Sequence[int]) -> tuple[Step, torch.Tensor]:
+    """One segment of which every row asks, since the last layer's queries count too."""
     vocabulary, device = len(model.embedding), model.embedding.device
     if tokens:
         ids = torch.tensor(tokens)
     else:
         ids = torch.randint(0, vocabulary, (WARM_UP_TOKENS,), generator=torch.Generator().manual_seed(0))
-    count, nobody = len(ids), np.zeros(0, dtype=np.int64)
-    positions = torch.arange(count, device=device)
-    return Step(ids.to(device), positions, (Segment(0, 0, count, 0),), positions[::ASKING_EVERY], nobody, nobody)
+    chunk = PromptChunk(0, 0, ids.numpy().astype(np.int32), samples=True)
+    nobody = np.zeros(0, dtype=np.int64)
+    batch = Batch(0, nobody, nobody, [chunk], np.zeros(0, dtype=np.int8), NO_CHANGES)
+    return Step.of(batch, frozenset({0})), ids.to(device)

@@ -14,16 +14,18 @@ from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
-from windowpane.lowering.gpu.decoder import FusedDecoder
+from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import PADDING, DeviceStep, StepBuilder
 from windowpane.lowering.group import ALONE, RankGroup
-from windowpane.lowering.recipe import read_recipe
-from windowpane.lowering.reference.decoder import Decoder, Weights
+from windowpane.lowering.linear import Parameters, Weights
+from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
 from windowpane.runners.plain import HiddenStore, StepOutput, split_rows
 from windowpane.schedule.batch import Batch, PromptChunk
+from windowpane.schedule.step import Step
 
 
 class CudaRunner:
@@ -53,11 +55,14 @@ class CudaRunner:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
-        decoder = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
+        decoder = runnable(spec.on_rank(group.place.ranks))
+        parameters = Parameters(decoder, weights)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
-        settle_scales(decoder, self.pages, calibration or Calibration())
+        settle_scales(
+            ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
+        )
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables(self.pages.table_shapes, device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -65,7 +70,9 @@ class CudaRunner:
         self._num_slots = num_slots
         self._max_model_len = max_model_len
         with torch.inference_mode():
-            self.model = FusedDecoder(decoder, self.pages, self.tables, max_model_len, num_slots, use_hopper)
+            self.model = GpuModel(
+                decoder, parameters, self.pages, self.tables, max_model_len, num_slots, group, use_hopper=use_hopper
+            )
             self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
             # Slots and positions of decoding rows at a fixed place, and behind them a step's changed table entries.
             self._inputs = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
@@ -115,7 +122,7 @@ class CudaRunner:
         self._sampled[slots] = tokens
 
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
-        step = self._builder.mixed(batch, all_logits_slots)
+        step = self._builder.mixed(Step.of(batch, all_logits_slots), batch.changes)
         assert step.chunk_tokens is not None
         hidden = self._hidden.nothing
         if len(step.positions):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from windowpane.lowering.gpu.decoder import FusedDecoder
+from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import PADDING, DeviceStep
 
 WARM_UPS = 1  # before a capture: kernels are compiled and libraries take their workspaces
@@ -30,7 +30,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: FusedDecoder,
+        model: GpuModel,
         slots: torch.Tensor,
         positions: torch.Tensor,
         sampled: torch.Tensor,

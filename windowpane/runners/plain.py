@@ -6,20 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from windowpane.device.pages import KVPages
-from windowpane.device.step import Segment, Step
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
+from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.group import ALONE, RankGroup
-from windowpane.lowering.recipe import read_recipe
-from windowpane.lowering.reference.decoder import Decoder, Weights
+from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.schedule.batch import Batch, wanted_rows
+from windowpane.schedule.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class Runner:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
-        self.model = Decoder(read_recipe(spec.on_rank(group.place.ranks)), weights, group)
+        decoder = runnable(spec.on_rank(group.place.ranks))
+        self.model = lower(decoder, Parameters(decoder, weights), max_model_len, group)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
         settle_scales(self.model, self.pages, calibration or Calibration())
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -67,9 +68,13 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
-        step = self._step(batch, all_logits_slots)
+        step = Step.of(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
-        hidden = self.model.final_hidden(step, self.pages) if len(step.tokens) else self._hidden.nothing
+        hidden = self._hidden.nothing
+        if len(step.positions):
+            sampled = self._sampled[torch.from_numpy(step.decode_slots).to(self.device)]
+            tokens = torch.cat([sampled, torch.from_numpy(step.tokens).to(self.device, torch.int64)])
+            hidden = self.model.final_hidden(step, tokens, self.pages)
         self.pages.after_step(batch.changes)
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
@@ -77,30 +82,6 @@ class Runner:
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
-
-    def _step(self, batch: Batch, all_logits_slots: frozenset[int]) -> Step:
-        decode_positions = np.ascontiguousarray(batch.decode_positions)
-        tokens = [self._sampled[torch.from_numpy(batch.decode_slots).to(self.device)]]
-        positions = [torch.from_numpy(decode_positions).to(self.device)]
-        segments = []
-        row = len(batch.decode_slots)
-        wanted = list(range(row))
-        for chunk in batch.chunks:
-            if not len(chunk.tokens):
-                continue
-            stop = chunk.start + len(chunk.tokens)
-            tokens.append(torch.from_numpy(chunk.tokens.astype(np.int64)).to(self.device))
-            positions.append(torch.arange(chunk.start, stop, device=self.device))
-            segments.append(Segment(chunk.slot, chunk.start, stop, row))
-            row += len(chunk.tokens)
-            if chunk.slot in all_logits_slots:
-                wanted += range(row - len(chunk.tokens), row)
-            elif chunk.samples:
-                wanted.append(row - 1)
-        wanted_rows = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        return Step(
-            torch.cat(tokens), torch.cat(positions), tuple(segments), wanted_rows, batch.decode_slots, decode_positions
-        )
 
 
 class HiddenStore:

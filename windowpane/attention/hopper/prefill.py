@@ -13,9 +13,10 @@ from windowpane.attention.hopper.pair import pair_kernel
 from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.hopper.wide import wide_kernel
-from windowpane.attention.segments import ChunkSegment
+from windowpane.attention.segments import window_edge
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
+from windowpane.schedule.step import Segment
 
 REGISTERS = 168  # of each thread at launch; warp groups then trade them
 ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -38,9 +39,7 @@ class HopperPrefill:
         # A pair's kernel does not look at it.
         self._rotated = scratch.rotated(heads) if view.latent else self._edges.view(1, -1, ROTARY_DIMS)
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: ChunkSegment, out: torch.Tensor
-    ) -> None:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: Segment, out: torch.Tensor) -> None:
         """As `triton.prefill.prefill`, for one segment."""
         layer, view, group = self._layer, self._layer.view, self._layer.group
         view.require_dtype(q)
@@ -58,7 +57,7 @@ class HopperPrefill:
         table = (layer.table.stride(0), view.stripe, view.columns, view.kv_heads)
         if view.dim != WIDE_DIM:
             pair_kernel[(blocks * view.kv_heads,)](
-                *asked, *self._sources, *fresh, layer.table, *place, segment.window_edge(layer.mask, self._tile),
+                *asked, *self._sources, *fresh, layer.table, *place, window_edge(segment, layer.mask, self._tile),
                 *table, layer.window_tokens, layer.scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile,
                 BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, num_warps=4, maxnreg=REGISTERS,
             )  # fmt: skip

@@ -8,14 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.attention.segments import ChunkSegment
+from windowpane.attention.segments import window_edge
 from windowpane.attention.triton.view import ELEMENTS, PagedLayer, rotate, section
+from windowpane.schedule.step import Segment
 
 ROTATE_TOKENS = 64
 
 
 def copy_edges(
-    k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segment: ChunkSegment, tile_tokens: int, out: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segment: Segment, tile_tokens: int, out: torch.Tensor
 ) -> None:
     """Fill `out` [vectors, 2, KV heads, tile tokens, dim]: the tile in which the window begins and that of `start`.
 
@@ -23,18 +24,18 @@ def copy_edges(
     before may hold anything or stand in no page, and 0 x NaN would be NaN in P.V. Rows of no token are 0 here.
     """
     view, table = layer.view, layer.table
-    edge_tile = segment.window_edge(layer.mask, tile_tokens)
+    edge_tile = window_edge(segment, layer.mask, tile_tokens)
     if edge_tile < 0 and segment.start % tile_tokens == 0:
         return
     _edges_kernel[(2, view.kv_heads, len(view.data_offsets))](
-        k, v, layer.arena, table, out, *segment[:4], edge_tile, segment.first_held(layer.mask), k.stride(0),
+        k, v, layer.arena, table, out, *segment[:4], edge_tile, layer.mask.first_visible(segment.start), k.stride(0),
         v.stride(0), table.stride(0), view.stripe, view.columns, view.data_offsets[0], view.data_offsets[-1],
         D=view.dim, P=view.block_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, TILE=tile_tokens,
         DTYPE=ELEMENTS[view.dtype], num_warps=8,
     )  # fmt: skip
 
 
-def rotate_keys(n: torch.Tensor, layer: PagedLayer, segment: ChunkSegment, out: torch.Tensor) -> None:
+def rotate_keys(n: torch.Tensor, layer: PagedLayer, segment: Segment, out: torch.Tensor) -> None:
     """Fill `out` [KV heads, positions, 2R], up to the segment's end, with the rotary dims of K rebuilt from n."""
     view, table = layer.view, layer.table
     assert layer.rope is not None

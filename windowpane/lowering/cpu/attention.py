@@ -10,8 +10,8 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.scores import Scores
 from windowpane.device.pages import LayerPages
-from windowpane.device.step import Step
 from windowpane.native.calls import address, count, function
+from windowpane.schedule.step import Step
 
 PART_TOKENS = 256  # PART in decoding.c
 MOST_GROUPED_HEADS = 60  # ROWS in chunks.c, at the least

@@ -60,7 +60,7 @@ def chain_layers(
 
 
 def _links(layer: GpuLayer, following: GpuLayer | None) -> Links | None:
-    """What lies between this layer's attention and that of the one following, None unless it is all packed and plain."""
+    """What lies between this layer's attention and the next one's, None unless it is all packed and plain."""
     mixers = [block.mixer for block in layer.blocks]
     if len(mixers) != 2 or not isinstance(mixers[0], GpuAttention) or not isinstance(mixers[1], GpuMlp):
         return None

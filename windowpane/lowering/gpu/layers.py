@@ -1,4 +1,4 @@
-"""Residual blocks on a GPU: a block's result joins the residual stream and is normed for the next block in one launch."""
+"""Residual blocks on a GPU: one launch adds a block's result to the residual stream and norms it for the next block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class GpuBlock:
     `scalar` multiplies the stream behind the last block of a layer.
     """
 
-    def __init__(self, described: Block, context: GpuContext, following: Norm | None, scalar: torch.Tensor | None) -> None:
+    def __init__(
+        self, described: Block, context: GpuContext, following: Norm | None, scalar: torch.Tensor | None
+    ) -> None:
         parameters = context.parameters
         self.described, self.following, self.scalar, self._pdl = described, following, scalar, context.pdl
         self.mixer = make_mixer(described, context)

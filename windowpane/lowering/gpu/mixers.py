@@ -34,10 +34,10 @@ from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.products import gated_product, product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
-from windowpane.lowering.linear import Linear, Parameters, summed
+from windowpane.lowering.linear import Parameters, summed
 from windowpane.lowering.reference.mixers import normed_across_heads
 from windowpane.lowering.reference.ops import Ops
-from windowpane.lowering.rope import frequencies
+from windowpane.lowering.rope import cos_and_sin, frequencies
 from windowpane.models.blocks import Attention, Block, GatedMLP, Mixer, PerLayerInput, Sum
 from windowpane.models.rope import Rope
 
@@ -116,7 +116,7 @@ class GpuContext:
             found = frequencies(rope, self._max_model_len)
             found = found[: rotary_pairs(found, rope.head_dim)].to(device, torch.float64)
             angles = torch.arange(self._max_model_len, dtype=torch.float64, device=device)[:, None] * found
-            self._angles[rope] = tuple((f * rope.attention_factor).float() for f in (angles.cos(), angles.sin()))  # type: ignore[assignment]
+            self._angles[rope] = cos_and_sin(rope, angles)
         return None if rope is None else self._angles[rope]
 
     def decode_scratch(self, described: Attention, view: LayerView) -> DecodeScratch:
@@ -140,7 +140,8 @@ class GpuAttention:
         self.q_norm, self.k_norm = context.parameters.head_norms(described)
         if cache.latent:
             self._make_rotary_dims_adjacent()
-        self._transform_values, self._transform_back = False, None
+        self._transform_values = False
+        self._transform_back: torch.Tensor | None = None
         if stored.basis is not None:
             self._fold_basis(stored.basis)
         self._balance = stored.balance
@@ -250,8 +251,9 @@ class GpuAttention:
     def _norm_across_heads(self, projected: torch.Tensor, query_heads: int, kv_heads: int) -> None:
         """In place, before heads are taken apart."""
         dim, described = self.described.cache.key_dim, self.described
-        parts = ((0, query_heads, described.q_norm, self.q_norm), (query_heads, kv_heads, described.k_norm, self.k_norm))
-        for first, heads, norm, weight in parts:
+        queries = 0, query_heads, described.q_norm, self.q_norm
+        keys = query_heads, kv_heads, described.k_norm, self.k_norm
+        for first, heads, norm, weight in (queries, keys):
             if heads and norm is not None:
                 some = projected[:, first * dim : (first + heads) * dim]
                 some.copy_(normed_across_heads(some, weight, norm, self._context.group))

@@ -1,4 +1,4 @@
-"""Products on a GPU: a few rows stream the weights once, many are a matrix product; packed weights are decoded on the way."""
+"""Products on a GPU: a few rows stream the weights once, many are a matrix product."""
 
 from __future__ import annotations
 

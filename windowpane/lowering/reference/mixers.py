@@ -15,7 +15,7 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.device.pages import KVPages, LayerPages
+from windowpane.device.pages import KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Linear, Parameters, summed
 from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
@@ -105,7 +105,8 @@ class AttentionMixer:
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self.described.cache.key_dim))
+        dim = self.described.cache.key_dim
+        return projected.reshape(len(projected), projected.shape[1] // dim, dim)
 
     def _rotated(
         self, projected: torch.Tensor, norm: Norm | None, weight: torch.Tensor | None, state: StepState
@@ -153,7 +154,8 @@ class AttentionMixer:
     def _attend_decoding(self, queries: torch.Tensor, now: list[torch.Tensor], state: StepState) -> torch.Tensor:
         step, stored = state.step, state.pages.layers[self.described.cache.layer]
         if not self.described.cache.latent:
-            return self._ops.attend_decoding(stored, step, queries, *now, self.mask, self.scores)
+            keys, values = now
+            return self._ops.attend_decoding(stored, step, queries, keys, values, self.mask, self.scores)
         past, positions, counts = stored.decoding_past(step, self.mask)
         past_keys, past_values = self._keys_and_values([x.to(queries.dtype) for x in past], positions)
         own = state.positions[: step.num_decoding, None]
@@ -240,9 +242,7 @@ MIXERS: dict[type[Mixer], Callable[[Any, Context], Any]] = {
 }
 
 
-def normed_across_heads(
-    x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup
-) -> torch.Tensor:
+def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup) -> torch.Tensor:
     """RMS norm over all heads of a row. Ranks hold equal parts of it, so the mean of their means is the row's."""
     wide = x.float()
     means = group.all_reduce(wide.square().mean(-1, keepdim=True)) / group.place.ranks

@@ -87,6 +87,8 @@ class ReferenceLayer:
                 block.keep(hidden, state)
                 state.narrow()
                 hidden = hidden[state.wanted]
+                if not len(hidden):
+                    return hidden
             hidden = block.add_to(hidden, state)
         return hidden if self.scalar is None else hidden * self.scalar
 

@@ -22,7 +22,8 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, config, tied=is_smollm3, defaults=defaults)
     has_rope = _smollm3_rope(config, shape.layers) if is_smollm3 else (1,) * shape.layers
     kinds = _smollm3_kinds(config, has_rope) if is_smollm3 else (FULL,) * shape.layers
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
+    theta = 2e6 if is_smollm3 else 1e4
+    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim, theta))
     norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
     # Llama and SmolLM3 have no such fields, and transformers would ignore them.
     factors = Config(config.fields if architecture == GRANITE else {})

@@ -49,7 +49,7 @@ def read(config: Config, name: str) -> ModelSpec:
 
 def _olmo_ropes(config: Config, shape: Shape) -> dict[str, Rope | None]:
     """Older configs scale the full layers only."""
-    default = Rope(DEFAULT, shape.head_dim)
+    default = Rope(DEFAULT, shape.head_dim, theta=5e5)
     return {
         FULL: read_rope(config, shape.head_dim, FULL, default),
         SLIDING: read_rope(config, shape.head_dim, SLIDING, default, scaled=False),
