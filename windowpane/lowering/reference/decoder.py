@@ -207,7 +207,7 @@ class _Layer:
     def _queries(self, projected: torch.Tensor, state: _Pass) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         q = projected.reshape(-1, self.recipe.query_heads, self.recipe.head_dim)
-        return state.pages.layers[self.recipe.kv_layer].turned_queries(self._turned_heads(q, self.q_norm, state))
+        return state.pages.layers[self.recipe.kv_layer].transformed_queries(self._turned_heads(q, self.q_norm, state))
 
     def _store_form(self, projected: torch.Tensor, state: _Pass) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -219,7 +219,7 @@ class _Layer:
         k, v = heads[:, : recipe.kv_heads], heads[:, recipe.kv_heads :]
         if self.model.v_norm:
             v = self.ops.heads(v, None, eps, None)
-        keys, values = stored.turned_keys(self._turned_heads(k, self.k_norm, state)), stored.turned(v)
+        keys, values = stored.transformed_keys(self._turned_heads(k, self.k_norm, state)), stored.transformed(v)
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _attend(self, queries: torch.Tensor, present: list[torch.Tensor], state: _Pass) -> torch.Tensor:
@@ -232,7 +232,7 @@ class _Layer:
         if not outputs:
             return queries.flatten(1)
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return state.pages.layers[self.recipe.kv_layer].turned(attended).flatten(1)
+        return state.pages.layers[self.recipe.kv_layer].transformed(attended).flatten(1)
 
     def _attend_chunk(
         self, queries: torch.Tensor, asked: Queries, segment: Segment, present: list[torch.Tensor], state: _Pass
