@@ -43,8 +43,8 @@ class Steps:
         if bare.rope is not None:
             self.angles, self.norms[1] = bare.rope[:2], bare.rope[2]
         else:
-            turns = torch.arange(TOKENS, device=device)[:, None] * 0.7 ** torch.arange(16, device=device)
-            self.angles = turns.cos(), turns.sin()
+            angles = torch.arange(TOKENS, device=device)[:, None] * 0.7 ** torch.arange(16, device=device)
+            self.angles = angles.cos(), angles.sin()
         self.scratch = DecodeScratch(rows, view.kv_heads, layer.group, view.dim, decode_programs(view, device), device)
         self._once()
         torch.cuda.synchronize()

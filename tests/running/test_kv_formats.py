@@ -137,16 +137,16 @@ def test_a_balance_evens_out_what_keys_have_and_queries_lack(monkeypatch):
     exact = torch.einsum("qhgd,khd->qhgk", queries.view(200, heads, 2, dim), keys)
 
     def error() -> float:
-        coded = layer.through_format(layer.turned_keys(keys), 0)
-        asking = layer.turned_queries(queries).view(200, heads, 2, dim)
+        coded = layer.through_format(layer.transformed_keys(keys), 0)
+        asking = layer.transformed_queries(queries).view(200, heads, 2, dim)
         return float((torch.einsum("qhgd,khd->qhgk", asking, coded) - exact).norm() / exact.norm())
 
     with monkeypatch.context() as alike:
         alike.setattr(layer, "balance", torch.ones(2, heads, dim))
         unbalanced = error()
     assert layer.warming_up
-    layer.turned_keys(keys)
-    layer.turned_queries(queries)
+    layer.transformed_keys(keys)
+    layer.transformed_queries(queries)
     layer.end_warm_up()
     assert error() < min(0.2, unbalanced / 10)
 

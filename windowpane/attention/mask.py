@@ -19,8 +19,11 @@ class Mask:
 
     def seen(self, position: int) -> range:
         """What the token at `position` sees. It is one range, since its past and its span both contain it."""
-        span = next((s for s in self.spans if position in s), range(position, position + 1))
-        return range(min(self.sees.first_visible(position), span.start), span.stop)
+        first, stop = self.sees.first_visible(position), position + 1
+        for span in self.spans:
+            if position in span:
+                first, stop = min(first, span.start), span.stop
+        return range(first, stop)
 
     def first_visible(self, position: int) -> int:
         return self.seen(position).start

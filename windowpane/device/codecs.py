@@ -125,8 +125,8 @@ def basis_for(fmt: KVFormat, dims: Sequence[int], device: torch.device) -> torch
 
 
 def balance_for(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What queries and keys are multiplied with before they are turned, [2, KV heads, dim], from their mean squares in
-    a warm-up pass, [KV heads, dim] each. One is the other's inverse.
+    """What queries and keys are multiplied with before they are transformed, [2, KV heads, dim], from their mean
+    squares in a warm-up pass, [KV heads, dim] each. One is the other's inverse.
 
     In its basis the error of a row is the same in every dim, as large as its dims are together; what it does to a score
     is as large as the query's dims are together. The fourth root makes the product of both least: a dim in which keys

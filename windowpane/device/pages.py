@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.device import codecs
+from windowpane.schedule.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Full, LooksBack, Window
 from windowpane.kv.tables import PageTable
-from windowpane.schedule.step import Step
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -268,14 +268,14 @@ class LayerPages:
             for part, values in enumerate(rows):
                 self._store(part, offsets, within, values[tail.start - start : tail.stop - start])
 
-    def in_basis(self, values: torch.Tensor) -> torch.Tensor:
+    def transformed(self, values: torch.Tensor) -> torch.Tensor:
         """Values into the basis that they are stored in, and what was attended back out of it."""
         return values if self.basis is None else values @ self.basis.to(values.dtype)
 
-    def keys_in_basis(self, keys: torch.Tensor) -> torch.Tensor:
+    def transformed_keys(self, keys: torch.Tensor) -> torch.Tensor:
         return self._balanced(keys, 1)
 
-    def queries_in_basis(self, queries: torch.Tensor) -> torch.Tensor:
+    def transformed_queries(self, queries: torch.Tensor) -> torch.Tensor:
         return self._balanced(queries, 0)
 
     def _balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
@@ -286,8 +286,7 @@ class LayerPages:
         if self.balance is None:
             self._squares[side] = self._squares[side] + F.normalize(heads, dim=-1).square().mean((0, 2)).cpu()
             return x
-        transformed = heads * self.balance[side, :, None] @ self.basis
-        return transformed.view(x.shape).to(x.dtype)
+        return (heads * self.balance[side, :, None] @ self.basis).view(x.shape).to(x.dtype)
 
     def through_format(self, x: torch.Tensor, part: int) -> torch.Tensor:
         """What `x` is once stored and loaded: the present is attended as the past will be."""

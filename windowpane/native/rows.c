@@ -26,7 +26,7 @@ void rms_norm(const float *x, const float *weight, const float *residual, float 
     }
 }
 
-/* Heads of each row: normed (with a weight, without one, or not at all) and turned by the row's angles (or not).
+/* Heads of each row: normed (with a weight, without one, or not at all) and rotated by the row's angles (or not).
  * cos and sin are [rows, dim / 2]; dim is a multiple of 32. */
 void heads(const float *x, long x_stride, int normed, const float *weight, const float *cos, const float *sin,
            float *out, long rows, long count, long dim, float eps, int threads) {
@@ -41,9 +41,9 @@ void heads(const float *x, long x_stride, int normed, const float *weight, const
                 vec a = LOAD(from + i) * scale, b = LOAD(from + half + i) * scale;
                 if (weight) a *= LOAD(weight + i), b *= LOAD(weight + half + i);
                 if (cos) {
-                    vec c = LOAD(cos + row * half + i), s = LOAD(sin + row * half + i), turned = a * c - b * s;
+                    vec c = LOAD(cos + row * half + i), s = LOAD(sin + row * half + i), rotated = a * c - b * s;
                     b = b * c + a * s;
-                    a = turned;
+                    a = rotated;
                 }
                 STORE(to + i, a);
                 STORE(to + half + i, b);

@@ -85,7 +85,7 @@ def _produce(
 
 @gluon.jit
 def _fold_weights(q_box, q_full, W):
-    """Once q is there, multiply its dims that do not turn by the key norm's weight, where they lie."""
+    """Once q is there, multiply its dims that do not rotate by the key norm's weight, where they lie."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     parts = q_box._reinterpret(gl.bfloat16, [4, 64, 128], shared)

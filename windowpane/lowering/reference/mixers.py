@@ -87,7 +87,7 @@ class AttentionMixer:
     def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         rotated = self._rotated(projected, self.described.q_norm, self.q_norm, state)
-        return state.pages.layers[self.described.cache.layer].queries_in_basis(rotated)
+        return state.pages.layers[self.described.cache.layer].transformed_queries(rotated)
 
     def _store_form(self, projected: torch.Tensor, state: StepState) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -101,7 +101,7 @@ class AttentionMixer:
         values = self._heads(projected[:, width:])
         if described.v_norm is not None:
             values = self._ops.heads(values, None, described.v_norm, None)
-        keys, values = stored.keys_in_basis(keys), stored.in_basis(values)
+        keys, values = stored.transformed_keys(keys), stored.transformed(values)
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class AttentionMixer:
         if not outputs:
             return queries.flatten(1)
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return state.pages.layers[self.described.cache.layer].in_basis(attended).flatten(1)
+        return state.pages.layers[self.described.cache.layer].transformed(attended).flatten(1)
 
     def _attend_segment(
         self, queries: torch.Tensor, segment: Segment, present: list[torch.Tensor], state: StepState
