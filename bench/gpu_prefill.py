@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from windowpane.attention.mask import Mask
 from windowpane.engine.startup import Started, start
-from windowpane.lowering.recipe import LayerRecipe, Recipe, read_recipe
+from windowpane.models.blocks import Attention
+from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.schedule.request import Request, SamplingParams
 
@@ -41,30 +43,35 @@ def part_of(kernel: str) -> str:
     return next((part for piece, part in _PARTS if piece in kernel), REST)
 
 
-def attention_flops(layer: LayerRecipe, start: int, stop: int) -> int:
+def attention_flops(layer: Attention, start: int, stop: int) -> int:
     """Of tokens [start, stop) of one sequence: two products over all that each can see."""
     seen = np.arange(start + 1, stop + 1, dtype=np.int64)
-    if layer.mask.window_tokens is not None:
-        seen = np.minimum(seen, layer.mask.window_tokens)
-    return 4 * layer.query_heads * layer.head_dim * int(seen.sum())
+    if (window := window_of(layer)) is not None:
+        seen = np.minimum(seen, window)
+    return 4 * layer.query_width * int(seen.sum())
 
 
-def chunk_flops(spec: ModelSpec, recipe: Recipe, start: int, stop: int) -> dict[str, int]:
+def window_of(layer: Attention) -> int | None:
+    return Mask(layer.cache.retention).window_tokens
+
+
+def chunk_flops(spec: ModelSpec, start: int, stop: int) -> dict[str, int]:
     """What a chunk in the middle of a prompt has to compute: after the last layer that owns KV nobody asks for more,
     and of that layer only for K and V.
     """
+    decoder = runnable(spec)
     flops = {PRODUCTS: 0, FULL: 0, SLIDING: 0}
-    for layer in recipe.layers:
-        if layer.index > recipe.last_kv_owner:
+    for layer in decoder.attentions:
+        if layer.layer > decoder.last_keeper:
             continue
-        only_kv = layer.index == recipe.last_kv_owner
+        only_kv = layer.layer == decoder.last_keeper
         for tensor in spec.tensors:
-            if f"layers.{layer.index}." not in tensor.name or len(tensor.shape) != 2:
+            if f"layers.{layer.layer}." not in tensor.name or len(tensor.shape) != 2:
                 continue
             if not only_kv or "k_proj" in tensor.name or "v_proj" in tensor.name:
                 flops[PRODUCTS] += 2 * tensor.elements * (stop - start)
         if not only_kv:
-            flops[FULL if layer.mask.window_tokens is None else SLIDING] += attention_flops(layer, start, stop)
+            flops[FULL if window_of(layer) is None else SLIDING] += attention_flops(layer, start, stop)
     return flops
 
 
@@ -98,8 +105,7 @@ def main() -> None:
     print(f"{given.prompt:,} tokens in {seconds:.2f} s, {given.prompt / seconds:,.0f} tok/s", flush=True)
     chunks = given.prompt // given.chunk
     found = prompt(started, given, profiled=sorted({0, chunks // 2, max(0, chunks - 2)}))
-    recipe = read_recipe(started.spec)
-    results = [report(started.spec, recipe, start_token, given.chunk, *times, roof) for start_token, *times in found]
+    results = [report(started.spec, start_token, given.chunk, *times, roof) for start_token, *times in found]
     print(json.dumps({"bench": "gpu_prefill", "model": given.model, "seconds": seconds, "chunks": results}))
 
 
@@ -135,9 +141,9 @@ def prompt(
 
 
 def report(
-    spec: ModelSpec, recipe: Recipe, start_token: int, chunk: int, spent: dict[str, float], wall: float, roof: float
+    spec: ModelSpec, start_token: int, chunk: int, spent: dict[str, float], wall: float, roof: float
 ) -> dict[str, Any]:
-    flops = chunk_flops(spec, recipe, start_token, start_token + chunk)
+    flops = chunk_flops(spec, start_token, start_token + chunk)
     print(f"\n{chunk:,} tokens after {start_token:,}: {1e3 * wall:.0f} ms, {1e3 * sum(spent.values()):.0f} in kernels")
     parts = {}
     for part in (PRODUCTS, FULL, SLIDING, REST):

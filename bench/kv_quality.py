@@ -35,14 +35,15 @@ from rich.table import Table
 
 from bench.machine import machine_line
 from windowpane.device.pages import KVPages
-from windowpane.schedule.step import Segment, Step
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
-from windowpane.lowering.recipe import read_recipe
-from windowpane.lowering.reference.decoder import Decoder
+from windowpane.lowering.cpu.model import lower
+from windowpane.lowering.linear import Parameters
 from windowpane.lowering.scales import Calibration, settle_scales, warm_up_text
 from windowpane.models import load
 from windowpane.models.embedded import embedded_path
+from windowpane.models.running import runnable
 from windowpane.plan import quality
+from windowpane.schedule.step import Segment, Step
 from windowpane.text.tokenizer import load_tokenizer
 from windowpane.weights import load_weights
 
@@ -86,7 +87,8 @@ class Scorer:
     def __init__(self) -> None:
         self.spec = load(embedded_path(MODEL))
         weights = load_weights(embedded_path(MODEL), self.spec, dtype=torch.float32, device=CPU)
-        self.model = Decoder(read_recipe(self.spec), weights)
+        decoder = runnable(self.spec)
+        self.model = lower(decoder, Parameters(decoder, weights), CONTEXT_TOKENS)
         self._known = Calibration(tokens=load_tokenizer(embedded_path(MODEL)).encode(warm_up_text()))
         self._pages: dict[str, KVPages] = {}
 
@@ -103,10 +105,11 @@ class Scorer:
     @torch.inference_mode()
     def log_probabilities(self, kv_cache_dtype: str, tokens: list[int], every: int) -> torch.Tensor:
         """[scored tokens, vocabulary]."""
-        nobody = np.zeros(0, dtype=np.int64)
-        segment, asking = Segment(0, 0, len(tokens), 0), torch.tensor(scored(tokens, every))
-        step = Step(torch.tensor(tokens), torch.arange(len(tokens)), (segment,), asking, nobody, nobody)
-        return torch.log_softmax(self.model.forward(step, self.pages(kv_cache_dtype)), -1)
+        rows, nobody = np.arange(len(tokens)), np.zeros(0, dtype=np.int64)
+        segments = (Segment(0, 0, len(tokens), 0, 0, len(tokens)),)
+        step = Step(np.array(tokens, dtype=np.int32), rows, nobody, segments, segments, rows)
+        hidden = self.model.final_hidden(step, torch.tensor(tokens), self.pages(kv_cache_dtype))
+        return torch.log_softmax(self.model.logits(hidden[scored(tokens, every)]), -1)
 
     def scores(self, names: Sequence[str], tokens: list[int], every: int) -> Iterator[tuple[str, Score]]:
         following = torch.tensor([tokens[at + 1] for at in scored(tokens, every)])

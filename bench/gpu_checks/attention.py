@@ -28,12 +28,12 @@ from bench.gpu_checks.attention_cases import (
 from bench.timing import microseconds
 from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.hopper.scratch import PrefillScratch
-from windowpane.schedule.step import Segment
 from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.view import LayerView, PagedLayer, Rope
 from windowpane.kv.retention import ceil_div
+from windowpane.schedule.step import Segment
 
 DEVICE = "cuda"
 ARENA_BYTES = 6 * 2**30

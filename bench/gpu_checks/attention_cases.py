@@ -17,8 +17,7 @@ from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.attention.segments import Tiling
-from windowpane.schedule.step import Segment
+from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
@@ -32,7 +31,6 @@ from windowpane.kv.formats import KVFormat, kv_format
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
 from windowpane.kv.retention import Full, Window, ceil_div
 from windowpane.kv.tables import PageTable
-from windowpane.attention.segments import ChunkQueries
 from windowpane.schedule.step import Segment
 
 SMALL_ARENA_BYTES = 2**28  # beyond this, on a CPU, only pages in use are poisoned: untouched memory costs nothing

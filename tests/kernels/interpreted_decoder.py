@@ -15,7 +15,7 @@ import torch
 from bench.gpu_checks.chain import in_torch
 from bench.gpu_checks.engine import Setting, run
 from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
-from windowpane.lowering.gpu import decoder as fused
+from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
@@ -92,8 +92,8 @@ def chain_in_torch(chains: list[Links]) -> None:
         hidden.copy_(after)
         return following
 
-    fused.has_chain = lambda links, dtype: True
-    fused.run_chain = run_chain
+    chaining.has_chain = lambda links, dtype: True
+    chaining.run_chain = run_chain
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
-from windowpane.lowering.reference.decoder import Weights
+from windowpane.lowering.linear import Weights
 from windowpane.models.tensors import RankPlace
 from windowpane.models.weights import text_tensors
 from windowpane.parallel.process_group import ProcessGroup, host_store, join_store

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
-from windowpane.lowering.gpu import decoder as fused
+from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels import chain
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, cut, is_chain, run_chain
 from windowpane.lowering.gpu.kernels.chain_forms import AT_A_TURN, GATED, LONG, TALL
@@ -180,14 +180,14 @@ def test_layers_of_a_model_are_one_kernel(monkeypatch):
 
 def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
     """A launch clears what the one before it left, wherever that lies."""
-    monkeypatch.setattr(fused, "has_chain", lambda link, dtype: link.down.inputs > 8192)
+    monkeypatch.setattr(chaining, "has_chain", lambda link, dtype: link.down.inputs > 8192)
     widths, following = [21504, 9728, 21504, 8192, 9728], [16384, 18432, 16384, 30_000, 0]
     found = [links(inner=inner, following=next_) for inner, next_ in zip(widths, following, strict=True)]
-    layers = [SimpleNamespace(links_to=lambda other, link=link: link, chain=None) for link in found]
-    model = SimpleNamespace(layers=layers, recipe=SimpleNamespace(hidden_size=5376))
-    fused.FusedDecoder._chain_layers(model, BF16, torch.device("cpu"))
-    assert layers[3].chain is None
-    chains = [layer.chain for layer in layers if layer.chain is not None]
+    layers = [SimpleNamespace(blocks=[SimpleNamespace(mixer=None)], link=link) for link in found]
+    monkeypatch.setattr(chaining, "_links", lambda layer, next_layer: layer.link)
+    chained = chaining.chain_layers(layers, 5376, BF16, torch.device("cpu"), pdl=False)
+    assert chained[3] is layers[3]
+    chains = [(c.links, c._scratch) for c in chained if isinstance(c, chaining.ChainedLayer)]
     assert [link for link, _ in chains] == [found[i] for i in (0, 1, 2, 4)]
     (_, a), (_, b), (_, c), (_, d) = chains
     assert a is c and b is d and a is not b

@@ -13,7 +13,9 @@ from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Chunk, Full, Retention, Window
 from windowpane.lowering.cpu.ops import FEW_ROWS, CpuOps
+from windowpane.lowering.linear import Linear
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
+from windowpane.models.blocks import LAYER, Norm
 from windowpane.native import build
 from windowpane.schedule.step import Step
 
@@ -45,12 +47,13 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor, tolerance: float = 2e-
 @pytest.mark.parametrize(("outputs", "width"), [(1, 16), (50, 48), (97, 640), (640, 2048), (1100, 30)])
 def test_products(kernels: CpuOps, rows: int, outputs: int, width: int) -> None:
     x, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
-    assert_close(kernels.linear(x, weight, bias), PLAIN.linear(x.double(), weight.double(), bias.double()))
-    assert_close(kernels.linear(x, weight), PLAIN.linear(x.double(), weight.double()))
+    exact = torch.nn.functional.linear(x.double(), weight.double())
+    assert_close(kernels.linear(x, Linear(weight, bias)), exact + bias.double())
+    assert_close(kernels.linear(x, Linear(weight)), exact)
 
 
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(kernels: CpuOps) -> None:
-    x, weight = torch.randn(max(FEW_ROWS), 640), torch.randn(131, 640)
+    x, weight = torch.randn(max(FEW_ROWS), 640), Linear(torch.randn(131, 640))
     together = kernels.linear(x, weight)
     for rows in FEW_ROWS:
         assert torch.equal(kernels.linear(x[-rows:], weight), together[-rows:])
@@ -62,9 +65,10 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_batch(kernels: CpuOps) -> N
 
 def test_products_of_strided_rows_and_of_odd_widths(kernels: CpuOps) -> None:
     wide, weight = torch.randn(6, 200), torch.randn(30, 96)
-    assert_close(kernels.linear(wide[:, 7:103], weight), PLAIN.linear(wide[:, 7:103].double(), weight.double()))
     odd = torch.randn(30, 37)
-    assert_close(kernels.linear(wide[:, :37], odd), PLAIN.linear(wide[:, :37].double(), odd.double()))
+    for x, matrix in ((wide[:, 7:103], weight), (wide[:, :37], odd)):
+        exact = torch.nn.functional.linear(x.double(), matrix.double())
+        assert_close(kernels.linear(x, Linear(matrix)), exact)
 
 
 class Prompt:
@@ -134,8 +138,10 @@ def test_scores_far_apart_weigh_nothing_or_all(kernels):
 def test_norms(kernels: CpuOps, shape: tuple[int, ...]) -> None:
     x, residual, weight = 3 * torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     exact = torch.nn.functional.rms_norm(x.double(), shape[-1:], weight.double(), 1e-6)
-    assert_close(kernels.norm(x, weight, 1e-6), exact)
-    assert_close(kernels.add_normed(residual, x, weight, 1e-6), residual + exact)
+    assert_close(kernels.norm(x, weight, Norm(1e-6)), exact)
+    assert_close(kernels.add_normed(residual, x, weight, Norm(1e-6)), residual + exact)
+    subtracting = torch.nn.functional.layer_norm(x.double(), shape[-1:], weight.double(), None, 1e-6)
+    assert_close(kernels.norm(x, weight, Norm(1e-6, kind=LAYER)), subtracting)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 256])
@@ -145,10 +151,10 @@ def test_heads(kernels: CpuOps, dim: int, normed: str, rotated: bool) -> None:
     projected = torch.randn(7, 5 * dim)
     x = projected[:, dim : 4 * dim].view(7, 3, dim)
     weight = torch.randn(dim) if normed == "with a weight" else None
-    eps = None if normed == "not at all" else 1e-6
+    norm = None if normed == "not at all" else Norm(1e-6)
     angle = torch.randn(7, dim // 2)
     angles = (angle.cos(), angle.sin()) if rotated else None
-    assert_close(kernels.heads(x, weight, eps, angles), PLAIN.heads(x, weight, eps, angles), 2e-6)
+    assert_close(kernels.heads(x, weight, norm, angles), PLAIN.heads(x, weight, norm, angles), 2e-6)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -179,9 +185,8 @@ class Decoding:
             for tables in (self.pages.reading, self.pages.writing):
                 tables[group][slot, : len(mine), 0] = mine
         at = np.array(positions, dtype=np.int64)
-        where = torch.from_numpy(at)
         slots = np.arange(len(positions))
-        self.step = Step(torch.zeros_like(where), where, (), torch.arange(len(at)), slots, at)
+        self.step = Step(np.zeros(0, dtype=np.int32), at, slots, (), (), slots)
         self.stored = self.pages.layers[1]
 
 

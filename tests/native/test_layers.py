@@ -1,37 +1,41 @@
-"""A decoding layer in one call gives, to the bit, what its parts give when they are called one by one."""
+"""A decoding layer in one call gives, to the bit, what its blocks give when they are called one by one."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
 
 from tests.running.harness import Knobs, generate
-from windowpane.attention.scores import Scores
-from windowpane.lowering.cpu.ops import CpuOps, _DecodingLayer
-from windowpane.lowering.reference import decoder
+from windowpane.lowering.cpu import model
+from windowpane.lowering.cpu.layers import JoinedLayer
 from windowpane.native import build
 
 PROMPTS = [list(range(3, 60)), list(range(40, 97)), list(range(70, 127))]  # equally long, so that all decode together
+JOINED = ("llama with biases", "qwen3", "gemma3", "gemma4", "gemma2", "exaone4", "granite", "smollm3")
 
 
-@pytest.mark.parametrize(
-    ("name", "capped"),
-    [("llama with biases", False), ("qwen3", False), ("gemma3", False), ("gemma3", True), ("gemma4", False)],
-)
-def test_a_layer_in_one_call(name, capped, monkeypatch):
+@pytest.mark.parametrize("name", JOINED)
+def test_a_layer_in_one_call(name, monkeypatch):
     if build.library() is None:
         pytest.skip(f"no kernels here: {build.why_not()}")
-    if capped:
-        monkeypatch.setattr(decoder, "Scores", partial(Scores, softcap=2.0, sinks=torch.linspace(-3, 3, 64)))
     calls = []
-    run_layer = _DecodingLayer.__call__
-    monkeypatch.setattr(_DecodingLayer, "__call__", lambda *args: (calls.append(1), run_layer(*args))[1])
+    decode = JoinedLayer._decode
+    monkeypatch.setattr(JoinedLayer, "_decode", lambda *args: (calls.append(1), decode(*args))[1])
     at_once = generate(name, PROMPTS, 20, Knobs())
     assert calls, "no layer was run in one call"
-    monkeypatch.setattr(CpuOps, "decoding_layer", lambda *_: None)
-    by_parts = generate(name, PROMPTS, 20, Knobs())
-    assert at_once.outputs == by_parts.outputs
-    for ours, theirs in zip(at_once.logits, by_parts.logits, strict=True):
+    monkeypatch.setattr(model, "join_layers", lambda *_: None)
+    by_blocks = generate(name, PROMPTS, 20, Knobs())
+    assert at_once.outputs == by_blocks.outputs
+    for ours, theirs in zip(at_once.logits, by_blocks.logits, strict=True):
         assert torch.equal(torch.stack(ours), torch.stack(theirs))
+
+
+@pytest.mark.parametrize("name", ["olmo3", "cohere2", "gemma4 shared KV"])
+def test_layers_that_one_call_cannot_compute_go_block_by_block(name, monkeypatch):
+    """Norms across heads, branches side by side, K and V that others read."""
+    decoded = []
+    decode = JoinedLayer._decode
+    monkeypatch.setattr(JoinedLayer, "_decode", lambda self, *args: (decoded.append(self), decode(self, *args))[1])
+    run = generate(name, [PROMPTS[0]], 3, Knobs())
+    shared = run.runner.model.decoder.shared_layers
+    assert {joined._attention.described.layer for joined in decoded} == ({0, 1} if shared else set())

@@ -14,9 +14,10 @@ from tests.running.test_against_transformers import prompt
 from windowpane.device.pages import KVPages
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
-from windowpane.lowering.recipe import read_recipe
-from windowpane.lowering.reference.decoder import Decoder
+from windowpane.lowering.linear import Parameters
+from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.running import runnable
 from windowpane.runners.plain import Runner
 
 NEW_TOKENS = 16
@@ -155,7 +156,8 @@ def test_the_warm_up_text_is_what_the_balance_is_made_of():
     found = []
     for tokens in ((), (), range(2, 60)):
         pages = pages_of("gemma3", "int8_per_token_head")
-        model = Decoder(read_recipe(spec_of("gemma3")), weights_of("gemma3"))
+        decoder = runnable(spec_of("gemma3"))
+        model = ReferenceModel(decoder, Parameters(decoder, weights_of("gemma3")), 256)
         settle_scales(model, pages, Calibration(tokens=list(tokens)))
         found.append(pages.layers[0].balance)
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.device import codecs
-from windowpane.schedule.step import Step
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Full, LooksBack, Window
 from windowpane.kv.tables import PageTable
+from windowpane.schedule.step import Step
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

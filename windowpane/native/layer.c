@@ -49,7 +49,10 @@ static void join(const Layer *l, const float *weight, float *mixed, float *hidde
         return;
     }
     if (weight) rms_norm(mixed, weight, 0, mixed, n, l->hidden, l->eps, threads);
-    for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i] * l->multiplier;
+    /* Two loops, so that both roundings happen. */
+    if (l->multiplier != 1)
+        for (long i = 0; i < n * l->hidden; i++) mixed[i] *= l->multiplier;
+    for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
 }
 
 /* hidden [sequences, hidden] is changed in place. */
