@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windowpane.engine.startup import Started, start
+from windowpane.engine.start import Started, start
 from windowpane.lowering.recipe import LayerRecipe, Recipe, read_recipe
 from windowpane.models.spec import ModelSpec
 from windowpane.schedule.request import Request, SamplingParams

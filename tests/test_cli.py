@@ -489,7 +489,7 @@ class TestRunningAModel:
 
     def test_bench_counts_the_bytes_that_a_step_must_read(self, model: str) -> None:
         """One token at 19 past ones: weights without the looked-up embedding, 7 window tokens and 19 full ones."""
-        from windowpane.measure.measure import past_bytes, read_weights_bytes
+        from windowpane.measure.rounds import past_bytes, read_weights_bytes
         from windowpane.models import load
         from windowpane.models.weights import parameter_count
         from windowpane.plan.config import EngineConfig
