@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tests.models.small_configs import small
 from windowpane import __version__
@@ -306,6 +307,14 @@ class TestReport:
             code, out, _ = terminal.run(*words)
             assert code == 0
             assert "Usage: windowpane" in out
+
+    def test_a_flag_reads_the_same_in_every_command(self) -> None:
+        """Apart from `doctor`, whose flags say what vLLM ran with, and three names that mean different things."""
+        told: dict[str, set[tuple[str, str]]] = {}
+        for name, command in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+            for option in command.params if name != "doctor" else ():
+                told.setdefault(option.name, set()).add((option.help, option.rich_help_panel))
+        assert {name for name, texts in told.items() if len(texts) > 1} == {"model", "seed", "workload"}
 
 
 ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
