@@ -67,7 +67,7 @@ def _messages() -> Iterator[str]:
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, max_tokens: int | None) -> str:
     with user_errors():
-        room = llm.max_model_len + 1 - len(llm.encode(messages))
+        room = llm.engine.scheduler.room(len(llm.encode(messages)))
         if room < 1:
             raise UserError(f"this chat has filled --max-model-len {llm.max_model_len}; start a new one")
         stream = llm.stream(messages, replace(params, max_tokens=min(max_tokens or room, room)))

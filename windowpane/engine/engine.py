@@ -79,17 +79,21 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run is refused at once, with a ValueError."""
-        self._check_tokens(request)
-        _check_grammar(request)
-        self.scheduler.add(request)
-        request.matcher = request.grammar.matcher() if request.grammar is not None else None
-        if request.params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # nothing predicts the first token
+        self.check(request)
+        self.queue(request)
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that can never run. Reads only what never changes: any thread may ask."""
         self._check_tokens(request)
+        _check_grammar(request)
         self.scheduler.check(request)
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that has passed `check`."""
+        request.matcher = request.grammar.matcher() if request.grammar is not None else None
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
+        self.scheduler.queue(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step that was sent off still samples for it is dropped."""
@@ -249,9 +253,9 @@ class Engine:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
         ):
-            wrong = [int(t) for t in tokens if not 0 <= t < vocab_size] if _outside(tokens, vocab_size) else []
-            if wrong:
-                raise ValueError(f"request {request.id}: {what} has token {wrong[0]}; the vocabulary is {vocab_size:,}")
+            wrong = outside_vocabulary(tokens, vocab_size)
+            if wrong is not None:
+                raise ValueError(f"request {request.id}: {what} has token {wrong}; the vocabulary is {vocab_size:,}")
         for what, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > vocab_size:
                 raise ValueError(f"request {request.id}: {what} {count} exceeds the vocabulary of {vocab_size:,}")
@@ -375,6 +379,13 @@ class _PromptLogprobs:
             known += logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
 
 
+def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> int | None:
+    """The first number that is no token, if there is one."""
+    if len(tokens) == 0 or (np.min(tokens) >= 0 and np.max(tokens) < vocab_size):
+        return None
+    return next(int(t) for t in tokens if not 0 <= t < vocab_size)
+
+
 def _check_grammar(request: Request) -> None:
     """Whatever ends an answer for its grammar must end the request."""
     if request.grammar is not None and not request.grammar.stop_ids <= set(request.params.stop_token_ids):
@@ -412,7 +423,3 @@ def _touched_slots(batch: Batch) -> list[int]:
     for update in (*batch.changes.entries, *batch.changes.late, *batch.changes.moved_reads):
         slots.update(update.slots.tolist())
     return sorted(slots)
-
-
-def _outside(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> bool:
-    return len(tokens) > 0 and not (np.min(tokens) >= 0 and np.max(tokens) < vocab_size)

@@ -29,7 +29,7 @@ GB = 1e9
 def start_bench(model: str | None, workload: Workload, flags: Mapping[str, Any]) -> Started:
     """An engine that can run the workload; ValueError says why there is none. The plan goes to stderr."""
     started = start(model, flags, Console(stderr=True))
-    if workload.longest > started.plan.max_model_len + 1:
+    if workload.longest > started.engine.scheduler.room(0):
         raise ValueError(
             f"{workload.name} has sequences of {workload.longest} tokens and --max-model-len is "
             f"{started.plan.max_model_len}; shorten --input-len or --output-len"
