@@ -30,7 +30,7 @@ from windowpane.schedule.scheduler import Scheduler
 
 
 class Output(Protocol):
-    """What a runner's step gives: see `runner.StepOutput`."""
+    """What a runner's step gives: see `runners.plain.StepOutput`."""
 
     @property
     def logits(self) -> Tensor: ...
