@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from bench.timing import exclusive_times
-from windowpane.engine.startup import Started, accounts, start
-from windowpane.measure.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
+from windowpane.engine.accounts import accounts
+from windowpane.engine.start import Started, start
+from windowpane.measure.rounds import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
 from windowpane.measure.workloads import WORKLOADS, Workload
 from windowpane.schedule.request import Request, SamplingParams
 
@@ -95,7 +96,7 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     found: dict[str, Any] = {"model": name, "kv_cache_dtype": kv_cache_dtype}
     found["start_seconds"] = round(time.perf_counter() - began, 1)
     print(f"\n{name}, KV {kv_cache_dtype}: started in {found['start_seconds']} s", flush=True)
-    for row in accounts(started):
+    for row in accounts(started.plan, started.reports):
         predicted, measured = row.predicted_bytes / GIB, row.measured_bytes / GIB
         print(f"  {row.name:24} predicted {predicted:8.3f} GiB, measured {measured:8.3f}")
     warm_up(started.engine, started.spec.vocab_size)

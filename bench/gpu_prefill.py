@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from windowpane.attention.mask import Mask
-from windowpane.engine.startup import Started, start
+from windowpane.engine.start import Started, start
 from windowpane.models.blocks import Attention
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec

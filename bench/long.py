@@ -16,7 +16,7 @@ import time
 import numpy as np
 import torch
 
-from windowpane.engine.startup import start
+from windowpane.engine.start import start
 from windowpane.schedule.batch import Batch
 
 GIB = 2**30

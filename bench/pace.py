@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from windowpane.engine.engine import Engine
-from windowpane.engine.startup import start
+from windowpane.engine.start import start
 from windowpane.models import shipped_names
 from windowpane.models.embedded import DEFAULT_GENERATE
 from windowpane.schedule.pace import Pace

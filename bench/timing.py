@@ -1,33 +1,10 @@
-"""Timing on the device and error against a reference."""
+"""Timing on a GPU: one step from graph replays, and the kernels of a profile."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
-
-LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: what ran, how long, at which rate, and how far from the reference (None: not compared)."""
-
-    part: str
-    case: str
-    microseconds: float
-    rate: float
-    unit: str
-    error: float | None = None
-
-    def line(self) -> str:
-        error = "" if self.error is None else f"  err {self.error:.1e}"
-        return f"{self.part:8s} {self.case:66s} {self.microseconds:10.1f} us {self.rate:8.2f} {self.unit}{error}"
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 WARM_MICROSECONDS = 30_000
 
@@ -67,24 +44,3 @@ def exclusive_times(profile: torch.profiler.profile) -> dict[str, list[float]]:
         spent[event.name].append(event.time_range.end - max(event.time_range.start, ended))
         ended = event.time_range.end
     return spent
-
-
-def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((got.float() - reference).norm() / reference.norm())
-
-
-def require(error: float, limit: float, what: str) -> float:
-    """NaN never passes."""
-    if not error <= limit:
-        raise AssertionError(f"{what}: relative error {error:.3g} exceeds {limit}")
-    return error
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-    """Reference attention in float32: q [heads, rows, dim], k and v [kv heads, tokens, dim], scale 1."""
-    group = q.shape[0] // k.shape[0]
-    q = q.float().reshape(k.shape[0], group * q.shape[1], q.shape[2])
-    scores = q @ k.float().transpose(1, 2)
-    if hidden is not None:
-        scores.masked_fill_(hidden.repeat(group, 1), float("-inf"))
-    return (scores.softmax(-1) @ v.float()).view(k.shape[0] * group, -1, v.shape[-1])

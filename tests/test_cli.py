@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tests.models.small_configs import small
 from windowpane import __version__
@@ -307,6 +308,14 @@ class TestReport:
             assert code == 0
             assert "Usage: windowpane" in out
 
+    def test_a_flag_reads_the_same_in_every_command(self) -> None:
+        """Apart from `doctor`, whose flags say what vLLM ran with, and three names that mean different things."""
+        told: dict[str, set[tuple[str, str]]] = {}
+        for name, command in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+            for option in command.params if name != "doctor" else ():
+                told.setdefault(option.name, set()).add((option.help, option.rich_help_panel))
+        assert {name for name, texts in told.items() if len(texts) > 1} == {"model", "seed", "workload"}
+
 
 ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown model": (("gemma-4-32b",), "gemma-4-31b or"),
@@ -489,7 +498,7 @@ class TestRunningAModel:
 
     def test_bench_counts_the_bytes_that_a_step_must_read(self, model: str) -> None:
         """One token at 19 past ones: weights without the looked-up embedding, 7 window tokens and 19 full ones."""
-        from windowpane.measure.measure import past_bytes, read_weights_bytes
+        from windowpane.measure.rounds import past_bytes, read_weights_bytes
         from windowpane.models import load
         from windowpane.models.weights import parameter_count
         from windowpane.plan.config import EngineConfig

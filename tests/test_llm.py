@@ -14,7 +14,10 @@ import windowpane
 from tests.models.small_configs import small
 from tests.tiny_model import BOS, EOS, make_model
 from windowpane import LLM, FinishReason, RequestFailed, SamplingParams
-from windowpane.engine.startup import accounts, free_memory_bytes, read_flags, start
+from windowpane.engine.accounts import accounts
+from windowpane.engine.devices import free_memory_bytes
+from windowpane.engine.options import read_flags
+from windowpane.engine.start import start
 from windowpane.plan.config import ConfigError
 from windowpane.plan.planner import PlanError
 from windowpane.schedule.scheduler import RequestTooLong
@@ -249,7 +252,7 @@ class TestFailing:
 class TestStarting:
     def test_predicted_bytes_are_measured_bytes(self, model: Path) -> None:
         started = start(model, FLAGS)
-        rows = {row.name.strip(): row for row in accounts(started)}
+        rows = {row.name.strip(): row for row in accounts(started.plan, started.reports)}
         assert rows.keys() == {"weights", "KV arena", "window-8", "full"}
         for row in rows.values():
             assert row.predicted_bytes == row.measured_bytes > 0, row.name

@@ -20,7 +20,7 @@ from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
 from windowpane.lowering.gpu.kernels.norms import residual_norm
 from windowpane.lowering.gpu.kernels.packed import packed_gated, packed_linear
 from windowpane.lowering.reference.ops import ACTIVATIONS
-from windowpane.measure.measure import roof_bytes_per_second
+from windowpane.measure.rounds import roof_bytes_per_second
 
 BF16 = torch.bfloat16
 REPLAYS = 50

@@ -12,7 +12,8 @@ import pytest
 from tests.parallel.checkpoints import twin_config, write_checkpoint
 from tests.running.test_against_transformers import prompt
 from windowpane import LLM, SamplingParams
-from windowpane.engine.startup import accounts, start
+from windowpane.engine.accounts import accounts
+from windowpane.engine.start import start
 from windowpane.models import load
 
 FLAGS: dict[str, Any] = {
@@ -67,7 +68,7 @@ def test_the_books_of_every_rank_are_the_plan(twin: Path, capsys: pytest.Capture
     started = start(twin, {**FLAGS, "tensor_parallel_size": 2}, Console(stderr=True, width=100))
     try:
         assert len(started.reports) == 2
-        for row in accounts(started):
+        for row in accounts(started.plan, started.reports):
             assert row.rank_bytes == (row.predicted_bytes,) * 2, row.name
     finally:
         started.close()

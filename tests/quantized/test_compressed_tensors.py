@@ -12,7 +12,8 @@ import torch
 from tests.quantized.compressed import config_of, decompressed, save_quantized
 from tests.running.harness import Knobs, generate_with
 from tests.running.test_against_transformers import prompt
-from windowpane.engine.startup import accounts, start
+from windowpane.engine.accounts import accounts
+from windowpane.engine.start import start
 from windowpane.lowering.packed import JoinedWeight, PackedWeight, linear, stack
 from windowpane.models import load
 from windowpane.models.weights import held_bytes, text_tensors, weight_bytes
@@ -98,7 +99,7 @@ def test_the_engine_starts_with_what_the_plan_says(tmp_path: Path) -> None:
     config = config_of("gemma4 K = V") | {"num_hidden_layers": 6}
     save_quantized(tmp_path, config, PACKED, ["lm_head"], **INT4, strategy="group", group_size=32)
     started = start(tmp_path, {"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": 2**24})
-    books = {row.name: row for row in accounts(started)}
+    books = {row.name: row for row in accounts(started.plan, started.reports)}
     assert books["weights"].predicted_bytes == books["weights"].measured_bytes
     request = Request("a", np.array(prompt(seed=3, tokens=20)), SamplingParams(max_tokens=4, temperature=0))
     started.engine.add(request)

@@ -5,57 +5,82 @@ from __future__ import annotations
 import pytest
 
 from windowpane.kv.retention import Full
-from windowpane.lowering.recipe import Recipe, read_recipe
-from windowpane.lowering.rope import Rope
 from windowpane.models import load, shipped_names
+from windowpane.models.blocks import Decoder, GatedMLP
 from windowpane.models.config import ModelError
+from windowpane.models.rope import Rope
+from windowpane.models.running import FAMILIES, runnable
 
+EPSILONS = ("rms_norm_eps", "layer_norm_eps")
 ROPES = ("rope_theta", "rope_parameters")
 ACTIVATIONS = ("hidden_act", "hidden_activation")
+RUN = [name for name in shipped_names() if load(name).decoder is not None]
 
 
-def runnable() -> list[str]:
-    names = []
-    for name in shipped_names():
-        try:
-            read_recipe(load(name))
-        except ModelError:
-            continue
-        names.append(name)
-    return names
-
-
-@pytest.mark.parametrize("name", runnable())
+@pytest.mark.parametrize("name", RUN)
 def test_a_config_says_what_its_family_would_otherwise_guess(name: str) -> None:
     text = load(name).text
-    assert text.has("rms_norm_eps")
-    assert any(map(text.has, ROPES))
-    assert any(map(text.has, ACTIVATIONS))
+    for fields in (EPSILONS, ROPES, ACTIVATIONS):
+        assert any(map(text.has, fields)), fields
 
 
-def ropes(recipe: Recipe, name: str) -> tuple[Rope, set[Rope]]:
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_model_runs_where_its_blocks_are_described(name: str) -> None:
+    spec = load(name)
+    has_experts = any(tensor.part == "experts" for tensor in spec.tensors)
+    assert (name in RUN) == (spec.family in FAMILIES and not has_experts)
+    if name in RUN:
+        runnable(spec)
+    else:
+        with pytest.raises(ModelError, match="experts" if has_experts else "can be planned but not run yet"):
+            runnable(spec)
+
+
+def described(name: str) -> Decoder:
+    return runnable(load(name))
+
+
+def ropes(name: str) -> tuple[Rope | None, set[Rope | None]]:
     """Those of full layers, which are all alike, and of the others."""
-    full = {c.layer for c in load(name).token_caches if isinstance(c.retention, Full)}
-    of_full = {layer.rope for layer in recipe.layers if layer.kv_layer in full}
+    attentions = described(name).attentions
+    of_full = {a.rope for a in attentions if isinstance(a.cache.retention, Full)}
     assert len(of_full) == 1
-    return of_full.pop(), {layer.rope for layer in recipe.layers if layer.kv_layer not in full}
+    return of_full.pop(), {a.rope for a in attentions if not isinstance(a.cache.retention, Full)}
 
 
 def test_gemma_3_stretches_its_full_layers_and_scales_its_largest_model_apart() -> None:
-    recipe = read_recipe(load("gemma-3-27b"))
-    full, sliding = ropes(recipe, "gemma-3-27b")
-    assert (full.kind, full.theta, full.factor) == ("linear", 1e6, 8.0)
+    full, sliding = ropes("gemma-3-27b")
+    assert full is not None and (full.kind, full.theta, full.factor) == ("linear", 1e6, 8.0)
     assert sliding == {Rope("default", 128, theta=1e4)}
-    assert {layer.scale for layer in recipe.layers} == {168**-0.5}
-    assert read_recipe(load("gemma-3-1b")).layers[0].scale == 256**-0.5
+    assert {a.scale for a in described("gemma-3-27b").attentions} == {168**-0.5}
+    assert described("gemma-3-1b").attentions[0].scale == 256**-0.5
 
 
-def test_gemma_4_turns_a_quarter_of_its_full_heads_and_caps_its_logits() -> None:
-    recipe = read_recipe(load("gemma-4-31b"))
-    full, sliding = ropes(recipe, "gemma-4-31b")
+def test_gemma_4_rotates_a_quarter_of_its_full_heads_and_caps_its_logits() -> None:
+    full, sliding = ropes("gemma-4-31b")
+    assert full is not None
     assert (full.kind, full.partial, full.theta, full.head_dim) == ("proportional", 0.25, 1e6, 512)
     assert sliding == {Rope("default", 256, theta=1e4)}
-    assert recipe.final_softcap == 30.0
+    assert described("gemma-4-31b").logit_softcap == 30.0
+
+
+def test_gemma_2_caps_scores_and_logits() -> None:
+    decoder = described("gemma-2-27b")
+    assert {a.softcap for a in decoder.attentions} == {50.0} and decoder.logit_softcap == 30.0
+    assert {a.scale for a in decoder.attentions} == {144**-0.5}
+
+
+def test_olmo_3_stretches_its_full_layers_only() -> None:
+    full, sliding = ropes("olmo-3-7b")
+    assert full is not None and (full.kind, full.theta, full.factor) == ("yarn", 5e5, 8.0)
+    assert full.attention_factor == pytest.approx(1.2079441541679836)
+    assert sliding == {Rope("default", 128, theta=5e5)}
+
+
+def test_hybrids_without_rotation_in_full_layers() -> None:
+    for name, theta in (("exaone-4-32b", 1e6), ("command-r7b", 5e4)):
+        full, sliding = ropes(name)
+        assert full is None and {rope.theta for rope in sliding if rope} == {theta}
 
 
 @pytest.mark.parametrize(
@@ -63,18 +88,33 @@ def test_gemma_4_turns_a_quarter_of_its_full_heads_and_caps_its_logits() -> None
     [
         ("llama-3.1-8b", 5e5, 1e-5),
         ("mistral-7b-v0.1", 1e4, 1e-5),
+        ("mistral-small-24b", 1e8, 1e-5),
         ("ministral-8b", 1e8, 1e-5),
+        ("phi-4", 2.5e5, 1e-5),
         ("qwen3-8b", 1e6, 1e-6),
         ("smollm2-135m", 1e5, 1e-5),
         ("smollm3-3b", 5e6, 1e-6),
     ],
 )
 def test_others_have_their_own_base_and_epsilon(name: str, theta: float, eps: float) -> None:
-    recipe = read_recipe(load(name))
-    assert {layer.rope.theta for layer in recipe.layers if layer.rope.kind} == {theta}
-    assert recipe.norm_eps == eps
+    decoder = described(name)
+    assert {a.rope.theta for a in decoder.attentions if a.rope} == {theta}
+    assert decoder.norm.eps == eps
 
 
-def test_llama_3_1_stretches_slow_turns() -> None:
-    rope = read_recipe(load("llama-3.1-8b")).layers[0].rope
-    assert (rope.kind, rope.factor, rope.original_positions) == ("llama3", 8.0, 8192)
+def test_llama_3_1_stretches_slow_rotations() -> None:
+    rope = described("llama-3.1-8b").attentions[0].rope
+    assert rope is not None and (rope.kind, rope.factor, rope.original_positions) == ("llama3", 8.0, 8192)
+
+
+def test_unknown_activations_and_rotations_are_planned_and_not_run() -> None:
+    from dataclasses import replace
+
+    spec = load("llama-3.1-8b")
+    decoder = described("llama-3.1-8b")
+    block = decoder.layers[0].blocks[1]
+    assert isinstance(block.mixer, GatedMLP)
+    odd = replace(block, mixer=replace(block.mixer, activation="relu2"))
+    layers = (replace(decoder.layers[0], blocks=(decoder.layers[0].blocks[0], odd)), *decoder.layers[1:])
+    with pytest.raises(ModelError, match="hidden_act: 'relu2' cannot be run yet; known: silu"):
+        runnable(replace(spec, decoder=replace(decoder, layers=layers)))

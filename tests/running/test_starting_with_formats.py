@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.running.small_models import CONFIGS, spec_of, weights_of
 from windowpane.device.pages import KVPages, LayerPages
-from windowpane.engine.startup import start
+from windowpane.engine.start import start
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.retention import Cross

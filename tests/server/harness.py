@@ -15,7 +15,7 @@ import httpx
 import openai
 import uvicorn
 
-from windowpane.engine.startup import start
+from windowpane.engine.start import start
 from windowpane.server.app import make_app
 from windowpane.server.run import ServerOptions, make_service
 from windowpane.server.service import Service

@@ -129,8 +129,8 @@ class TestPrompts:
         )
         with running(make_model(tmp_path / "tiny", chat_template=template)) as server:
             seen = []
-            add = server.service.engine.add
-            server.service.engine.add = lambda request: (seen.append(request), add(request))[1]  # type: ignore
+            queue = server.service.engine.queue
+            server.service.engine.queue = lambda request: (seen.append(request), queue(request))[1]  # type: ignore
             messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
             fields = {"extra_body": {"cache_salt": "pepper", "priority": -2}}
             ask(server, messages, **fields)

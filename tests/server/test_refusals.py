@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,22 @@ class TestLengths:
         assert server.complete(prompt="x" * 510, max_tokens=2, ignore_eos=True).json()["usage"]["total_tokens"] == 513
 
 
+class TestChecking:
+    """Once, before a request is queued: what the engine would refuse is an HTTP error, never an event of a stream."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_grammar_that_could_not_end_the_answer_is_refused(self, server: Running, stream: bool) -> None:
+        answer = server.complete(prompt="a", guided_regex="a+", ignore_eos=True, stream=stream)
+        assert "leave ignore_eos out" in error_of(answer, 400)["message"]
+
+    def test_each_choice_is_checked_once(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        checked: list[str] = []
+        check = server.service.engine.scheduler.check
+        monkeypatch.setattr(server.service.engine.scheduler, "check", lambda r: (checked.append(r.id), check(r)))
+        assert server.complete(prompt="a", max_tokens=1, n=2, request_id="twins").status_code == 200
+        assert checked == ["twins-0", "twins-1"]
+
+
 @pytest.fixture(scope="module")
 def guarded(model: Path) -> Iterator[Running]:
     limits = Limits(max_queue=2, max_body_bytes=1000)
@@ -251,6 +268,18 @@ class TestGuards:
         guarded.wait_until_idle()
         error = error_of(refused, 429)
         assert error["code"] == "queue_full" and int(refused.headers["retry-after"]) >= 1
+
+    def test_requests_that_are_being_read_have_their_places(self, guarded: Running) -> None:
+        headers = {"Authorization": "Bearer sesame"}
+        body = {"prompt": "x", "max_tokens": 1}
+        most = guarded.service.engine.manager.num_slots + guarded.service.limits.max_queue
+        with suppress(InterruptedError), ExitStack() as others:
+            for _ in range(most):
+                others.enter_context(guarded.service.admitted(1))
+            refused = guarded.http.post("/v1/completions", json=body, headers=headers)
+            raise InterruptedError  # they are given up, and their places with them
+        assert error_of(refused, 429)["code"] == "queue_full"
+        assert guarded.http.post("/v1/completions", json=body, headers=headers).status_code == 200
 
 
 class TestWithoutText:

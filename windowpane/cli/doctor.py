@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from windowpane.cli.common import DEVICE, MEMORY, OUTPUT, SCHEDULING, UserError
+from windowpane.cli.errors import UserError
+from windowpane.cli.flags import DEVICE, MEMORY, SCHEDULING, AsJson, MaxModelLen, read_tokens
 
 
 def doctor(
@@ -22,18 +23,17 @@ def doctor(
         str | None, typer.Option(help="KV bytes per rank, as in 11.54GiB.", rich_help_panel=MEMORY)
     ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="As vLLM names it.", rich_help_panel=MEMORY)] = None,
-    max_model_len: Annotated[
-        str | None, typer.Option(help="Longest sequence, as in 131072 or 128K.", rich_help_panel=SCHEDULING)
-    ] = None,
+    max_model_len: MaxModelLen = None,
     max_num_batched_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the largest step.", rich_help_panel=SCHEDULING)
+        int | None,
+        typer.Option(
+            parser=read_tokens, metavar="TOKENS", help="Tokens of the largest step.", rich_help_panel=SCHEDULING
+        ),
     ] = None,
     async_scheduling: Annotated[
         bool | None, typer.Option(help="As vLLM ran.", rich_help_panel=SCHEDULING, show_default=False)
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON (docs/doctor.md) instead.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain a vLLM start-up log: where KV memory went, what the figures mean, what would change them.
 
@@ -41,7 +41,7 @@ def doctor(
     """
     from windowpane.doctor.diagnosis import diagnose
     from windowpane.doctor.log import LogFacts, Rounded
-    from windowpane.plan.sizes import parse_bytes, parse_tokens
+    from windowpane.plan.sizes import parse_bytes
 
     text = _read(log)
     try:
@@ -50,8 +50,8 @@ def doctor(
             version=vllm_version,
             model=model,
             tensor_parallel_size=tensor_parallel_size,
-            max_model_len=None if max_model_len is None else parse_tokens(max_model_len),
-            max_num_batched_tokens=None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_dtype=kv_cache_dtype,
             async_scheduling=async_scheduling,
             gpu=gpu,

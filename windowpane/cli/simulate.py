@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windowpane.cli.common import DEVICE, MEMORY, OUTPUT, SCHEDULING, WORKLOAD, UserError, check_plot_file
+from windowpane.cli.errors import UserError
+from windowpane.cli.flags import WORKLOAD, AsJson, Gpu, ModelShape, Plot, SimulateFlags, WorkloadSeed
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
 def simulate(
-    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a shipped name (see `models`).")],
-    gpu: Annotated[str, typer.Option(help="Cards, as in h200 or 2x3090.", rich_help_panel=DEVICE)],
+    model: ModelShape,
+    gpu: Gpu,
     workload: Annotated[
         str, typer.Option(help="chat, rag, agents, serve, or a trace: FILE.jsonl.", rich_help_panel=WORKLOAD)
     ] = "chat",
@@ -36,47 +37,19 @@ def simulate(
     sessions: Annotated[
         int | None, typer.Option(help="So many sessions, instead of hours.", rich_help_panel=WORKLOAD)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths, times and tokens.", rich_help_panel=WORKLOAD)] = 0,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Ranks; one per card unless given.", rich_help_panel=DEVICE)
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of a card that may be used.", rich_help_panel=MEMORY)
-    ] = 0.9,
-    kv_cache_memory_bytes: Annotated[
-        str | None, typer.Option(help="KV bytes per rank, as in 11.54GiB, instead of a share.", rich_help_panel=MEMORY)
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
-    ] = "auto",
-    max_model_len: Annotated[
-        str | None, typer.Option(help="Longest sequence, as in 131072 or 128K.", rich_help_panel=SCHEDULING)
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most sequences running at once.", rich_help_panel=SCHEDULING)
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the largest step (8192).", rich_help_panel=SCHEDULING)
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Keep restore points.", rich_help_panel=SCHEDULING)
-    ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON (docs/simulate.md) instead.", rich_help_panel=OUTPUT)
-    ] = False,
-    plot: Annotated[
-        str | None, typer.Option(help="Also draw it, to a .png or .svg file.", rich_help_panel=OUTPUT)
-    ] = None,
+    seed: WorkloadSeed = 0,
+    *,
+    flags: SimulateFlags,
+    as_json: AsJson = False,
+    plot: Plot = None,
 ) -> None:
     """Run traffic through the real scheduler and memory manager, with a roofline model in place of the GPU."""
-    check_plot_file(plot)
     if hours <= 0 or (rate is not None and rate <= 0) or (sessions is not None and sessions < 1):
         raise UserError("--hours and --rate must be above 0, and --sessions at least 1")
     from windowpane.models import load
     from windowpane.plan.config import EngineConfig
     from windowpane.plan.hardware import parse_gpus
     from windowpane.plan.planner import make_plan
-    from windowpane.plan.sizes import parse_bytes, parse_tokens
     from windowpane.simulate.policies import parse_policies
     from windowpane.simulate.traffic import built_in, read_trace
 
@@ -84,16 +57,7 @@ def simulate(
         policies = parse_policies(policy)
         is_trace = Path(workload).suffix == ".jsonl" or Path(workload).is_file()
         traffic = read_trace(workload) if is_trace else built_in(workload, seed, hours, rate, sessions)
-        config = EngineConfig(
-            max_model_len=None if max_model_len is None else parse_tokens(max_model_len),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=None if max_num_batched_tokens is None else parse_tokens(max_num_batched_tokens),
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory_bytes=None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
-            tensor_parallel_size=tensor_parallel_size,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+        config = EngineConfig(**flags.given())
         _, card = parse_gpus(gpu)
         plan = make_plan(load(model), config, gpu=gpu)
     except ValueError as error:
@@ -114,7 +78,7 @@ def simulate(
         for chosen in policies:
             task = progress.add_task(chosen.name, total=turns)
             simulation = Simulation(
-                plan.sizing, card, plan.capacity.kv_bytes, plan.max_model_len, chosen, enable_prefix_caching
+                plan.sizing, card, plan.capacity.kv_bytes, plan.max_model_len, chosen, flags.enable_prefix_caching
             )
             results.append(simulation.run(traffic, partial(_advance, progress, task)))
     if plot is not None:

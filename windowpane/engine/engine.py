@@ -30,7 +30,7 @@ from windowpane.schedule.scheduler import Scheduler
 
 
 class Output(Protocol):
-    """What a runner's step gives: see `runner.StepOutput`."""
+    """What a runner's step gives: see `runners.plain.StepOutput`."""
 
     @property
     def logits(self) -> Tensor: ...
@@ -66,7 +66,7 @@ class Engine:
         self.runner = runner
         self.sampler = sampler
         self.async_scheduling = async_scheduling
-        self._flights: deque[_Flight] = deque()
+        self._sent_steps: deque[_SentStep] = deque()
         self._ended: _Moment | None = None  # of the step that landed last
 
     @property
@@ -75,24 +75,28 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flights)
+        return self.scheduler.has_work or bool(self._sent_steps)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run is refused at once, with a ValueError."""
-        self._check_tokens(request)
-        _check_grammar(request)
-        self.scheduler.add(request)
-        request.matcher = request.grammar.matcher() if request.grammar is not None else None
-        if request.params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # nothing predicts the first token
+        self.check(request)
+        self.queue(request)
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that can never run. Reads only what never changes: any thread may ask."""
         self._check_tokens(request)
+        _check_grammar(request)
         self.scheduler.check(request)
 
+    def queue(self, request: Request) -> None:
+        """Queue a request that has passed `check`."""
+        request.matcher = request.grammar.matcher() if request.grammar is not None else None
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
+        self.scheduler.queue(request)
+
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request now, whatever it is doing. What a step in flight still samples for it is dropped."""
+        """End a request now, whatever it is doing. What a step that was sent off still samples for it is dropped."""
         if request.finish_reason is None:
             self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
@@ -103,14 +107,14 @@ class Engine:
         return self._overlapped_step() if self.async_scheduling else self._plain_step()
 
     def _plain_step(self) -> list[TokenOutput]:
-        if not self._flights:  # one is left over where an interrupt ended a step
+        if not self._sent_steps:  # one is left over where an interrupt ended a step
             self._schedule()
-        return self._land() if self._flights else []
+        return self._land() if self._sent_steps else []
 
     def _overlapped_step(self) -> list[TokenOutput]:
-        failed = any(flight.error is not None for flight in self._flights)  # nothing is built on such a step
+        failed = any(sent.error is not None for sent in self._sent_steps)  # nothing is built on such a step
         scheduled = not failed and self._schedule()
-        if self._flights and (len(self._flights) > 1 or not scheduled):
+        if self._sent_steps and (len(self._sent_steps) > 1 or not scheduled):
             return self._land()
         return []
 
@@ -121,90 +125,90 @@ class Engine:
         with interrupts_later():
             batch = self.scheduler.schedule()
             if batch is None:
-                if self.scheduler.has_work and not self._flights:
+                if self.scheduler.has_work and not self._sent_steps:
                     raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
                 return False
-            flight = self._take_off(batch)
+            sent = self._send_off(batch)
         ends = np.array([c.start + len(c.tokens) for c in batch.chunks if c.samples], dtype=np.int64)
         try:
-            self._run(batch, flight, batch.sampling_slots, np.concatenate([batch.decode_positions + 1, ends]))
-            flight.error = None
+            self._run(batch, sent, batch.sampling_slots, np.concatenate([batch.decode_positions + 1, ends]))
+            sent.error = None
         except Exception as error:
-            flight.error = error
+            sent.error = error
         except BaseException as error:  # an interrupt ends this step like any error, but is not ours to keep
-            flight.error = error
+            sent.error = error
             raise
         return True
 
-    def _take_off(self, batch: Batch) -> _Flight:
+    def _send_off(self, batch: Batch) -> _SentStep:
         """From here on the step is either landed or failed, whatever happens: the scheduler waits for it."""
         running = self.scheduler.running
-        flight = _Flight(
+        sent = _SentStep(
             sampling=[running[slot] for slot in batch.sampling_slots.tolist()],
             touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
             decoding=len(batch.decode_slots),
             prompt_tokens=batch.prompt_tokens,
-            follows=bool(self._flights),
+            follows=bool(self._sent_steps),
         )
-        self._flights.append(flight)
-        return flight
+        self._sent_steps.append(sent)
+        return sent
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, flight: _Flight, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+    def _run(self, batch: Batch, sent: _SentStep, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         running = self.scheduler.running
         wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
         output = self.runner.forward(batch, all_logits_slots=frozenset(wanting))
         for slot, chunk in wanting.items():
             logits_of = output.prompt_logits[slot]
-            flight.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
-        if not flight.sampling:
-            flight.ended = _Moment(output.logits.device)
+            sent.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
+        if not sent.sampling:
+            sent.ended = _Moment(output.logits.device)
             return
-        sampled = self.sampler.sample(output.logits, flight.sampling, positions, self._masks(flight, positions))
+        sampled = self.sampler.sample(output.logits, sent.sampling, positions, self._masks(sent, positions))
         self.runner.take_sampled(to_device(slots, sampled.tokens.device), sampled.tokens)
-        flight.ended = _Moment(sampled.tokens.device)
-        flight.tokens = _HostCopy(sampled.tokens)
+        sent.ended = _Moment(sampled.tokens.device)
+        sent.tokens = _HostCopy(sampled.tokens)
         if sampled.logprobs is not None:
-            flight.logprobs = _HostLogprobs(sampled.logprobs)
-            flight.logprob_rows = sampled.logprob_rows
+            sent.logprobs = _HostLogprobs(sampled.logprobs)
+            sent.logprob_rows = sampled.logprob_rows
 
-    def _masks(self, flight: _Flight, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
+    def _masks(self, sent: _SentStep, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
         """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.
 
         A mask needs every token before it. `forward` did without, and has the device busy while we wait for them here.
         """
         masks = {}
-        constrained = [(row, r, r.matcher) for row, r in enumerate(flight.sampling) if r.matcher is not None]
+        constrained = [(row, r, r.matcher) for row, r in enumerate(sent.sampling) if r.matcher is not None]
         if constrained:
-            for earlier in self._flights:
-                if earlier is not flight:
+            for earlier in self._sent_steps:
+                if earlier is not sent:
                     earlier.advance_matchers()
         for row, request, matcher in constrained:
             try:
                 may_stop = bool(positions[row] >= len(request.prompt) + request.params.min_tokens)
                 masks[row] = matcher.allowed(may_stop=may_stop)
             except Exception as error:
-                flight.stuck[request] = error
+                sent.stuck[request] = error
         return masks
 
-    @interrupts_later()  # one must not come between the engine's flights and the scheduler's
+    @interrupts_later()  # one must not come between the engine's steps and the scheduler's
     def _land(self) -> list[TokenOutput]:
         """Take in what the oldest step sampled."""
-        flight = self._flights.popleft()
-        if flight.error is None:
+        sent = self._sent_steps.popleft()
+        if sent.error is None:
             try:
-                tokens = flight.tokens.array() if flight.tokens else np.zeros(0, dtype=np.int64)
-                logprobs = flight.read_logprobs()
-                flight.advance_matchers()
+                tokens = sent.tokens.array() if sent.tokens else np.zeros(0, dtype=np.int64)
+                logprobs = sent.read_logprobs()
+                sent.advance_matchers()
             except Exception as error:  # a device reports what went wrong in a step when its results are read
-                flight.error = error
-        if flight.error is not None:
-            return self._fail(flight, flight.error)
-        self._take_time(flight)
-        outputs = [output for request, error in flight.stuck.items() for output in self._end([request], error)]
-        alive = [r.finish_reason is None for r in flight.sampling]
+                sent.error = error
+        if sent.error is not None:
+            return self._fail(sent, sent.error)
+        self._take_time(sent)
+        outputs = [output for request, error in sent.stuck.items() for output in self._end([request], error)]
+        alive = [r.finish_reason is None for r in sent.sampling]
         finished = self.scheduler.commit(tokens)
-        for row, (request, token) in enumerate(zip(flight.sampling, tokens.tolist(), strict=True)):
+        for row, (request, token) in enumerate(zip(sent.sampling, tokens.tolist(), strict=True)):
             if alive[row]:
                 if row in logprobs:
                     request.logprobs.append(logprobs[row])
@@ -213,23 +217,23 @@ class Engine:
             self.sampler.forget(request)
         return outputs
 
-    def _take_time(self, flight: _Flight) -> None:
+    def _take_time(self, sent: _SentStep) -> None:
         """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
-        before, self._ended = self._ended, flight.ended
-        if self.scheduler.pace is not None and flight.tokens is not None:
-            self.scheduler.pace.observe(flight.decoding, flight.prompt_tokens, flight.seconds(before))
+        before, self._ended = self._ended, sent.ended
+        if self.scheduler.pace is not None and sent.tokens is not None:
+            self.scheduler.pace.observe(sent.decoding, sent.prompt_tokens, sent.seconds(before))
 
-    def _fail(self, flight: _Flight, error: BaseException) -> list[TokenOutput]:
+    def _fail(self, sent: _SentStep, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
 
         Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
         after it, before the device reported the error, may have resumed from one, so it fails as well.
         """
-        for later in self._flights:
+        for later in self._sent_steps:
             later.error = later.error or error
         self._ended = None
-        outputs = self._end(flight.touched, error)
-        self.scheduler.commit(np.zeros(len(flight.sampling), dtype=np.int64))
+        outputs = self._end(sent.touched, error)
+        self.scheduler.commit(np.zeros(len(sent.sampling), dtype=np.int64))
         self.scheduler.forget_restore_points()
         return outputs
 
@@ -249,16 +253,16 @@ class Engine:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
         ):
-            wrong = [int(t) for t in tokens if not 0 <= t < vocab_size] if _outside(tokens, vocab_size) else []
-            if wrong:
-                raise ValueError(f"request {request.id}: {what} has token {wrong[0]}; the vocabulary is {vocab_size:,}")
+            wrong = outside_vocabulary(tokens, vocab_size)
+            if wrong is not None:
+                raise ValueError(f"request {request.id}: {what} has token {wrong}; the vocabulary is {vocab_size:,}")
         for what, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > vocab_size:
                 raise ValueError(f"request {request.id}: {what} {count} exceeds the vocabulary of {vocab_size:,}")
 
 
 @dataclass(slots=True)
-class _Flight:
+class _SentStep:
     """A step on its way: who samples in it, whose memory it touches, and where its results will be."""
 
     sampling: list[Request]
@@ -375,6 +379,13 @@ class _PromptLogprobs:
             known += logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
 
 
+def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> int | None:
+    """The first number that is no token, if there is one."""
+    if len(tokens) == 0 or (np.min(tokens) >= 0 and np.max(tokens) < vocab_size):
+        return None
+    return next(int(t) for t in tokens if not 0 <= t < vocab_size)
+
+
 def _check_grammar(request: Request) -> None:
     """Whatever ends an answer for its grammar must end the request."""
     if request.grammar is not None and not request.grammar.stop_ids <= set(request.params.stop_token_ids):
@@ -412,7 +423,3 @@ def _touched_slots(batch: Batch) -> list[int]:
     for update in (*batch.changes.entries, *batch.changes.late, *batch.changes.moved_reads):
         slots.update(update.slots.tolist())
     return sorted(slots)
-
-
-def _outside(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> bool:
-    return len(tokens) > 0 and not (np.min(tokens) >= 0 and np.max(tokens) < vocab_size)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from windowpane.engine.startup import busy, start
+from windowpane.engine.progress import busy
+from windowpane.engine.start import start
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer, message_ends
 from windowpane.text.answer import Answer, Completion, with_stop_ids

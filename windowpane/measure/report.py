@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import windowpane
-from windowpane.engine.startup import busy, start
-from windowpane.measure.measure import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
+from windowpane.engine.progress import busy
+from windowpane.engine.start import start
+from windowpane.measure.machine import cpu_name
+from windowpane.measure.rounds import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
 from windowpane.measure.workloads import Workload
 
 if TYPE_CHECKING:
-    from windowpane.engine.startup import Started
+    from windowpane.engine.start import Started
 
 GB = 1e9
 
@@ -28,7 +29,7 @@ GB = 1e9
 def start_bench(model: str | None, workload: Workload, flags: Mapping[str, Any]) -> Started:
     """An engine that can run the workload; ValueError says why there is none. The plan goes to stderr."""
     started = start(model, flags, Console(stderr=True))
-    if workload.longest > started.plan.max_model_len + 1:
+    if workload.longest > started.engine.scheduler.room(0):
         raise ValueError(
             f"{workload.name} has sequences of {workload.longest} tokens and --max-model-len is "
             f"{started.plan.max_model_len}; shorten --input-len or --output-len"
@@ -118,19 +119,7 @@ def print_figures(console: Console, results: dict[str, Any]) -> None:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    fields = dict(line.split(":", 1) for line in _cpu_lines() if ":" in line)
-    names = {key.strip(): value.strip() for key, value in fields.items()}
-    # Arm kernels name the part by number only.
-    arm_parts = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-    name = names.get("model name") or arm_parts.get(names.get("CPU part", ""), platform.machine())
-    return f"{name} × {os.cpu_count()}"
-
-
-def _cpu_lines() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
+    return f"{cpu_name()} × {os.cpu_count()}"
 
 
 def _decode_rate(between: list[float]) -> float:

@@ -46,6 +46,10 @@ class RequestTooLong(ValueError):
     """The request can never fit; the message has the numbers."""
 
 
+class BeyondModelLen(RequestTooLong):
+    """Prompt and answer together are longer than `max_model_len`."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A step whose tokens are not known yet."""
@@ -113,6 +117,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. One that can never fit is refused at once."""
         self.check(request)
+        self.queue(request)
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that has passed `check`."""
         request.arrival = self._arrivals
         self._arrivals += 1
         insort(self.waiting, request, key=_order)
@@ -120,11 +128,10 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLong for one that can never fit. Reads only what never changes: any thread may ask."""
-        limit = self.manager.max_model_len
-        if len(request.prompt) + request.params.max_tokens > limit + 1:
-            raise RequestTooLong(
+        if request.params.max_tokens > self.room(len(request.prompt)):
+            raise BeyondModelLen(
                 f"request {request.id}: {len(request.prompt)} prompt tokens + {request.params.max_tokens} new ones "
-                f"exceed max_model_len {limit}"
+                f"exceed max_model_len {self.manager.max_model_len}"
             )
         if not self.manager.could_ever_hold(request.longest_kv):
             need = self.manager.demand(request.longest_kv)
@@ -133,6 +140,10 @@ class Scheduler:
                 f"request {request.id}: {request.longest_kv} tokens need {need_bytes:,} bytes of KV and the arena has "
                 f"{self.manager.arena.total_bytes:,}; shorten the prompt or max_tokens"
             )
+
+    def room(self, prompt_tokens: int) -> int:
+        """New tokens that fit behind a prompt of so many: the last one sampled is never computed."""
+        return self.manager.max_model_len + 1 - prompt_tokens
 
     def cancel(self, request: Request, *, keep: bool = True) -> None:
         """End a request at any moment. Its bytes are free at once, or when the step that reads them lands.

@@ -29,14 +29,14 @@ from windowpane.text.parsers import OutputParser, kept_special_ids
 async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     arrived = time.monotonic()
     service.check_model(body.model)
-    service.admit(body.n or 1)  # early, so that who is turned away costs nothing
-    _check(service, body)
-    choice = tool_choice(body, service.parsers)
-    prompt = await service.off_loop(render, service, body, _variables(service, body), choice != "none")
-    grammar = await service.off_loop(chat_grammar, body, choice, service.parsers, service.grammars, prompt.text)
-    parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
-    job = _job(service, body, prompt, grammar, parsers, arrived)
-    writer = ChatWriter(service, body, job, parsers)
+    with service.admitted(body.n or 1):  # first, so that who is turned away costs nothing
+        _check(service, body)
+        choice = tool_choice(body, service.parsers)
+        prompt = await service.off_loop(render, service, body, _variables(service, body), choice != "none")
+        grammar = await service.off_loop(chat_grammar, body, choice, service.parsers, service.grammars, prompt.text)
+        parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
+        job = _job(service, body, prompt, grammar, parsers, arrived)
+        writer = ChatWriter(service, body, job, parsers)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
@@ -157,7 +157,6 @@ def _job(
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None:
         max_tokens = service.room(len(tokens), "messages")
-    service.check_length(len(tokens), max_tokens, "messages")
     answers = []
     for choice, parser in enumerate(parsers):
         params = sampling_params(

@@ -35,12 +35,12 @@ async def complete(service: Service, body: CompletionBody, http: HttpRequest) ->
     arrived = time.monotonic()
     service.check_model(body.model)
     several = _several(body)
-    service.admit(len(several) * (body.n or 1))  # early, so that who is turned away costs nothing
-    _check(service, body)
-    prompts = await service.off_loop(_prompts, service, body, several)
-    grammar = await service.off_loop(grammar_of, body, service.grammars)
-    job = _job(service, body, prompts, grammar, arrived)
-    writer = _Writer(service, body, job, prompts)
+    with service.admitted(len(several) * (body.n or 1)):  # first, so that who is turned away costs nothing
+        _check(service, body)
+        prompts = await service.off_loop(_prompts, service, body, several)
+        grammar = await service.off_loop(grammar_of, body, service.grammars)
+        job = _job(service, body, prompts, grammar, arrived)
+        writer = _Writer(service, body, job, prompts)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
@@ -83,7 +83,6 @@ def _job(service: Service, body: CompletionBody, prompts: Sequence[Prompt], gram
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     answers: list[Answer] = []
     for prompt in prompts:
-        service.check_length(len(prompt.tokens), max_tokens, "prompt")
         for choice in range(body.n or 1):
             params = sampling_params(
                 body,

@@ -1,7 +1,7 @@
 """The engine loop: one thread owns the engine and turns its steps into text; the event loop only passes text on.
 
     event loop                                engine thread
-    submit(job) ──────── commands ──────────► engine.add
+    submit(job) ──────── commands ──────────► engine.queue
     cancel(job) ────────────────────────────► engine.cancel
     ask(question) ──────────────────────────► question(engine), between steps
                                               engine.step ─ detokenize ─ stop strings
@@ -103,7 +103,7 @@ class EngineLoop:
         return len(self.engine.scheduler.waiting) + self._coming
 
     def submit(self, job: Job) -> None:
-        """Queue all requests of a job. They have been checked: see `Engine.check`."""
+        """Queue all requests of a job, which have passed `Engine.check`."""
         job.times = [Times(job.arrived) for _ in job.answers]
         self._send(lambda: self._add(job), requests=len(job.answers))
         self.jobs.add(job)
@@ -206,8 +206,8 @@ class EngineLoop:
         for index, (answer, times) in enumerate(zip(job.answers, job.times, strict=True)):
             choice = _Choice(job, index, answer, times)
             try:
-                self.engine.add(answer.request)
-            except Exception as error:  # it was checked, so this is a bug, but one request's only
+                self.engine.queue(answer.request)
+            except Exception as error:  # a bug, but one request's only
                 self._fail(choice, error)
                 continue
             self.meter.arrived(answer.request, times.submitted)

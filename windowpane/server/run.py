@@ -13,7 +13,8 @@ from typing import Any
 import uvicorn
 from rich.console import Console
 
-from windowpane.engine.startup import Started, busy, start
+from windowpane.engine.progress import busy
+from windowpane.engine.start import Started, start
 from windowpane.parallel.launch import RanksLost
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from starlette.types import Receive
 
-from windowpane.engine.engine import Engine
+from windowpane.engine.engine import Engine, outside_vocabulary
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
-from windowpane.schedule.scheduler import RequestTooLong
+from windowpane.schedule.scheduler import BeyondModelLen, RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
 from windowpane.server.job import Job, Piece
 from windowpane.server.log import log_job
@@ -58,6 +58,7 @@ class Service:
     draining: bool = False
     grammars: Grammars | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    _being_made: int = 0  # requests that have their places but are not submitted yet
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -120,18 +121,17 @@ class Service:
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """New tokens that fit behind a prompt; at least one, or else the prompt is too long."""
-        room = self.max_model_len + 1 - prompt_tokens
+        room = self.engine.scheduler.room(prompt_tokens)
         if room < 1:
-            raise self._too_long(f"the prompt has {prompt_tokens} tokens", param)
+            raise self._too_long(prompt_tokens, 1, param)
         return room
 
-    def check_length(self, prompt_tokens: int, max_tokens: int, prompt_param: str) -> None:
-        if max_tokens > self.room(prompt_tokens, prompt_param):
+    def _too_long(self, prompt_tokens: int, max_tokens: int, prompt_param: str) -> ApiError:
+        if self.engine.scheduler.room(prompt_tokens) < 1:
+            asked, param = f"the prompt has {prompt_tokens} tokens", prompt_param
+        else:
             total = prompt_tokens + max_tokens
-            asked = f"{prompt_tokens} prompt tokens and {max_tokens} new ones make {total}"
-            raise self._too_long(asked, "max_tokens")
-
-    def _too_long(self, asked: str, param: str) -> ApiError:
+            asked, param = f"{prompt_tokens} prompt tokens and {max_tokens} new ones make {total}", "max_tokens"
         message = f"this model's maximum context length is {self.max_model_len} tokens, and {asked}"
         return bad_request(message, param, "context_length_exceeded")
 
@@ -140,23 +140,40 @@ class Service:
         vocab_size = self.engine.sampler.vocab_size
         if len(ids) == 0:
             raise bad_request("the prompt is empty; a model needs at least one token", param)
-        if max(ids) >= vocab_size:
-            raise bad_request(f"token {max(ids)} is not in the vocabulary of {vocab_size:,}", param, "invalid_value")
+        wrong = outside_vocabulary(ids, vocab_size)
+        if wrong is not None:
+            raise bad_request(f"token {wrong} is not in the vocabulary of {vocab_size:,}", param, "invalid_value")
         return np.array(ids, dtype=np.int32)
 
     def request(self, id: str, prompt: Tokens, params: SamplingParams, prompt_param: str, **fields: Any) -> Request:
-        """A request that the engine will take, or the reason why it never would."""
+        """A request that has passed the engine's check: it is made here and queued as it is, or never will be."""
         request = Request(id, prompt, params, **fields)
         try:
             self.engine.check(request)
+        except BeyondModelLen:
+            raise self._too_long(len(prompt), params.max_tokens, prompt_param) from None
         except RequestTooLong as error:
             raise bad_request(_unnamed(error, id), prompt_param, "context_length_exceeded") from None
         except ValueError as error:
             raise bad_request(_unnamed(error, id), code="invalid_value") from None
         return request
 
-    def admit(self, requests: int) -> None:
-        """Turn away what would wait too long, and everybody when the server goes down."""
+    @contextmanager
+    def admitted(self, requests: int) -> Iterator[None]:
+        """Places in the queue for requests that are made in here, and then run: see `running`.
+
+        Turns away what would wait too long, and everybody when the server goes down. Who is let in is not turned away
+        later, however many come while its prompts are read.
+        """
+        self._admit(requests)
+        self._being_made += requests
+        try:
+            yield
+        except BaseException:
+            self._being_made -= requests
+            raise
+
+    def _admit(self, requests: int) -> None:
         rejected = self.loop.metrics.rejected_requests
         if self.draining:
             rejected["draining"] += 1
@@ -164,7 +181,7 @@ class Service:
         if not self.loop.is_alive:
             rejected["engine_died"] += 1
             raise unavailable(f"the engine has stopped: {self.loop.error}")
-        waiting, most = self.loop.waiting, self.limits.max_queue
+        waiting, most = self.loop.waiting + self._being_made, self.limits.max_queue
         if requests > most:
             raise bad_request(f"{requests} answers at once; the server queues at most {most}", "n")
         # Slots that are free take their share at once, so that an idle server never turns anybody away.
@@ -185,10 +202,10 @@ class Service:
     async def running(self, job: Job, receive: Receive) -> AsyncIterator[AsyncIterator[list[Piece]]]:
         """Batches of pieces until every choice has ended. Leaving early, or the client's leaving, ends the job.
 
-        A batch may be empty: nothing has come for a while. Raises ClientGone when nobody listens any more, and at once
-        where there is no room for the job.
+        A batch may be empty: nothing has come for a while. Raises ClientGone when nobody listens any more. The job was
+        made while `admitted` held places for it.
         """
-        self.admit(len(job.answers))
+        self._being_made -= len(job.answers)
         self.loop.submit(job)
         gone = asyncio.create_task(_until_gone(job, receive))
         try:

@@ -20,7 +20,7 @@ from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from windowpane.engine.startup import Started
+    from windowpane.engine.start import Started
 
 ROOF_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}  # well beyond any cache
 ROOF_RUNS = 5

@@ -1,0 +1,105 @@
+"""The devices an engine runs on, and what they decide: flags that were left out, and the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windowpane.models.spec import ModelSpec
+from windowpane.plan.config import ConfigError, EngineConfig
+from windowpane.plan.memory import Device
+from windowpane.plan.planner import Plan, make_plan
+
+if TYPE_CHECKING:
+    import torch
+
+# A CPU shares its memory with everything else on the machine.
+CPU_KV_BYTES = 4 * 2**30
+CPU_KV_SHARE = 4
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def resolve_devices(name: str, ranks: int) -> tuple[torch.device, ...]:
+    """One device per rank: cards one after another from the one that is named, or the CPU for all."""
+    import torch
+
+    first = resolve_device(name)
+    if first.type == "cpu":
+        return (first,) * ranks
+    count = torch.cuda.device_count()
+    if first.index + ranks > count:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} needs {ranks} CUDA devices from {first} on, and this machine has {count}; "
+            f"the most is --tensor-parallel-size {count - first.index}"
+        )
+    return tuple(torch.device("cuda", first.index + rank) for rank in range(ranks))
+
+
+def resolve_device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise ConfigError(f"--device {name!r} is not known; use auto, cpu, cuda or cuda:1")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(number or 0) >= count:
+            raise ConfigError(f"--device {name}: this machine has {count} CUDA devices; use --device cpu")
+        return torch.device("cuda", int(number or 0))
+    return torch.device("cpu")
+
+
+def resolve_config(config: EngineConfig, flags: Mapping[str, Any], devices: Sequence[torch.device]) -> EngineConfig:
+    """What the device decides where the user did not: steps overlap only where the device computes by itself."""
+    on_cpu = devices[0].type == "cpu"
+    if "async_scheduling" not in flags:
+        config = replace(config, async_scheduling=not on_cpu)
+    if on_cpu and config.kv_cache_memory_bytes is None:
+        kv_bytes = min(CPU_KV_BYTES, free_memory_bytes() // CPU_KV_SHARE)
+        config = replace(config, kv_cache_memory_bytes=kv_bytes // len(devices))
+    return config
+
+
+def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.device], dtype: str) -> Plan:
+    """The plan that every rank follows; a PlanError says by how much it does not fit, and the longest that would."""
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"--dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
+    if devices[0].type == "cpu":
+        if dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"--dtype {dtype}: CPUs compute in float32 here, other types are far slower; leave it out"
+            )
+        return make_plan(spec, config, gpu="cpu")
+    import torch
+
+    # Ranks are equal, so the smallest card decides.
+    card = min(map(torch.cuda.get_device_properties, devices), key=lambda c: c.total_memory)
+    if dtype != "auto":
+        spec = replace(spec, dtype=dtype)
+    plan = make_plan(spec, config, gpu_memory_bytes=card.total_memory)
+    return replace(plan, device=Device(card.name, card.total_memory, (card.major, card.minor)))
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process could still take, by the kernel's estimate and the container's limit."""
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free.append(int(line.split()[1]) * 1024)
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        free.append(max(0, int(limit[0]) - int(used[0])))
+    return min(free)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,36 @@
+"""Which model is meant: a path, an embedded model or a shipped shape; and where its tokenizer lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from windowpane.models import load, shipped_names
+from windowpane.models.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
+from windowpane.models.gguf import is_gguf
+from windowpane.models.spec import ModelSpec
+from windowpane.plan.config import ConfigError
+
+
+def find_model(model: str | Path | None, load_format: str = "auto") -> tuple[ModelSpec, Path | None]:
+    """The shape of a model, and where it lies: None for a shape without weights. No model is the embedded default."""
+    name = DEFAULT_GENERATE if model is None else str(model)
+    path = Path(name)
+    if path.exists():
+        return load(path), path
+    if load_format == "dummy" and name in shipped_names():
+        return load(name), None
+    if name in EMBEDDED:
+        embedded = embedded_path(name)
+        return replace(load(embedded), name=name), embedded
+    spec = load(name)
+    raise ConfigError(
+        f"{spec.name} is a shape without weights; give its directory or a GGUF file, or --load-format dummy for random "
+        "weights"
+    )
+
+
+def text_source(source: Path | None) -> Path | None:
+    """Where the tokenizer of the model at `source` lies, if it has one."""
+    has_one = source is not None and (is_gguf(source) or (source / "tokenizer.json").is_file())
+    return source if has_one else None

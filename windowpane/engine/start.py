@@ -1,0 +1,128 @@
+"""From what the user typed to an engine that runs: the model, the flags, the plan, and then exactly what it says.
+
+The plan comes first, from the code behind `windowpane plan`, and refuses what cannot fit before a byte is loaded. What
+was really taken is printed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windowpane.engine.accounts import print_accounts
+from windowpane.engine.devices import resolve_config, resolve_devices, resolve_plan
+from windowpane.engine.find import find_model, text_source
+from windowpane.engine.options import StartOptions, read_flags
+from windowpane.engine.progress import busy
+from windowpane.engine.ranks import start_ranks
+from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
+from windowpane.models.spec import ModelSpec
+from windowpane.plan.planner import Plan
+from windowpane.schedule.pace import Pace
+from windowpane.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from windowpane.engine.engine import Engine
+    from windowpane.lowering.scales import Calibration
+    from windowpane.parallel.job import RankJob, RankReport
+    from windowpane.parallel.launch import Workers
+    from windowpane.runners.cuda import CudaRunner
+    from windowpane.runners.plain import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running engine, the plan it follows, and where its model lies (None for a shape that came with the package).
+
+    `runner` is rank 0's own; `reports` says what every rank has taken. `workers` are the other ranks, if there are any.
+    """
+
+    engine: Engine
+    runner: Runner | CudaRunner
+    plan: Plan
+    source: Path | None
+    reports: tuple[RankReport, ...]
+    workers: Workers | None
+
+    def close(self) -> None:
+        """End the other ranks. The engine runs no more then; of one rank nothing has to be ended."""
+        if self.workers is not None:
+            self.workers.close()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.plan.sizing.spec
+
+    @property
+    def text_source(self) -> Path | None:
+        """Where the model's tokenizer lies, if it has one."""
+        return text_source(self.source)
+
+
+def start(model: str | Path | None, flags: Mapping[str, Any], console: Console | None = None) -> Started:
+    """Plan, load and start. Raises ValueError with one line for whoever gave a flag that cannot be honoured."""
+    options, config = read_flags(flags)
+    with busy(console, "looking at the model"):
+        spec, source = find_model(model, options.load_format)
+
+    from windowpane.engine.engine import Engine
+    from windowpane.engine.sampler import Sampler
+    from windowpane.models.running import runnable
+
+    runnable(spec)  # what cannot be run is refused before a byte is loaded
+    devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
+    config = resolve_config(config, flags, devices)
+    plan = resolve_plan(spec, config, devices, options.dtype)
+    config = plan.sizing.config  # --fit may ask for more sequences
+    assert plan.capacity is not None
+    manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
+    restore = RestorePoints(manager) if config.enable_prefix_caching else None
+    pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
+    scheduler = Scheduler(manager, config.batched_tokens, restore=restore, pace=pace)
+    ranks = start_ranks(_job(plan, options, source), devices, console)
+    sampler = Sampler(spec.vocab_size, devices[0], options.seed)
+    engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling)
+    if console is not None:
+        print_accounts(console, plan, ranks.reports)
+    return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
+
+
+def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
+    from windowpane.parallel.job import RankJob
+
+    assert plan.capacity is not None and plan.budget is not None
+    sizing, config = plan.sizing, plan.sizing.config
+    return RankJob(
+        spec=sizing.spec,
+        source=source,
+        load_format=options.load_format,
+        seed=options.seed,
+        dtype=sizing.compute_dtype,
+        layout=sizing.layout,
+        num_slabs=plan.capacity.num_slabs,
+        num_slots=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        batched_tokens=config.batched_tokens,
+        use_graphs=not config.enforce_eager,
+        need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,
+        calibration=_calibration(plan, source, options.load_format),
+    )
+
+
+def _calibration(plan: Plan, source: Path | None, load_format: str) -> Calibration:
+    """What coded KV formats can know of a model before it runs."""
+    from windowpane.lowering.scales import Calibration, warm_up_text
+    from windowpane.text.tokenizer import load_tokenizer
+    from windowpane.weights import load_kv_scales
+
+    formats = [group.kv_format for group in plan.sizing.layout.groups]
+    if not any(fmt is not None and fmt.family != "float" for fmt in formats):
+        return Calibration()
+    text = text_source(source)
+    tokens = load_tokenizer(text).encode(warm_up_text()) if text is not None else ()
+    return Calibration(load_kv_scales(source, plan.sizing.spec, load_format), tokens)
