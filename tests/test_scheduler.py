@@ -145,8 +145,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, layout, share, slots, budget, growth):
         whole = Capacity(layout, 0).slabs_for(1, 120)
         manager = KVManager(layout, max(1, whole * share // 100), slots, 120)
-        restore = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
-        self.engine = Engine(Scheduler(manager, max(budget, slots), growth, restore))
+        points = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
+        self.engine = Engine(Scheduler(manager, max(budget, slots), growth, points))
         self.requests: list[Request] = []
 
     @rule(

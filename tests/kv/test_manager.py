@@ -14,7 +14,7 @@ from tests.kv.test_layout import gemma_4_31b, layout_of
 from windowpane.kv import books as books_module
 from windowpane.kv.arena import Cursor, Move
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
-from windowpane.kv.manager import KVManager, ReservationError, Retained
+from windowpane.kv.manager import KVManager, ReservationError, RestorePoint
 from windowpane.kv.retention import Chunk, Full, Window, ceil_div
 
 SLOTS, LONGEST = 4, 150
@@ -32,7 +32,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = KVManager(layout, whole * share // 100, SLOTS, LONGEST)
         self.device = Device(self.manager)
         self.history: dict[int, tuple[int, ...]] = {}
-        self.kept: list[tuple[Retained, tuple[int, ...]]] = []
+        self.points: list[tuple[RestorePoint, tuple[int, ...]]] = []
         self.fresh_token = 0
 
     def _flush(self):
@@ -60,18 +60,18 @@ class ManagerMachine(RuleBasedStateMachine):
         limit=st.one_of(st.none(), st.integers(1, LONGEST)),
     )
     def resume(self, slot, tokens, pick, limit):
-        alive = [(k, h) for k, h in self.kept if k in self.manager.retained]
+        alive = [(k, h) for k, h in self.points if k in self.manager.restore_points]
         if slot in self.history or not alive:
             return
-        kept, history = alive[pick % len(alive)]
-        length = kept.length if limit is None else self.manager.longest_resume(kept, limit)
+        point, history = alive[pick % len(alive)]
+        length = point.length if limit is None else self.manager.longest_resume(point, limit)
         assume(tokens >= length > 0)
-        if not self.manager.can_reserve(self.manager.start_demand(tokens, kept, length)):
+        if not self.manager.can_reserve(self.manager.start_demand(tokens, point, length)):
             with pytest.raises(ReservationError):
-                self.manager.start(slot, tokens, kept, length)
+                self.manager.start(slot, tokens, point, length)
             return
-        self.manager.touch(kept)
-        self.manager.start(slot, tokens, kept, length)
+        self.manager.touch(point)
+        self.manager.start(slot, tokens, point, length)
         self.history[slot] = history[:length]
         self._flush()
 
@@ -101,9 +101,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.device.step(slot, self.history[slot], old, new, int(self.manager.state_slot[slot]))
         self.device.after_step(changes)
         self.manager.flip_states([slot])
-        for kept in points:
-            self.manager.publish(kept)
-            self.kept.append((kept, self.history[slot][: kept.length]))
+        for point in points:
+            self.manager.publish(point)
+            self.points.append((point, self.history[slot][: point.length]))
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
     def renew(self, slot, tokens):
@@ -116,21 +116,21 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.renew(slot, tokens)
 
     @rule(slot=st.integers(0, SLOTS - 1))
-    def retain(self, slot):
+    def leave_point(self, slot):
         if not self.history.get(slot):
             return
-        kept = self.manager.retain(slot)
+        point = self.manager.leave_point(slot)
         self._flush()
-        if kept is not None:
-            self.kept.append((kept, self.history[slot]))
-            self.manager.publish(kept)
+        if point is not None:
+            self.points.append((point, self.history[slot]))
+            self.manager.publish(point)
 
-    @precondition(lambda self: self.kept)
+    @precondition(lambda self: self.points)
     @rule(pick=st.integers(0, 20))
     def drop(self, pick):
-        kept, _ = self.kept.pop(pick % len(self.kept))
-        if kept in self.manager.retained:
-            self.manager.drop(kept)
+        point, _ = self.points.pop(pick % len(self.points))
+        if point in self.manager.restore_points:
+            self.manager.drop(point)
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def release(self, slot):
@@ -139,18 +139,18 @@ class ManagerMachine(RuleBasedStateMachine):
             del self.history[slot]
 
     @rule(slot=st.integers(0, SLOTS - 1))
-    def release_and_keep(self, slot):
+    def release_and_leave_point(self, slot):
         if self.history.get(slot):
-            self.kept.append((self.manager.release_and_keep(slot), self.history.pop(slot)))
+            self.points.append((self.manager.release_and_leave_point(slot), self.history.pop(slot)))
 
     @rule(tokens=st.integers(1, LONGEST))
     def give_way(self, tokens):
         demand = self.manager.demand(tokens)
-        before = self.manager.retained
+        before = self.manager.restore_points
         if self.manager.give_way(demand):
             assert self.manager.can_reserve(demand)
         else:
-            assert self.manager.retained == before
+            assert self.manager.restore_points == before
 
     @invariant()
     def everything_adds_up(self):
@@ -316,17 +316,17 @@ def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(
     manager.start(0, 32)
     manager.extend(0, 32)
     step(0, history, 0)
-    kept = manager.retain(0)
-    manager.publish(kept)
+    point = manager.leave_point(0)
+    manager.publish(point)
     manager.release(0)
-    manager.start(1, 64, kept)
+    manager.start(1, 64, point)
     step(1, history, 32)
     # As if room had to be made within this very step: empty the slab that holds the shared pages.
     if moving == "everything, beforehand":
         manager.books.apply_moves(0, _move_pages(manager, but=set()))
     manager.extend(1, 49)  # slides past a shared page, which this step still reads
     if moving != "everything, beforehand":
-        staying = set() if moving == "everything" else set(manager.kept_offsets(kept, 0).tolist())
+        staying = set() if moving == "everything" else set(manager.point_offsets(point, 0).tolist())
         manager.books.apply_moves(0, _move_pages(manager, but=staying))
     step(1, (*history, *range(500, 517)), 32)
     manager.check_integrity()
@@ -335,7 +335,7 @@ def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(
 def _move_pages(manager: KVManager, but: set[int]) -> list[Move]:
     """Move all pages of the first group, but these, into a slab of their own."""
     arena = manager.arena
-    held = {int(o) for kept in manager.retained for o in manager.kept_offsets(kept, 0)}
+    held = {int(o) for point in manager.restore_points for o in manager.point_offsets(point, 0)}
     held |= {int(o) for slot in range(manager.num_slots) for o in manager.tables[0].page_offsets(slot)}
     sources = sorted(held - but)
     targets = arena.take(0, len(sources), Cursor())
@@ -347,15 +347,15 @@ def _move_pages(manager: KVManager, but: set[int]) -> list[Move]:
 def test_giving_up_restore_points_stops_once_it_fits():
     layout = layout_of([TokenCache(0, Full(), 1, 64, 64)], block_tokens=16)
     manager = KVManager(layout, 10 // layout.pages_per_slab(layout.groups[0]), 4, 160)
-    kept = []
+    points = []
     for _ in range(4):
         manager.start(0, 32)
         manager.extend(0, 32)
-        kept.append(manager.release_and_keep(0))
+        points.append(manager.release_and_leave_point(0))
 
     manager.start(1, 48)
     manager.extend(1, 48)
-    assert manager.retained == kept[1:]
+    assert manager.restore_points == points[1:]
 
 
 def test_a_pinned_page_is_never_given_up():
@@ -363,15 +363,15 @@ def test_a_pinned_page_is_never_given_up():
     manager = KVManager(layout, 10, 4, 160)
     manager.start(0, 64)
     manager.extend(0, 64)
-    kept = manager.retain(0)
-    manager.publish(kept)
-    assert kept is not None
+    point = manager.leave_point(0)
+    manager.publish(point)
+    assert point is not None
     assert manager.can_reserve(manager.demand(96))
     assert not manager.can_reserve(manager.demand(97))
     manager.start(1, 96)
     manager.extend(1, 96)
     manager.check_integrity()
-    assert manager.retained == [kept]
+    assert manager.restore_points == [point]
 
 
 def test_a_prompt_longer_than_a_window_pool_fits():

@@ -21,10 +21,10 @@ from windowpane.kv.books import Books, ReservationError
 from windowpane.kv.changes import Changes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
-from windowpane.kv.sharing import NO_IDS, Ids, Retained
+from windowpane.kv.sharing import NO_IDS, Ids, RestorePoint
 from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 
-__all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "Retained"]
+__all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "RestorePoint"]
 
 Demand = Sequence[int]  # pages per group
 
@@ -79,7 +79,7 @@ class KVManager:
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
-    def start(self, slot: int, tokens: int, resume: Retained | None = None, length: int | None = None) -> None:
+    def start(self, slot: int, tokens: int, resume: RestorePoint | None = None, length: int | None = None) -> None:
         """Reserve room for `tokens` tokens in an empty slot.
 
         With a restore point the sequence begins with its tokens, or with the first `length` of them: one of those that
@@ -110,7 +110,7 @@ class KVManager:
             self.books.let_go(g, ids)
         self._reopen(slot)
 
-    def start_demand(self, tokens: int, resume: Retained | None = None, length: int | None = None) -> list[int]:
+    def start_demand(self, tokens: int, resume: RestorePoint | None = None, length: int | None = None) -> list[int]:
         """Pages per group that `start` needs: new ones, and those of the restore point that are only cached."""
         demand = self.demand(tokens)
         if resume is not None:
@@ -148,7 +148,7 @@ class KVManager:
                 self._extend_group(g, slot, old_length, length)
         self.lengths[slot] = length
 
-    def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[Retained]:
+    def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[RestorePoint]:
         """`extend`, leaving restore points inside the chunk: at these ascending lengths, where memory allows.
 
         As if the chunk had been cut there; only that one step writes all of it, the pages that it has slid past at its
@@ -158,13 +158,13 @@ class KVManager:
         points = []
         for tail in tails:
             self.extend(slot, tail)
-            kept = self.retain(slot)
-            if kept is None:
+            point = self.leave_point(slot)
+            if point is None:
                 continue
-            points.append(kept)
+            points.append(point)
             for g, table in enumerate(self.tables):
                 if table.is_ring:
-                    self._log_tail(g, slot, written_from, kept)
+                    self._log_tail(g, slot, written_from, point)
             written_from = tail
         self.extend(slot, length)
         return points
@@ -190,7 +190,7 @@ class KVManager:
         self.state_slot[slot] = 0
         self.reserved_tokens[slot] = 0
 
-    def release_and_keep(self, slot: int) -> Retained:
+    def release_and_leave_point(self, slot: int) -> RestorePoint:
         """`release`, leaving a restore point at the sequence's length. It takes no memory that the sequence had not.
 
         Only for a sequence that no step in flight computes.
@@ -201,10 +201,10 @@ class KVManager:
             if isinstance(table.group.retention, State):
                 offsets = table.entries[slot, self.state_slot[slot]].copy()
             pages.append(self.books.shared[g].share(offsets, slots=1))
-        kept = Retained(int(self.lengths[slot]), pages)
-        self.books.keep(kept)
+        point = RestorePoint(int(self.lengths[slot]), pages)
+        self.books.keep(point)
         self.release(slot)
-        return kept
+        return point
 
     def take_changes(self) -> Changes:
         """Close the step being put together. What it alone still reads is free for the steps after it."""
@@ -224,7 +224,7 @@ class KVManager:
 
     # -- restore points --------------------------------------------------------------------------------------------
 
-    def retain(self, slot: int) -> Retained | None:
+    def leave_point(self, slot: int) -> RestorePoint | None:
         """Keep a restore point at the sequence's present length; None where memory does not allow one.
 
         The sequence goes on: its full pages are shared in place, and its window pages become read-only, so it is
@@ -248,34 +248,34 @@ class KVManager:
                 table.pinned[slot] += replacements[g] // table.group.stripes
             pages.append(self.books.shared[g].share(self._held_pages(g, slot), slots=1))
         self._reopen(slot)
-        kept = Retained(int(self.lengths[slot]), pages, pending=True)
-        self.books.keep(kept)
+        point = RestorePoint(int(self.lengths[slot]), pages, pending=True)
+        self.books.keep(point)
         for g, ids in enumerate(pages):
             self.books.hold(g, ids)
-        return kept
+        return point
 
-    def publish(self, kept: Retained) -> None:
+    def publish(self, point: RestorePoint) -> None:
         """The step that computes this restore point has landed: it may be resumed from, and given up."""
-        if kept.pending and kept in self.books.retained:
-            kept.pending = False
-            for g, ids in enumerate(kept.pages):
+        if point.pending and point in self.books.points:
+            point.pending = False
+            for g, ids in enumerate(point.pages):
                 self.books.let_go(g, ids)
 
-    def drop(self, kept: Retained) -> None:
+    def drop(self, point: RestorePoint) -> None:
         """Forget a restore point; pages that nobody else holds are free again."""
-        self.books.drop(kept)
+        self.books.drop(point)
 
-    def touch(self, kept: Retained) -> None:
+    def touch(self, point: RestorePoint) -> None:
         """Mark a restore point as used just now."""
-        self.books.touch(kept)
+        self.books.touch(point)
 
-    def longest_resume(self, kept: Retained, limit: int) -> int:
+    def longest_resume(self, point: RestorePoint, limit: int) -> int:
         """The longest length up to `limit` at which every group can go on from this restore point; 0 for none."""
-        length, before = min(kept.length, limit), -1
+        length, before = min(point.length, limit), -1
         while length != before:
             before = length
             for group in self.layout.groups:
-                length = group.retention.longest_resume(kept.length, length)
+                length = group.retention.longest_resume(point.length, length)
         return length
 
     def give_way(self, demand: Demand) -> bool:
@@ -288,23 +288,25 @@ class KVManager:
         pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
         if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
             return False
-        for kept in list(books.retained):
+        for point in list(books.points):
             if self.can_reserve(demand):
                 break
-            if not kept.pending and self._pins(kept):
+            if not point.pending and self._pins(point):
                 books.evictions += 1
-                books.drop(kept)
+                books.drop(point)
         return self.can_reserve(demand)
 
-    def use_for_restoring(self, worth: Callable[[Retained], float], on_drop: Callable[[Retained], None]) -> None:
+    def use_for_restoring(
+        self, worth: Callable[[RestorePoint], float], on_drop: Callable[[RestorePoint], None]
+    ) -> None:
         """Let whoever decides what to keep say what each restore point is worth, and hear when one is given up."""
         self.books.worth, self.books.on_drop = worth, on_drop
 
     # -- counting --------------------------------------------------------------------------------------------------
 
     @property
-    def retained(self) -> list[Retained]:
-        return list(self.books.retained)
+    def restore_points(self) -> list[RestorePoint]:
+        return list(self.books.points)
 
     @property
     def live_pages(self) -> list[int]:
@@ -348,9 +350,9 @@ class KVManager:
             total += columns * table.group.stripes * table.group.page_bytes
         return total
 
-    def kept_offsets(self, kept: Retained, group: int) -> NDArray[np.int32]:
+    def point_offsets(self, point: RestorePoint, group: int) -> NDArray[np.int32]:
         """Where the pages of a restore point lie now."""
-        return self.books.shared[group].offsets[kept.pages[group]]
+        return self.books.shared[group].offsets[point.pages[group]]
 
     def owned_pages(self, slot: int, group: int) -> int:
         """Pages of a sequence that no restore point holds."""
@@ -365,7 +367,7 @@ class KVManager:
         """Raise AssertionError unless nothing is live or promised, as befits memory without sequences."""
         assert not any(self.reserved_tokens), "a slot is in use"
         assert not any(self.live_pages) and not any(self.promised_pages), "idle, but pages are held"
-        if not self.books.retained:
+        if not self.books.points:
             self.check_integrity()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -417,14 +419,14 @@ class KVManager:
         table.pinned[slot] -= len(passed)
         return emptied
 
-    def _log_tail(self, g: int, slot: int, written_from: int, kept: Retained) -> None:
+    def _log_tail(self, g: int, slot: int, written_from: int, point: RestorePoint) -> None:
         """Have this step's tokens of the tail written to its pages; what came before them lies there already."""
         table = self.tables[g]
-        held = self._held(g, kept.length)
+        held = self._held(g, point.length)
         start = max(written_from, held.start)
-        if start < kept.length:
+        if start < point.length:
             first = start // table.block_tokens - held.start // table.block_tokens
-            self.books.log.tail(g, slot, start, kept.length, kept.pages[g][first * table.group.stripes :])
+            self.books.log.tail(g, slot, start, point.length, point.pages[g][first * table.group.stripes :])
 
     def _held(self, g: int, length: int) -> range:
         retention = self.tables[g].group.retention
@@ -449,27 +451,27 @@ class KVManager:
         if not self.tables[g].is_ring:
             return 0
         shared = self.books.shared[g]
-        pinned = (shared.slots == 1) & (shared.kept > 0)
-        for kept in self.books.retained:
-            if kept.pending:
-                pinned[kept.pages[g]] = False
+        pinned = (shared.slots == 1) & (shared.point_counts > 0)
+        for point in self.books.points:
+            if point.pending:
+                pinned[point.pages[g]] = False
         for place, ids in self.books.outgoing.items():
             if place[0] == g:
                 pinned[ids] = False
         return int(np.count_nonzero(pinned))
 
-    def _pins(self, kept: Retained) -> bool:
+    def _pins(self, point: RestorePoint) -> bool:
         """Whether a running sequence alone holds a window page that this restore point alone keeps."""
         for g, table in enumerate(self.tables):
-            shared, ids = self.books.shared[g], kept.pages[g]
-            if table.is_ring and ((shared.slots[ids] == 1) & (shared.kept[ids] >= 1)).any():
+            shared, ids = self.books.shared[g], point.pages[g]
+            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
                 return True
         return False
 
-    def _resumed_part(self, g: int, kept: Retained, length: int) -> Ids:
+    def _resumed_part(self, g: int, point: RestorePoint, length: int) -> Ids:
         """Pages of a restore point that a sequence of `length` tokens can be asked for."""
-        table, ids = self.tables[g], kept.pages[g]
-        if length == kept.length or not (table.grows or table.is_ring):
+        table, ids = self.tables[g], point.pages[g]
+        if length == point.length or not (table.grows or table.is_ring):
             return ids
         columns = len(table.held_columns(length))
         if columns == 0:
@@ -477,7 +479,7 @@ class KVManager:
         stripes, block = table.group.stripes, table.block_tokens
         first = 0
         if table.is_ring:
-            first = self._held(g, length).start // block - self._held(g, kept.length).start // block
+            first = self._held(g, length).start // block - self._held(g, point.length).start // block
         return ids[first * stripes : (first + columns) * stripes]
 
     def _shared_part(self, g: int, resumed: Ids, length: int) -> Ids:

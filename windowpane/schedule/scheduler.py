@@ -8,8 +8,8 @@ A request is admitted when its whole prompt and the next `growth_tokens` can be 
 waits for memory until that is used up. Decoding requests live in arrays and are advanced together; Python looks at one
 of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
 
-With restore points (`keeping`), an admitted request begins where an earlier one left what it shares with it, and leaves
-its own for later ones.
+With restore points (`restoring`), an admitted request begins with what it shares with an earlier one, and leaves points
+of its own for later ones.
 
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
@@ -25,12 +25,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.kv.manager import KVManager, Retained
+from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
+from windowpane.kv.sharing import RestorePoint
 from windowpane.schedule.batch import Batch, PromptChunk
-from windowpane.schedule.keeping import Keeping
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.request import FinishReason, Request
+from windowpane.schedule.restoring import NoRestorePlanner, RestorePlanner
 
 DEFAULT_GROWTH_TOKENS = 256
 MAX_STEPS_IN_FLIGHT = 2
@@ -47,15 +48,15 @@ class RequestTooLong(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step whose tokens are not known yet."""
+class _StepInFlight:
+    """The scheduler's book of a step whose tokens are not known yet."""
 
     step: int
     slots: NDArray[np.int64]  # all sequences in it
     sampling_slots: NDArray[np.int64]
     sampling: list[Request]
     last: NDArray[np.bool_]  # rows that sample the last token of a request's life
-    points: list[Retained] = field(default_factory=list)  # restore points that it writes
+    points: list[RestorePoint] = field(default_factory=list)  # restore points that it writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Scheduler:
         manager: KVManager,
         max_num_batched_tokens: int,
         growth_tokens: int = DEFAULT_GROWTH_TOKENS,
-        restore: RestorePoints | None = None,
+        restore_points: RestorePoints | None = None,
         pace: Pace | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots:
@@ -86,7 +87,7 @@ class Scheduler:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
-        self._keeping = None if restore is None else Keeping(restore)  # None: nothing is kept
+        self.restoring = RestorePlanner(restore_points) if restore_points else NoRestorePlanner(manager)
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -104,7 +105,7 @@ class Scheduler:
         self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
         self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
         self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
-        self._flights: deque[_Flight] = deque()
+        self._unlanded: deque[_StepInFlight] = deque()  # oldest first
         self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
         self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
 
@@ -151,16 +152,11 @@ class Scheduler:
 
     def forget_restore_points(self) -> None:
         """A step failed: nothing that was kept can be trusted."""
-        if self._keeping is not None:
-            self._keeping.points.clear()
+        self.restoring.clear()
 
     @property
     def cache_stats(self) -> CacheStats:
-        return CacheStats() if self._keeping is None else self._keeping.points.stats
-
-    @property
-    def restore(self) -> RestorePoints | None:
-        return None if self._keeping is None else self._keeping.points
+        return self.restoring.stats
 
     @property
     def has_work(self) -> bool:
@@ -168,13 +164,13 @@ class Scheduler:
 
     @property
     def steps_in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._unlanded)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
         """The next step, or None when there is nothing to compute now."""
-        if len(self._flights) >= MAX_STEPS_IN_FLIGHT:
+        if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
         decoding = self._decode()
         budget = self.max_num_batched_tokens - len(decoding)
@@ -191,12 +187,11 @@ class Scheduler:
         self._take_off(slots, decoding, chunks)
         self._step += 1
         changes = manager.take_changes()
-        if self._keeping is not None:
-            written, shared = self._keeping.close_step()
-            self._flights[-1].points.extend(written)
-            for slot in shared:
-                if slot in self._decoding:  # what is kept must not be overwritten
-                    self._set_horizon(slot)
+        written, shared = self.restoring.close_step()
+        self._unlanded[-1].points.extend(written)
+        for slot in shared:
+            if slot in self._decoding:  # what a point keeps must not be overwritten
+                self._set_horizon(slot)
         return Batch(
             step=self._step,
             decode_slots=decoding,
@@ -208,19 +203,19 @@ class Scheduler:
 
     def commit(self, tokens: Sequence[int] | NDArray[np.int64]) -> list[Request]:
         """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now."""
-        flight = self._flights.popleft()
+        step = self._unlanded.popleft()
         sampled = np.asarray(tokens, dtype=np.int64)
-        if len(sampled) != len(flight.sampling):
-            raise ValueError(f"step {flight.step} samples {len(flight.sampling)} tokens, got {len(sampled)}")
-        self._in_flight[flight.slots] -= 1
-        for request, token in zip(flight.sampling, sampled.tolist(), strict=True):
+        if len(sampled) != len(step.sampling):
+            raise ValueError(f"step {step.step} samples {len(step.sampling)} tokens, got {len(sampled)}")
+        self._in_flight[step.slots] -= 1
+        for request, token in zip(step.sampling, sampled.tolist(), strict=True):
             if request.finish_reason is None:
                 request.output.append(token)
-            elif self._keeping is not None:
-                self._keeping.hear(request, token)
-        for kept in flight.points:
-            self.manager.publish(kept)
-        finished = self._finish(flight, sampled)
+            else:
+                self.restoring.hear(request, token)
+        for point in step.points:
+            self.manager.publish(point)
+        finished = self._finish(step, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
             self._depart(slot)
         if not self.running:
@@ -312,26 +307,18 @@ class Scheduler:
         return chunks
 
     def _chunk(self, slot: int, budget: int) -> PromptChunk:
-        request, keeping = self.running[slot], self._keeping
+        request, restoring = self.running[slot], self.restoring
         start = int(self.manager.lengths[slot])
-        stop = min(request.known_tokens, start + budget)
-        keep_hidden = hidden = None
-        if keeping is None:
-            self.manager.extend(slot, stop)
-        else:
-            marks = keeping.marks(slot, start)
-            if marks and self.manager.has_state:
-                stop = min(stop, marks[0])  # a state exists only where a chunk ends
-            keeping.extend(slot, request, stop)
-            at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
-            keep_hidden = keeping.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)
-            hidden = keeping.take_hidden(slot)
+        stop = restoring.end_of_chunk(slot, min(request.known_tokens, start + budget))
+        restoring.extend(slot, request, stop)
+        at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
+        keep_hidden = restoring.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)
+        hidden = restoring.take_hidden(slot)
         done = stop == request.known_tokens
         if done:
             del self._prefilling[slot]
             self._start_decoding(slot)
-            if keeping is not None:
-                keeping.end_prompt(slot)
+            restoring.end_prompt(slot)
         return PromptChunk(slot, start, request.tokens(start, stop), done, keep_hidden, hidden)
 
     def _admit(self) -> int | None:
@@ -357,14 +344,14 @@ class Scheduler:
         Who resumes pins the window's pages beside its own, so where memory is short it may have to begin afresh.
         """
         manager = self.manager
-        hit = Hit(miss="prefix caching is off") if self._keeping is None else self._keeping.look_up(request)
-        if hit.kept is not None:
-            demand = manager.start_demand(tokens, hit.kept, hit.length)
+        hit = self.restoring.look_up(request)
+        if hit.point is not None:
+            demand = manager.start_demand(tokens, hit.point, hit.length)
             if manager.can_reserve(demand):
                 return hit
             manager.give_way(demand)
-            if hit.kept in manager.books.retained and manager.can_reserve(
-                manager.start_demand(tokens, hit.kept, hit.length)
+            if hit.point in manager.books.points and manager.can_reserve(
+                manager.start_demand(tokens, hit.point, hit.length)
             ):
                 return hit
             hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
@@ -380,11 +367,10 @@ class Scheduler:
 
     def _start(self, request: Request, tokens: int, hit: Hit) -> int:
         slot: int = self._free_slots.pop()
-        if hit.kept is not None:
-            self.manager.touch(hit.kept)
-        self.manager.start(slot, tokens, hit.kept, hit.length if hit.kept is not None else None)
-        if self._keeping is not None:
-            self._keeping.admit(slot, request, hit)
+        if hit.point is not None:
+            self.manager.touch(hit.point)
+        self.manager.start(slot, tokens, hit.point, hit.length if hit.point is not None else None)
+        self.restoring.admit(slot, request, hit)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._prefilling[slot] = None
@@ -406,17 +392,17 @@ class Scheduler:
             sampling_slots = np.concatenate([decoding, np.array(new, dtype=np.int64)])
         sampling = [self.running[slot] for slot in sampling_slots.tolist()]
         last = self.manager.lengths[sampling_slots] >= self._last_length[sampling_slots]
-        self._flights.append(_Flight(self._step + 1, slots, sampling_slots, sampling, last))
+        self._unlanded.append(_StepInFlight(self._step + 1, slots, sampling_slots, sampling, last))
 
-    def _finish(self, flight: _Flight, sampled: NDArray[np.int64]) -> list[Request]:
+    def _finish(self, step: _StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
         """Requests that a stop token or their length has ended; their slots leave."""
-        may_end = (self._stop_ids[flight.sampling_slots] == sampled[:, None]).any(axis=1) | flight.last
+        may_end = (self._stop_ids[step.sampling_slots] == sampled[:, None]).any(axis=1) | step.last
         rows = np.flatnonzero(may_end).tolist()
         if self._many_stops:
-            rows += [row for row, request in enumerate(flight.sampling) if request in self._many_stops]
+            rows += [row for row, request in enumerate(step.sampling) if request in self._many_stops]
         finished = []
         for row in rows:
-            request = flight.sampling[row]
+            request = step.sampling[row]
             if request.finish_reason is None and (reason := _reason_to_end(request)):
                 request.finish_reason = reason
                 finished.append(request)
@@ -441,12 +427,11 @@ class Scheduler:
     def _depart(self, slot: int) -> None:
         leaving = self._leaving.pop(slot)
         request = self.running.pop(slot)
-        if self._keeping is not None and leaving.keep:
-            self._keeping.release(slot, request)
+        if leaving.keep:
+            self.restoring.release(slot, request)
         else:
             self.manager.release(slot)
-        if self._keeping is not None:
-            self._keeping.forget(slot, request)
+        self.restoring.forget(slot, request)
         del self._slot_of[request]
         self._many_stops.discard(request)
         self._free_slots.append(slot)

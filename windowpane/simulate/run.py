@@ -112,8 +112,8 @@ class Simulation:
         slots = min(config.max_num_seqs, tokens)
         in_flight = policy.chunks_in_flight * tokens
         manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, max_model_len, in_flight)
-        restore = RestorePoints(manager) if prefix_caching else None
-        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore=restore)
+        points = RestorePoints(manager) if prefix_caching else None
+        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore_points=points)
         # Sliding layers that are reserved in full still read only what they see.
         self.cost: CostModel = cost_model(sizing, sizing.layout if policy.swa_full else layout, card)
         self.result = Result(policy.name, arena_bytes=manager.arena.total_bytes)
