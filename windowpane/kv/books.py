@@ -84,6 +84,14 @@ class Books:
         self.promised_pages[g] -= pages
         self.live_pages[g] += pages
 
+    def take_back(self, g: int, slot: int, offsets: Offsets) -> None:
+        """Turn live pages that only this sequence holds into promised ones again."""
+        pages = len(offsets)
+        self.live_pages[g] -= pages
+        self.promised_pages[g] += pages
+        self.credits[g][slot] += pages
+        self.arena.free(g, offsets)
+
     # -- taking ----------------------------------------------------------------------------------------------------
 
     def take(self, g: int, pages: int, cursor: Cursor) -> Offsets:

@@ -37,7 +37,11 @@ class GroupBytes:
 
 
 class KVManager:
-    """Memory of up to `num_slots` running sequences of up to `max_model_len` tokens in `num_slabs` slabs."""
+    """Memory of up to `num_slots` running sequences of up to `max_model_len` tokens in `num_slabs` slabs.
+
+    `rollback_tokens` is how many of its last tokens a sequence can take back (`truncate`): windows and chunks hold as
+    many more past tokens.
+    """
 
     def __init__(
         self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int = 0
@@ -53,6 +57,10 @@ class KVManager:
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self.state_slot = np.zeros(num_slots, dtype=np.int8)  # which of the two states is the present one
         self.reserved_tokens = [0] * num_slots
+        # Per slot: `truncate` goes back neither beyond the last restore point that the sequence left or began with,
+        # nor `rollback_tokens` beyond the longest length that it was truncated from.
+        self._point_length = [0] * num_slots
+        self._truncated_from = [0] * num_slots
         # Per slot, the groups whose table can still change: a full ring drops out until one of its pages is shared.
         self._open: list[list[int]] = [[] for _ in range(num_slots)]
         self._just_resumed: set[int] = set()  # slots that took over a restore point in the step being put together
@@ -71,6 +79,13 @@ class KVManager:
         """Whether one sequence of this length fits an otherwise empty arena."""
         needed = zip(self.demand(tokens), self.arena.pages_per_slab, strict=True)
         return sum(-(-pages // per_slab) for pages, per_slab in needed) <= self.arena.num_slabs
+
+    def shortest_truncation(self, slot: int) -> int:
+        """The shortest length that this sequence can be truncated to now."""
+        if self.has_state:
+            return int(self.lengths[slot])  # a state exists only at the sequence's length
+        longest = max(int(self.lengths[slot]), self._truncated_from[slot])
+        return max(self._point_length[slot], longest - self.rollback_tokens)
 
     def horizon(self, slot: int) -> int:
         """The longest length this sequence reaches without `extend` or `renew`."""
@@ -100,6 +115,7 @@ class KVManager:
             for g, ids in enumerate(resumed):
                 self.books.hold(g, ids)  # taking pages may give up the restore point itself, but not these
             self._adopt(slot, tokens, resumed, length)
+            self._point_length[slot] = length
             self._just_resumed.add(slot)
         for g, table in enumerate(self.tables):
             if not table.grows and not table.is_ring:
@@ -169,9 +185,30 @@ class KVManager:
         self.extend(slot, length)
         return points
 
-    def advance(self, slots: NDArray[np.int64]) -> None:
-        """One more token for each of these sequences, all of them short of their horizon."""
-        self.lengths[slots] += 1
+    def advance(self, slots: NDArray[np.int64], tokens: int = 1) -> None:
+        """So many more tokens for each of these sequences, all of which stay within their horizon."""
+        self.lengths[slots] += tokens
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Take back the last tokens of a sequence that no step in flight computes: it has `length` tokens again.
+
+        Pages of full groups that become empty are promised to the sequence again, so that it can grow as before.
+        Windows and chunks keep their pages, of which the rows beyond `length` are written anew. A page that a restore
+        point keeps is not written below that point's length, so no truncation goes further back than that.
+        """
+        old_length, shortest = int(self.lengths[slot]), self.shortest_truncation(slot)
+        if not shortest <= length <= old_length:
+            limit = f"rollback_tokens {self.rollback_tokens}, last restore point at {self._point_length[slot]}"
+            if self.has_state:
+                limit = "a recurrent state exists only for its latest token, so this layout takes rollback_tokens 0"
+            raise ValueError(
+                f"slot {slot} holds {old_length} tokens and can be truncated to {shortest}, not to {length} ({limit})"
+            )
+        for g, table in enumerate(self.tables):
+            if table.grows:
+                self.books.take_back(g, slot, table.truncate(slot, length))
+        self._truncated_from[slot] = max(old_length, self._truncated_from[slot])
+        self.lengths[slot] = length
 
     def flip_states(self, slots: NDArray[np.int64]) -> None:
         """A step wrote these sequences' other state: it is the present one from now on."""
@@ -189,6 +226,8 @@ class KVManager:
         self.lengths[slot] = 0
         self.state_slot[slot] = 0
         self.reserved_tokens[slot] = 0
+        self._point_length[slot] = 0
+        self._truncated_from[slot] = 0
 
     def release_and_leave_point(self, slot: int) -> RestorePoint:
         """`release`, leaving a restore point at the sequence's length. It takes no memory that the sequence had not.
@@ -249,6 +288,7 @@ class KVManager:
             pages.append(self.books.shared[g].share(self._held_pages(g, slot), slots=1))
         self._reopen(slot)
         point = RestorePoint(int(self.lengths[slot]), pages, pending=True)
+        self._point_length[slot] = point.length
         self.books.keep(point)
         for g, ids in enumerate(pages):
             self.books.hold(g, ids)
@@ -392,7 +432,7 @@ class KVManager:
         table = self.tables[g]
         replaced: list[int] = []
         if table.pinned[slot]:
-            replaced = self._slide_past(g, slot, table.fresh_columns(old_length, length))
+            replaced = self._slide_past(g, slot, table.fresh_columns(slot, old_length, length))
         missing = table.missing(slot, old_length, length)
         if len(missing):
             self.books.fill(g, slot, missing, replaced)
@@ -429,9 +469,10 @@ class KVManager:
             self.books.log.tail(g, slot, start, point.length, point.pages[g][first * table.group.stripes :])
 
     def _held(self, g: int, length: int) -> range:
+        """Tokens of this group that a restore point at `length` keeps."""
         retention = self.tables[g].group.retention
         assert not isinstance(retention, State) and self.tables[g].block_tokens
-        return retention.held(length, self.rollback_tokens)  # type: ignore[union-attr]  # windows and chunks only
+        return retention.held(length)  # type: ignore[union-attr]  # windows and chunks only
 
     def _held_pages(self, g: int, slot: int) -> NDArray[np.int32]:
         """What the sequence can still be asked for, oldest block first (nothing for State)."""
