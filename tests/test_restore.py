@@ -77,6 +77,13 @@ class RestoringMachine(SchedulerMachine):
         self.requests.append(one)
 
 
+class DraftingMachine(RestoringMachine):
+    """Restore points and drafts: a point never keeps a draft that was not accepted."""
+
+    with_drafts = True
+
+
+TestDrafting = DraftingMachine.TestCase
 TestRestoring = RestoringMachine.TestCase
 TestRestoring.settings = settings(
     max_examples=int(LONG) if LONG else 60,
@@ -84,6 +91,9 @@ TestRestoring.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+TestDrafting.settings = TestRestoring.settings
 
 
 def engine_for(

@@ -512,7 +512,8 @@ def test_what_drafts_wrote_can_be_taken_back_again_and_again(retention, back):
     manager = rollback_manager(retention)
     manager.start(0, 300)
     sequence = Sequence(manager)
-    sequence.grow(70)
+    sequence.grow(82)
+    sequence.truncate(82 - back)  # the first tokens of a window of 32 then lie in a page before those of 82 tokens
     while len(sequence.history) < 250:
         sequence.grow(len(sequence.history) + 5)
         sequence.truncate(len(sequence.history) - back)

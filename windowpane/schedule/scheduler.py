@@ -13,6 +13,10 @@ of its own for later ones.
 
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
+
+With `draft_tokens`, a decoding sequence computes up to so many drafted tokens beside its own in each step, and `commit`
+says how many tokens each sequence has gained; the manager takes back the rest. Such steps do not overlap: where the
+next one starts is known only when this one has landed.
 """
 
 from __future__ import annotations
@@ -77,16 +81,26 @@ class Scheduler:
         growth_tokens: int = DEFAULT_GROWTH_TOKENS,
         restore_points: RestorePoints | None = None,
         pace: Pace | None = None,
+        draft_tokens: int = 0,
     ) -> None:
-        if max_num_batched_tokens < manager.num_slots:
+        if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
+            drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({manager.num_slots}): every running sequence needs one token a step"
+                f"({manager.num_slots}){drafts}: every running sequence needs its tokens in a step"
             )
+        if draft_tokens > manager.rollback_tokens:
+            raise ValueError(
+                f"draft_tokens ({draft_tokens}) must not exceed the manager's rollback_tokens "
+                f"({manager.rollback_tokens}): drafts that are not accepted are taken back"
+            )
+        if draft_tokens and manager.has_state:
+            raise ValueError(f"draft_tokens ({draft_tokens}) must be 0 for a model with recurrent states")
         slots = manager.num_slots
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
+        self.draft_tokens = draft_tokens
         self.restoring = RestorePlanner(restore_points) if restore_points else NoRestorePlanner(manager)
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
@@ -99,7 +113,9 @@ class Scheduler:
         self._prefilling: dict[int, None] = {}  # slots, in order of admission
         self._decoding: dict[int, None] = {}
         self._decoding_slots: NDArray[np.int64] | None = None  # the same as an array, None when out of date
+        # From this length on, a sequence's next step may go beyond what the manager has given it.
         self._horizon = np.zeros(slots, dtype=np.int64)
+        self._drafted = np.zeros(slots, dtype=np.int64)  # drafted tokens in the sequence's last decoding step
         self._last_length = np.zeros(slots, dtype=np.int64)  # a sequence's length when its last token is sampled
         self._stop_ids = np.full((slots, STOP_IDS), NO_TOKEN, dtype=np.int64)
         self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
@@ -172,8 +188,10 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
+        if self.draft_tokens and self._unlanded:
+            raise RuntimeError("steps with drafts do not overlap: commit the step in flight first")
         decoding = self._decode()
-        budget = self.max_num_batched_tokens - len(decoding)
+        budget = self.max_num_batched_tokens - len(decoding) * (1 + self.draft_tokens)
         if self.pace is not None and len(decoding):
             budget = min(budget, self.pace.tokens())
         chunks = self._prefill(budget)
@@ -184,6 +202,7 @@ class Scheduler:
         state_slots = manager.state_slot[slots]
         computed = [c.slot for c in chunks if len(c.tokens)]
         manager.flip_states(np.concatenate([decoding, np.array(computed, dtype=np.int64)]) if chunks else decoding)
+        draft_rows = self._drafted[decoding] if self.draft_tokens else None
         self._take_off(slots, decoding, chunks)
         self._step += 1
         changes = manager.take_changes()
@@ -195,27 +214,37 @@ class Scheduler:
         return Batch(
             step=self._step,
             decode_slots=decoding,
-            decode_positions=manager.lengths[decoding] - 1,
+            decode_positions=manager.lengths[decoding] - (1 if draft_rows is None else 1 + draft_rows),
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            draft_rows=draft_rows,
         )
 
-    def commit(self, tokens: Sequence[int] | NDArray[np.int64]) -> list[Request]:
-        """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now."""
+    def commit(
+        self, tokens: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64] | None = None
+    ) -> list[Request]:
+        """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now.
+
+        Each sequence that samples has one token, or, with drafts, as many as `counts` says: 1 and up to one more for
+        each drafted token, one sequence's tokens after another's.
+        """
         step = self._unlanded.popleft()
         sampled = np.asarray(tokens, dtype=np.int64)
-        if len(sampled) != len(step.sampling):
-            raise ValueError(f"step {step.step} samples {len(step.sampling)} tokens, got {len(sampled)}")
+        expected = len(step.sampling) if counts is None else int(np.sum(counts))
+        if len(sampled) != expected:
+            raise ValueError(f"step {step.step} samples {expected} tokens, got {len(sampled)}")
         self._in_flight[step.slots] -= 1
-        for request, token in zip(step.sampling, sampled.tolist(), strict=True):
-            if request.finish_reason is None:
-                request.output.append(token)
-            else:
-                self.restoring.hear(request, token)
         for point in step.points:
             self.manager.publish(point)
-        finished = self._finish(step, sampled)
+        if self.draft_tokens:
+            finished = self._take_accepted(
+                step, sampled, np.ones(expected, dtype=np.int64) if counts is None else counts
+            )
+        elif counts is not None:
+            raise ValueError("counts are for steps with drafts; this scheduler was made without draft_tokens")
+        else:
+            finished = self._take_one_each(step, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
             self._depart(slot)
         if not self.running:
@@ -225,21 +254,27 @@ class Scheduler:
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
     def _decode(self) -> NDArray[np.int64]:
-        """Advance every decoding sequence by one token; returns their slots."""
+        """Advance every decoding sequence by one token and its drafts; returns their slots."""
         self._short_of_memory = False
         slots = self._decoding_array()
         at_horizon = self.manager.lengths[slots] >= self._horizon[slots]
         if not at_horizon.any():
-            self.manager.advance(slots)
+            self._advance(slots)
             return slots
         # First in line first: a preemption takes the last in line, so never one that has already grown here.
         due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
         grown = {slot for slot in due if self._grow(slot)}
         steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
-        self.manager.advance(np.array(steady, dtype=np.int64))
+        self._advance(np.array(steady, dtype=np.int64))
         # In the order they had: what samplers prepare for a set of rows then serves the next step too.
         going = grown.union(steady)
         return np.array([slot for slot in slots.tolist() if slot in going], dtype=np.int64)
+
+    def _advance(self, slots: NDArray[np.int64]) -> None:
+        """A token and all its drafts for each of these sequences, which stay within their horizon."""
+        self.manager.advance(slots, 1 + self.draft_tokens)
+        if self.draft_tokens:
+            self._drafted[slots] = self.draft_tokens
 
     def _decoding_array(self) -> NDArray[np.int64]:
         if self._decoding_slots is None:
@@ -247,7 +282,10 @@ class Scheduler:
         return self._decoding_slots
 
     def _grow(self, slot: int) -> bool:
-        """One more token for a sequence at its horizon: False when it is at its end or has to wait for memory."""
+        """One more token, and drafts as far as its reservation goes, for a sequence at its horizon.
+
+        False: it is at its end or has to wait for memory.
+        """
         manager = self.manager
         if slot not in self._decoding:
             return False  # preempted by one before it
@@ -257,7 +295,9 @@ class Scheduler:
             return False
         if length > manager.reserved_tokens[slot] and not self._renew(slot):
             return False
-        manager.extend(slot, length)
+        drafts = min(self.draft_tokens, manager.reserved_tokens[slot] - length)
+        manager.extend(slot, length + drafts)
+        self._drafted[slot] = drafts
         self._set_horizon(slot)
         return True
 
@@ -375,6 +415,7 @@ class Scheduler:
         self._slot_of[request] = slot
         self._prefilling[slot] = None
         self._last_length[slot] = request.longest_kv
+        self._drafted[slot] = 0
         stop_ids = request.params.stop_token_ids[:STOP_IDS]
         self._stop_ids[slot] = NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
@@ -394,20 +435,53 @@ class Scheduler:
         last = self.manager.lengths[sampling_slots] >= self._last_length[sampling_slots]
         self._unlanded.append(_StepInFlight(self._step + 1, slots, sampling_slots, sampling, last))
 
-    def _finish(self, step: _StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
-        """Requests that a stop token or their length has ended; their slots leave."""
+    def _take_one_each(self, step: _StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
+        """Take in one token of each request; those that a stop token or their length has ended leave their slots."""
+        for request, token in zip(step.sampling, sampled.tolist(), strict=True):
+            if request.finish_reason is None:
+                request.output.append(token)
+            else:
+                self.restoring.hear(request, token)
         may_end = (self._stop_ids[step.sampling_slots] == sampled[:, None]).any(axis=1) | step.last
         rows = np.flatnonzero(may_end).tolist()
         if self._many_stops:
             rows += [row for row, request in enumerate(step.sampling) if request in self._many_stops]
-        finished = []
-        for row in rows:
-            request = step.sampling[row]
-            if request.finish_reason is None and (reason := _reason_to_end(request)):
-                request.finish_reason = reason
+        return [step.sampling[row] for row in rows if self._end_if_complete(step.sampling[row])]
+
+    def _take_accepted(
+        self, step: _StepInFlight, sampled: NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64]
+    ) -> list[Request]:
+        """Take in the accepted tokens of each request up to its end, and take back the drafts beyond them."""
+        finished, first = [], 0
+        for request, slot, count in zip(step.sampling, step.sampling_slots.tolist(), counts, strict=True):
+            drafts = int(self._drafted[slot])
+            if not 1 <= count <= 1 + drafts:
+                raise ValueError(f"request {request.id} has {drafts} drafts in step {step.step}, not {count - 1}")
+            taken = 0
+            for token in sampled[first : first + count].tolist():
+                taken += 1
+                if request.finish_reason is not None:
+                    self.restoring.hear(request, token)
+                    continue
+                request.output.append(token)
+                if _reason_to_end(request):
+                    break
+            first += count
+            if taken <= drafts:
+                self.manager.truncate(slot, int(self.manager.lengths[slot]) - drafts - 1 + taken)
+                self._set_horizon(slot)
+            if self._end_if_complete(request):
                 finished.append(request)
-                self._leave(self._slot_of[request], requeue=False)
         return finished
+
+    def _end_if_complete(self, request: Request) -> bool:
+        """End a request whose last token is a stop token or the last that it may have: it leaves its slot."""
+        reason = None if request.finish_reason is not None else _reason_to_end(request)
+        if reason is None:
+            return False
+        request.finish_reason = reason
+        self._leave(self._slot_of[request], requeue=False)
+        return True
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -446,7 +520,7 @@ class Scheduler:
         self._set_horizon(slot)
 
     def _set_horizon(self, slot: int) -> None:
-        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot]))
+        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot])) - self.draft_tokens
 
     def _stop_decoding(self, slot: int) -> None:
         if slot in self._decoding:
