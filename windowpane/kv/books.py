@@ -29,7 +29,7 @@ class ReservationError(Exception):
 
 
 class Books:
-    """Pages of all groups and who may have them. Moves pages and gives up restore points; knows no sequence's life."""
+    """Pages of all groups and who may have them. They move pages and give up restore points; lengths are not theirs."""
 
     def __init__(
         self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int
@@ -103,7 +103,7 @@ class Books:
         return self.arena.take(g, pages, cursor)
 
     def fill(self, g: int, slot: int, columns: Columns, replaced: Sequence[int] = ()) -> None:
-        """Take the promised pages of these columns. This step still reads the `replaced` ones under their old page."""
+        """Take the promised pages of these columns. `replaced` are those whose old page this step still reads."""
         table = self.tables[g]
         pages = len(columns) * table.group.stripes
         self.spend(g, slot, pages)
@@ -192,7 +192,7 @@ class Books:
         self.on_drop(point)
 
     def _recount(self, g: int, ids: Ids, *, slots: int = 0, points: int = 0, number: int = 0) -> None:
-        """More or fewer hold or keep these pages: what giving up each restore point would free changes with it."""
+        """Change how many hold or keep these pages, and with it what giving up each restore point would free."""
         shared, page_bytes = self.shared[g], self.layout.groups[g].page_bytes
         np.subtract.at(self._freeable_bytes, shared.point_numbers[shared.cached_by_one(ids)], page_bytes)
         shared.slots[ids] += slots
@@ -206,7 +206,7 @@ class Books:
             self.shared[g].forget(ids)
 
     def _give_back(self, g: int, ids: Ids) -> None:
-        """Window pages that nobody but one sequence holds any more: it may overwrite them, and needs no others."""
+        """Let the one sequence that still holds these window pages overwrite them, in place of promised pages."""
         if not len(ids):
             return
         table, shared = self.tables[g], self.shared[g]
@@ -250,7 +250,7 @@ class Books:
             weighed.sort(key=lambda pair: pair[0])
             self._next_victims = [point for _, point in reversed(weighed[: CANDIDATES // 4])]
             return weighed[0][1]
-        # All cached pages are kept by several: giving up one alone frees nothing yet, the next one will.
+        # Several restore points keep each cached page: giving up one frees nothing yet, giving up all of them does.
         return next((point for point in self.points if not point.pending and self._has_cached_page(point)), None)
 
     def score(self, point: RestorePoint) -> float | None:
@@ -310,7 +310,10 @@ class Books:
                 self.log.moved_read(place)
 
     def _log_moved(self, g: int, slot: int, columns: Columns) -> None:
-        """Pages in these columns lie elsewhere now. Where the step still reads the one before, that is for later."""
+        """Log that the pages in these columns have moved.
+
+        Where this step still reads the column's earlier page, tables for reading take the new one over after the step.
+        """
         late = np.array([(g, slot, column) in self.outgoing for column in columns.tolist()], dtype=bool)
         for is_late, which in ((False, columns[~late]), (True, columns[late])):
             if len(which):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from windowpane.kv.retention import ceil_div
 
 CAPABILITY = 9  # wgmma and TMA as these kernels use them: Hopper only
-ROTARY_DIMS = 128  # of a latent's 512, turned once per segment
+ROTARY_DIMS = 128  # of a latent's 512, rotated once per segment
 ELEMENT_TYPE = "bfloat16"
 ELEMENT_BYTES = 2
 WIDE_DIM = 512

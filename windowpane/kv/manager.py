@@ -167,8 +167,9 @@ class KVManager:
     def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[RestorePoint]:
         """`extend`, leaving restore points inside the chunk: at these ascending lengths, where memory allows.
 
-        As if the chunk had been cut there; only that one step writes all of it, the pages that it has slid past at its
-        end included. Not for states, which exist only where a chunk ends.
+        Pages are taken as if the chunk had been cut at each of these lengths, but one step writes them all, including
+        those that the sequence has slid past by the chunk's end. A state exists only where a chunk ends, so layouts
+        with states leave no such points.
         """
         written_from = int(self.lengths[slot])
         points = []
@@ -211,7 +212,7 @@ class KVManager:
         self.lengths[slot] = length
 
     def flip_states(self, slots: NDArray[np.int64]) -> None:
-        """A step wrote these sequences' other state: it is the present one from now on."""
+        """Make the other state of these sequences the present one: a step has written it."""
         self.state_slot[slots] ^= 1
 
     def release(self, slot: int) -> None:
@@ -230,7 +231,7 @@ class KVManager:
         self._truncated_from[slot] = 0
 
     def release_and_leave_point(self, slot: int) -> RestorePoint:
-        """`release`, leaving a restore point at the sequence's length. It takes no memory that the sequence had not.
+        """`release`, leaving a restore point at the sequence's length. It takes no additional memory.
 
         Only for a sequence that no step in flight computes.
         """
@@ -246,7 +247,7 @@ class KVManager:
         return point
 
     def take_changes(self) -> Changes:
-        """Close the step being put together. What it alone still reads is free for the steps after it."""
+        """Close the step being put together. Pages that only this step still reads are free for later steps."""
         books = self.books
         books.tidy()
         changes = books.log.close(self.tables, books.shared, books.outgoing)
@@ -321,8 +322,8 @@ class KVManager:
     def give_way(self, demand: Demand) -> bool:
         """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
 
-        A pinned window page costs its sequence another one; given back to it, it does not. Where even all of them would
-        not do, none is given up and the answer is False.
+        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
+        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
         """
         books = self.books
         pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
@@ -447,7 +448,7 @@ class KVManager:
         ids = books.shared[g].ids(table.entries[slot, passed].reshape(-1)).reshape(len(passed), -1)
         emptied: list[int] = passed.tolist()
         again = [(g, slot, column) in books.outgoing for column in emptied]
-        # Only this step's tails are there a second time: what it reads in those columns is another page.
+        # Points inside a chunk empty a column more than once in a step, which reads only the page emptied first.
         books.let_go(g, ids[again].reshape(-1))
         for column, pages, is_there in zip(emptied, ids, again, strict=True):
             if not is_there:
@@ -502,7 +503,7 @@ class KVManager:
         return int(np.count_nonzero(pinned))
 
     def _pins(self, point: RestorePoint) -> bool:
-        """Whether a running sequence alone holds a window page that this restore point alone keeps."""
+        """Whether this restore point keeps a window page that exactly one running sequence holds."""
         for g, table in enumerate(self.tables):
             shared, ids = self.books.shared[g], point.pages[g]
             if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
@@ -524,7 +525,7 @@ class KVManager:
         return ids[first * stripes : (first + columns) * stripes]
 
     def _shared_part(self, g: int, resumed: Ids, length: int) -> Ids:
-        """Those of them that it shares: all but a partly filled last one, and no state."""
+        """The pages among them that it shares: all but a partly filled last one, and no state."""
         table = self.tables[g]
         if isinstance(table.group.retention, State):
             return NO_IDS

@@ -32,9 +32,8 @@ class PageTable:
         self.grows = isinstance(group.retention, Full)
         self.is_ring = isinstance(group.retention, Window | Chunk)
         self.columns = group.max_pages(max_model_len, rollback_tokens) // group.stripes
-        # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, `filled` says how
-        # far.
-        # Kernels read the entries of whole tiles, so rows end with a whole one.
+        # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, and `filled` says
+        # how far it is. Kernels read the entries of whole tiles, so rows end with a whole one.
         width = _whole_tiles(self.columns, self.block_tokens) if self.grows else self.columns
         make = np.zeros if self.grows else _no_pages
         self.entries: NDArray[np.int32] = make((num_slots, width, group.stripes), dtype=np.int32)

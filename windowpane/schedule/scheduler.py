@@ -379,9 +379,10 @@ class Scheduler:
         return None
 
     def _fit(self, request: Request, tokens: int) -> Hit | None:
-        """How a request can be admitted: from the start, or from what is known of it; None: not now.
+        """How a request can be admitted: from its first token, or from a restore point; None: not now.
 
-        Who resumes pins the window's pages beside its own, so where memory is short it may have to begin afresh.
+        A sequence that resumes pins the window's pages beside its own, so where memory is short it may have to begin
+        with its first token.
         """
         manager = self.manager
         hit = self.restoring.look_up(request)
@@ -399,7 +400,7 @@ class Scheduler:
         return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
 
     def _first_reservation(self, request: Request) -> int:
-        """The prompt and some growth. Who was sent back before is let in with more, at last with all it may need."""
+        """Tokens to reserve at admission: the prompt and some growth, more after a preemption, in the end all."""
         if request.preemptions >= MAX_PREEMPTIONS:
             return request.longest_kv
         growth: int = self.growth_tokens * 4**request.preemptions

@@ -76,14 +76,14 @@ class Result:
 
     @property
     def mean_running(self) -> float:
-        """While anything ran."""
+        """Sequences that ran at once, on average while anything ran."""
         return self.running_seconds / self.busy_seconds if self.busy_seconds else 0.0
 
     def ttft(self, percent: float) -> float:
         return float(np.percentile(np.asarray(self.ttft_s), percent)) if self.ttft_s else 0.0
 
     def itl(self, percent: float) -> float:
-        """Of the gaps between tokens: each step is one gap for every sequence that decodes in it."""
+        """A percentile of the gaps between tokens: each step is one gap for every sequence that decodes in it."""
         if not self.step_s:
             return 0.0
         times, rows = np.asarray(self.step_s), np.asarray(self.step_rows)
