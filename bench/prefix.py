@@ -23,6 +23,7 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.models import load
 from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.restoring import RestorePlanner
 from windowpane.schedule.scheduler import Scheduler
 
 KV_BYTES = 5_000 * 5 * 2**19  # 5,000 blocks of 2.5 MiB
@@ -42,7 +43,7 @@ def gemma_layout() -> Layout:
 
 def scheduler_for(layout: Layout, kv_bytes: int, *, keep: bool = True, slots: int = 8) -> Scheduler:
     manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, LONG_TOKENS + 64)
-    return Scheduler(manager, SESSION_TOKENS, restore=RestorePoints(manager) if keep else None)
+    return Scheduler(manager, SESSION_TOKENS, restore_points=RestorePoints(manager) if keep else None)
 
 
 def ask(scheduler: Scheduler, prompt: np.ndarray, max_tokens: int) -> Request:
@@ -74,7 +75,7 @@ def prompt_tokens(seed: int, count: int) -> np.ndarray:
 def lookup_ms(layout: Layout, repeats: int = 50) -> float:
     """A warm lookup of a 131,072-token prefix that 200 other prompts share in part."""
     scheduler = scheduler_for(layout, 64 * 2**30)
-    assert scheduler.restore is not None
+    assert isinstance(scheduler.restoring, RestorePlanner)
     whole = prompt_tokens(0, LONG_TOKENS)
     ask(scheduler, whole, 1)
     for seed in range(1, 200):
@@ -83,7 +84,7 @@ def lookup_ms(layout: Layout, repeats: int = 50) -> float:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        hit = scheduler.restore.look_up("", question, may_skip_last=True)
+        hit = scheduler.restoring.points.look_up("", question, may_skip_last=True)
         times.append(time.perf_counter() - start)
         assert hit.length == LONG_TOKENS
     return 1e3 * statistics.median(times)

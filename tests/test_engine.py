@@ -104,7 +104,7 @@ def engine_for(
     layout = layout_of(CACHES, block_tokens=16)
     manager = KVManager(layout, Capacity(layout, 0).slabs_for(sequences, length), slots, 1000)
     runner, sampler = HistoryRunner(slots), Sampler(VOCAB, torch.device("cpu"))
-    scheduler = Scheduler(manager, budget, growth_tokens=16, restore=RestorePoints(manager) if keep else None)
+    scheduler = Scheduler(manager, budget, growth_tokens=16, restore_points=RestorePoints(manager) if keep else None)
     return Engine(scheduler, runner, sampler, async_scheduling=overlapped)
 
 
@@ -292,7 +292,7 @@ def interrupted_at(line: int) -> Iterator[None]:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if Path(frame.f_code.co_filename).name not in ("engine.py", "scheduler.py", "keeping.py", "manager.py"):
+        if Path(frame.f_code.co_filename).name not in ("engine.py", "scheduler.py", "restoring.py", "manager.py"):
             return None
         if event == "line":
             left -= 1

@@ -77,6 +77,13 @@ class RestoringMachine(SchedulerMachine):
         self.requests.append(one)
 
 
+class DraftingMachine(RestoringMachine):
+    """Restore points and drafts: a point never keeps a draft that was not accepted."""
+
+    with_drafts = True
+
+
+TestDrafting = DraftingMachine.TestCase
 TestRestoring = RestoringMachine.TestCase
 TestRestoring.settings = settings(
     max_examples=int(LONG) if LONG else 60,
@@ -84,6 +91,9 @@ TestRestoring.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+TestDrafting.settings = TestRestoring.settings
 
 
 def engine_for(
@@ -221,11 +231,11 @@ def test_tenants_never_share_a_page(mix):
         assert first.cached_tokens == 0
     ask(engine, [*prompt, 1, 2, 3], cache_salt="b")
     points = {salt: set() for salt in ("a", "b")}
-    for salt, root in engine.scheduler.restore._tree._roots.items():
+    for salt, root in engine.scheduler.restoring.points._tree._roots.items():
         for node in root.below():
             if node.value is not None:
                 for g in range(len(manager.tables)):
-                    points[salt] |= {(g, int(o)) for o in manager.kept_offsets(node.value.kept, g)}
+                    points[salt] |= {(g, int(o)) for o in manager.point_offsets(node.value, g)}
     assert points["a"]
     assert points["b"]
     assert not points["a"] & points["b"]

@@ -16,7 +16,7 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import Changes
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
-from windowpane.kv.retention import Full, Window
+from windowpane.kv.retention import Full, State, Window
 from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler
@@ -47,6 +47,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.drafter = np.random.default_rng(0)  # guesses right, or not
         self.device = Device(scheduler.manager)
         self.history: dict[int, tuple[int, ...]] = {}
         self.sampled: dict[int, int] = {}
@@ -57,7 +58,7 @@ class Engine:
         scheduler.manager.take_changes = self._take_changes
         self.hidden: dict[int, tuple[int, ...]] = {}
         self.computed_tokens = 0
-        self.done: list[list[int]] = []
+        self.done: list[tuple[list[int], list[int]]] = []
 
     def schedule(self) -> bool:
         batch = self.scheduler.schedule()
@@ -83,11 +84,15 @@ class Engine:
         batch = self.pending.pop(0)
         self.device.apply(batch.changes, self.given_up.pop(batch.step))
         state_slots = batch.state_slots.tolist()
-        tokens = []
-        for slot, position in zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True):
+        tokens, counts = [], []
+        drafts = [0] * len(batch.decode_slots) if batch.draft_rows is None else batch.draft_rows.tolist()
+        for slot, position, drafted in zip(
+            batch.decode_slots.tolist(), batch.decode_positions.tolist(), drafts, strict=True
+        ):
             assert position == len(self.history[slot])
-            self._compute(slot, (self.sampled[slot],), state_slots.pop(0))
-            tokens.append(self._sample(slot))
+            accepted = self._decode(slot, drafted, state_slots.pop(0))
+            counts.append(len(accepted))
+            tokens += accepted
         stored = {c.slot: self.hidden[c.hidden] for c in batch.chunks if c.hidden is not None}
         for chunk in batch.chunks:
             if chunk.start == 0:
@@ -104,20 +109,43 @@ class Engine:
                 self.hidden[chunk.keep_hidden] = self.history[chunk.slot]
             if chunk.samples:
                 tokens.append(self._sample(chunk.slot))
+                counts.append(1)
         self.device.after_step(batch.changes)
-        self.done.append(tokens)
+        self.done.append((tokens, counts))
 
     def commit(self) -> list[Request]:
         while not self.done:
             self.run_step()
-        return self.scheduler.commit(self.done.pop(0))
+        tokens, counts = self.done.pop(0)
+        return self.scheduler.commit(tokens, counts if self.scheduler.draft_tokens else None)
 
     def run(self, limit: int = 100_000) -> None:
         for _ in range(limit):
-            if self.scheduler.steps_in_flight < 2 and not self.schedule() and not self.scheduler.steps_in_flight:
+            may_schedule = self.scheduler.steps_in_flight < self.most_in_flight
+            if may_schedule and not self.schedule() and not self.scheduler.steps_in_flight:
                 break
             self.commit()
         assert not self.scheduler.has_work, "work is left but nothing can be scheduled"
+
+    @property
+    def most_in_flight(self) -> int:
+        return 1 if self.scheduler.draft_tokens else 2
+
+    def _decode(self, slot: int, drafted: int, state_slot: int) -> list[int]:
+        """Compute the last token and the drafts after it; returns the tokens sampled for all drafts that are right."""
+        history = (*self.history[slot], self.sampled[slot])
+        sampled, drafts = [next_token(history)], []
+        accepts = True
+        for _ in range(drafted):
+            is_right = self.drafter.random() < 0.7
+            drafts.append(sampled[-1] if is_right and accepts else 10_000 + self.computed_tokens)  # rows no one keeps
+            accepts = accepts and is_right
+            if accepts:
+                sampled.append(next_token((*history, *drafts)))
+        self._compute(slot, (self.sampled[slot], *drafts), state_slot)
+        self.history[slot] = (*history, *drafts[: len(sampled) - 1])
+        self.sampled[slot] = sampled[-1]
+        return sampled
 
     def _compute(self, slot: int, tokens: tuple[int, ...], state_slot: int) -> None:
         old = len(self.history[slot])
@@ -134,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, are cancelled and preempted while up to two steps are in flight; answers never change."""
 
     keeps_restore_points = False
+    with_drafts = False
 
     @initialize(
         layout=layouts(),
@@ -141,12 +170,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.integers(1, 5),
         budget=st.integers(5, 80),
         growth=st.integers(1, 40),
+        drafts=st.integers(1, 5),
     )
-    def begin(self, layout, share, slots, budget, growth):
-        whole = Capacity(layout, 0).slabs_for(1, 120)
-        manager = KVManager(layout, max(1, whole * share // 100), slots, 120)
-        restore = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
-        self.engine = Engine(Scheduler(manager, max(budget, slots), growth, restore))
+    def begin(self, layout, share, slots, budget, growth, drafts):
+        drafts = drafts if self.with_drafts and not any(isinstance(g.retention, State) for g in layout.groups) else 0
+        whole = Capacity(layout, 0, drafts).slabs_for(1, 120)
+        manager = KVManager(layout, max(1, whole * share // 100), slots, 120, drafts)
+        points = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
+        budget = max(budget, slots * (1 + drafts))
+        self.engine = Engine(Scheduler(manager, budget, growth, points, draft_tokens=drafts))
         self.requests: list[Request] = []
 
     @rule(
@@ -172,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def schedule(self):
-        if self.engine.scheduler.steps_in_flight < 2:
+        if self.engine.scheduler.steps_in_flight < self.engine.most_in_flight:
             self.engine.schedule()
 
     @rule()
@@ -219,16 +251,27 @@ TestScheduler.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
+
+class DraftingMachine(SchedulerMachine):
+    """The same with drafts, of which some are right: a step in flight at a time, and the same answers."""
+
+    with_drafts = True
+
+
+TestDrafting = DraftingMachine.TestCase
+TestDrafting.settings = TestScheduler.settings
+
 FULL_AND_WINDOW = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, Window(64), 1, 64, 64)]
 
 
 def engine_for(
-    sequences: int, length: int, *, slots: int = 64, budget: int = 256, growth: int = 32, caches=None
+    sequences: int, length: int, *, slots: int = 64, budget: int = 256, growth: int = 32, caches=None, drafts: int = 0
 ) -> Engine:
     """An engine whose arena holds so many sequences of this length."""
     layout = layout_of(caches or FULL_AND_WINDOW, block_tokens=16)
-    slabs = Capacity(layout, 0).slabs_for(sequences, length)
-    return Engine(Scheduler(KVManager(layout, slabs, slots, 100_000), budget, growth))
+    slabs = Capacity(layout, 0, drafts).slabs_for(sequences, length)
+    manager = KVManager(layout, slabs, slots, 100_000, drafts)
+    return Engine(Scheduler(manager, budget, growth, draft_tokens=drafts))
 
 
 def request(name: str, prompt_tokens: int, max_tokens: int = 8, **kwargs) -> Request:
@@ -414,3 +457,73 @@ def test_impossible_sampling_parameters_are_refused(max_tokens, min_tokens):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty prompt"):
         Request("r", np.array([]))
+
+
+def test_accepted_drafts_save_steps_and_change_no_answer():
+    steps = []
+    for drafts in (0, 3):
+        engine = engine_for(4, 500, slots=8, drafts=drafts)
+        requests = [request(str(i), 100 + i, max_tokens=200) for i in range(4)]
+        for r in requests:
+            engine.scheduler.add(r)
+        engine.run()
+        assert [r.output for r in requests] == [solo_output(r) for r in requests]
+        steps.append(engine.scheduler._step)
+    assert steps[1] < 0.6 * steps[0]
+
+
+def test_an_answer_ends_at_a_stop_token_among_accepted_drafts():
+    engine = engine_for(1, 500, slots=1, drafts=3)
+    scheduler, manager = engine.scheduler, engine.scheduler.manager
+    one = Request("r", np.arange(20), SamplingParams(50, stop_token_ids=(STOP,)))
+    scheduler.add(one)
+    scheduler.schedule(), scheduler.commit([1])
+    assert scheduler.schedule().draft_rows.tolist() == [3]
+    assert scheduler.commit([2, STOP, 3, 4], [4]) == [one]
+    assert (one.output, one.finish_reason) == ([1, 2, STOP], FinishReason.STOP)
+    manager.check_idle()
+
+
+def test_drafts_are_taken_back_where_they_are_not_accepted():
+    engine = engine_for(1, 500, slots=1, drafts=3)
+    scheduler, manager = engine.scheduler, engine.scheduler.manager
+    scheduler.add(request("r", 20, max_tokens=50))
+    scheduler.schedule(), scheduler.commit([1])
+    batch = scheduler.schedule()
+    assert (batch.decode_positions.tolist(), batch.num_tokens, manager.lengths[0]) == ([20], 4, 24)
+    scheduler.commit([2, 3], [2])
+    assert manager.lengths[0] == 22
+    assert scheduler.schedule().decode_positions.tolist() == [22]
+    with pytest.raises(ValueError, match="has 3 drafts in step 3, not 4"):
+        scheduler.commit([1, 2, 3, 4, 5], [5])
+
+
+def test_no_draft_goes_beyond_the_end_of_an_answer():
+    engine = engine_for(1, 500, slots=1, drafts=3)
+    engine.scheduler.add(request("r", 20, max_tokens=3))
+    engine.scheduler.schedule(), engine.scheduler.commit([1])
+    assert engine.scheduler.schedule().draft_rows.tolist() == [1]
+
+
+def test_steps_with_drafts_do_not_overlap():
+    engine = engine_for(4, 500, slots=8, drafts=3)
+    engine.scheduler.add(request("r", 100))
+    engine.schedule()
+    with pytest.raises(RuntimeError, match="steps with drafts do not overlap"):
+        engine.scheduler.schedule()
+
+
+def test_drafts_that_could_not_be_taken_back_are_refused():
+    layout = layout_of(FULL_AND_WINDOW)
+    with pytest.raises(ValueError, match=r"draft_tokens \(3\) must not exceed the manager's rollback_tokens \(2\)"):
+        Scheduler(KVManager(layout, 10, 8, 100, rollback_tokens=2), 64, draft_tokens=3)
+    with pytest.raises(ValueError, match=r"\(8\) × 4 \(with 3 drafts each\)"):
+        Scheduler(KVManager(layout, 10, 8, 100, rollback_tokens=3), 31, draft_tokens=3)
+    states = layout_of([StateCache(0, (StatePart("recurrent", 4, 256),))])
+    with pytest.raises(ValueError, match=r"draft_tokens \(3\) must be 0 for a model with recurrent states"):
+        Scheduler(KVManager(states, 10, 8, 100, rollback_tokens=3), 64, draft_tokens=3)
+    with pytest.raises(ValueError, match="made without draft_tokens"):
+        engine = engine_for(1, 500)
+        engine.scheduler.add(request("r", 20))
+        engine.scheduler.schedule()
+        engine.scheduler.commit([1], [1])

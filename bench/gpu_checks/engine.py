@@ -174,8 +174,8 @@ def _engine(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
         kv_cache_dtype=setting.kv_cache_dtype,
     )  # fmt: skip
-    restore = RestorePoints(manager) if restoring else None
-    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore=restore)
+    points = RestorePoints(manager) if restoring else None
+    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore_points=points)
     sampler = Sampler(spec_of(name).vocab_size, device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 

@@ -19,6 +19,7 @@ POISON = "poison"
 class Device:
     def __init__(self, manager: KVManager) -> None:
         self.layout: Layout = manager.layout
+        self.rollback_tokens = manager.rollback_tokens
         self.rows: dict[tuple[int, int], dict[int, object]] = {}  # (group, page offset) → row → content
         self.reading = [table.entries.copy() for table in manager.tables]
         self.writing = [table.entries.copy() for table in manager.tables]
@@ -72,7 +73,7 @@ class Device:
         for position in range(first, old):
             block, row = divmod(position, group.block_tokens)
             self._expect(g, reading[block % columns], row, hash(history[: position + 1]))
-        for position in range(max(old, group.retention.held(new).start), new):
+        for position in range(max(old, group.retention.held(new, self.rollback_tokens).start), new):
             block, row = divmod(position, group.block_tokens)
             self._store(g, writing[block % columns], row, hash(history[: position + 1]), fresh=row == 0)
         for tail in self.tails:
@@ -108,4 +109,4 @@ def given_up(changes: Changes, manager: KVManager) -> set[tuple[int, int]]:
 def _is_held(manager: KVManager, group: int, offset: int) -> bool:
     table = manager.tables[group]
     in_tables = any(offset in table.page_offsets(slot) for slot in range(manager.num_slots))
-    return in_tables or any(offset in manager.kept_offsets(kept, group) for kept in manager.retained)
+    return in_tables or any(offset in manager.point_offsets(point, group) for point in manager.restore_points)

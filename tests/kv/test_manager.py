@@ -14,7 +14,8 @@ from tests.kv.test_layout import gemma_4_31b, layout_of
 from windowpane.kv import books as books_module
 from windowpane.kv.arena import Cursor, Move
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
-from windowpane.kv.manager import KVManager, ReservationError, Retained
+from windowpane.kv.capacity import Capacity
+from windowpane.kv.manager import KVManager, ReservationError, RestorePoint
 from windowpane.kv.retention import Chunk, Full, Window, ceil_div
 
 SLOTS, LONGEST = 4, 150
@@ -23,26 +24,30 @@ LONG = os.environ.get("WINDOWPANE_LONG")
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Random sequences start, grow, share, resume and end; a device model checks every row that is read."""
+    """Random sequences start, grow, shrink, share, resume and end; a device model checks every row that is read."""
 
-    @initialize(layout=layouts(), share=st.integers(0, 300))
-    def begin(self, layout, share):
-        probe = KVManager(layout, 0, SLOTS, LONGEST)
+    @initialize(layout=layouts(), share=st.integers(0, 400), rollback=st.sampled_from([0, 0, 1, 3, 20]))
+    def begin(self, layout, share, rollback):
+        probe = KVManager(layout, 0, SLOTS, LONGEST, rollback)
         whole = sum(ceil_div(p, n) for p, n in zip(probe.demand(LONGEST), probe.arena.pages_per_slab, strict=True))
-        self.manager = KVManager(layout, whole * share // 100, SLOTS, LONGEST)
+        self.manager = KVManager(layout, whole * share // 100, SLOTS, LONGEST, rollback)
         self.device = Device(self.manager)
         self.history: dict[int, tuple[int, ...]] = {}
-        self.kept: list[tuple[Retained, tuple[int, ...]]] = []
+        self.points: list[tuple[RestorePoint, tuple[int, ...]]] = []
         self.fresh_token = 0
 
     def _flush(self):
         changes = self.manager.take_changes()
         self.device.apply(changes, given_up(changes, self.manager))
 
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
-    def start(self, slot, tokens):
-        if slot in self.history:
-            return
+    def _pick(self, pick):
+        """One of the running sequences."""
+        return list(self.history)[pick % len(self.history)]
+
+    @precondition(lambda self: len(self.history) < SLOTS)
+    @rule(tokens=st.integers(1, LONGEST), count=st.integers(0, LONGEST))
+    def start(self, tokens, count):
+        slot = next(slot for slot in range(SLOTS) if slot not in self.history)
         fits = self.manager.can_reserve(self.manager.start_demand(tokens))
         if not fits:
             with pytest.raises(ReservationError):
@@ -52,37 +57,46 @@ class ManagerMachine(RuleBasedStateMachine):
         self.history[slot] = ()
         self._flush()
         self.device.write_encoder(slot)
+        self._extend(slot, count)
 
+    @precondition(lambda self: len(self.history) < SLOTS and self.points)
     @rule(
-        slot=st.integers(0, SLOTS - 1),
         tokens=st.integers(1, LONGEST),
         pick=st.integers(0, 20),
         limit=st.one_of(st.none(), st.integers(1, LONGEST)),
     )
-    def resume(self, slot, tokens, pick, limit):
-        alive = [(k, h) for k, h in self.kept if k in self.manager.retained]
-        if slot in self.history or not alive:
-            return
-        kept, history = alive[pick % len(alive)]
-        length = kept.length if limit is None else self.manager.longest_resume(kept, limit)
-        assume(tokens >= length > 0)
-        if not self.manager.can_reserve(self.manager.start_demand(tokens, kept, length)):
+    def resume(self, tokens, pick, limit):
+        slot = next(slot for slot in range(SLOTS) if slot not in self.history)
+        alive = [(k, h) for k, h in self.points if k in self.manager.restore_points]
+        assume(alive)
+        point, history = alive[pick % len(alive)]
+        length = point.length if limit is None else self.manager.longest_resume(point, limit)
+        assume(length > 0)
+        tokens = max(tokens, length)
+        if not self.manager.can_reserve(self.manager.start_demand(tokens, point, length)):
             with pytest.raises(ReservationError):
-                self.manager.start(slot, tokens, kept, length)
+                self.manager.start(slot, tokens, point, length)
             return
-        self.manager.touch(kept)
-        self.manager.start(slot, tokens, kept, length)
+        self.manager.touch(point)
+        self.manager.start(slot, tokens, point, length)
         self.history[slot] = history[:length]
         self._flush()
 
+    @precondition(lambda self: self.history)
     @rule(
-        slot=st.integers(0, SLOTS - 1),
+        pick=st.integers(0, SLOTS - 1),
         count=st.integers(1, 60),
         tails=st.lists(st.integers(1, 59), max_size=3, unique=True),
     )
-    def extend(self, slot, count, tails):
-        if slot not in self.history:
-            return
+    def extend(self, pick, count, tails):
+        self._extend(self._pick(pick), count, tails)
+
+    @precondition(lambda self: self.history)
+    @rule(pick=st.integers(0, SLOTS - 1))
+    def extend_by_one(self, pick):
+        self._extend(self._pick(pick), 1)
+
+    def _extend(self, slot, count, tails=()):
         old = len(self.history[slot])
         new = min(old + count, self.manager.reserved_tokens[slot])
         if new == old:
@@ -101,56 +115,86 @@ class ManagerMachine(RuleBasedStateMachine):
         self.device.step(slot, self.history[slot], old, new, int(self.manager.state_slot[slot]))
         self.device.after_step(changes)
         self.manager.flip_states([slot])
-        for kept in points:
-            self.manager.publish(kept)
-            self.kept.append((kept, self.history[slot][: kept.length]))
+        for point in points:
+            self.manager.publish(point)
+            self.points.append((point, self.history[slot][: point.length]))
 
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, LONGEST))
-    def renew(self, slot, tokens):
-        if slot not in self.history or tokens <= self.manager.reserved_tokens[slot]:
-            return
+    def _can_shrink(self):
+        m = self.manager
+        return [slot for slot, history in self.history.items() if m.shortest_truncation(slot) < len(history)]
+
+    @precondition(lambda self: self._can_shrink())
+    @rule(pick=st.integers(0, SLOTS - 1), count=st.integers(0, 20), again=st.integers(0, 30))
+    def truncate(self, pick, count, again):
+        slots = self._can_shrink()
+        m, slot = self.manager, slots[pick % len(slots)]
+        old, shortest = len(self.history[slot]), m.shortest_truncation(slot)
+        assert shortest >= old - m.rollback_tokens
+        if shortest:
+            with pytest.raises(ValueError, match=f"can be truncated to {shortest}, not to {shortest - 1}"):
+                m.truncate(slot, shortest - 1)
+        length = old - 1 - count % (old - shortest)
+        pages_before = [live + promised for live, promised in zip(m.live_pages, m.promised_pages, strict=True)]
+        m.truncate(slot, length)
+        self.history[slot] = self.history[slot][:length]
+        assert [a + b for a, b in zip(m.live_pages, m.promised_pages, strict=True)] == pages_before
+        for g, group in enumerate(m.layout.groups):
+            if isinstance(group.retention, Full):
+                held = len(m.tables[g].page_offsets(slot))
+                assert held == ceil_div(length, group.block_tokens) * group.stripes
+        self._extend(slot, again)
+
+    @precondition(lambda self: self.history)
+    @rule(pick=st.integers(0, SLOTS - 1), more=st.integers(1, LONGEST))
+    def renew(self, pick, more):
+        slot = self._pick(pick)
+        tokens = min(LONGEST, self.manager.reserved_tokens[slot] + more)
         if self.manager.can_reserve(self.manager.renew_demand(slot, tokens)):
             self.manager.renew(slot, tokens)
         else:
             with pytest.raises(ReservationError):
                 self.manager.renew(slot, tokens)
 
-    @rule(slot=st.integers(0, SLOTS - 1))
-    def retain(self, slot):
-        if not self.history.get(slot):
-            return
-        kept = self.manager.retain(slot)
+    @precondition(lambda self: any(self.history.values()))
+    @rule(pick=st.integers(0, SLOTS - 1))
+    def leave_point(self, pick):
+        slot = self._pick(pick)
+        assume(self.history[slot])
+        point = self.manager.leave_point(slot)
         self._flush()
-        if kept is not None:
-            self.kept.append((kept, self.history[slot]))
-            self.manager.publish(kept)
+        if point is not None:
+            self.points.append((point, self.history[slot]))
+            self.manager.publish(point)
 
-    @precondition(lambda self: self.kept)
+    @precondition(lambda self: self.points)
     @rule(pick=st.integers(0, 20))
     def drop(self, pick):
-        kept, _ = self.kept.pop(pick % len(self.kept))
-        if kept in self.manager.retained:
-            self.manager.drop(kept)
+        point, _ = self.points.pop(pick % len(self.points))
+        if point in self.manager.restore_points:
+            self.manager.drop(point)
 
-    @rule(slot=st.integers(0, SLOTS - 1))
-    def release(self, slot):
-        if slot in self.history:
-            self.manager.release(slot)
-            del self.history[slot]
+    @precondition(lambda self: self.history)
+    @rule(pick=st.integers(0, SLOTS - 1))
+    def release(self, pick):
+        slot = self._pick(pick)
+        self.manager.release(slot)
+        del self.history[slot]
 
-    @rule(slot=st.integers(0, SLOTS - 1))
-    def release_and_keep(self, slot):
-        if self.history.get(slot):
-            self.kept.append((self.manager.release_and_keep(slot), self.history.pop(slot)))
+    @precondition(lambda self: any(self.history.values()))
+    @rule(pick=st.integers(0, SLOTS - 1))
+    def release_and_leave_point(self, pick):
+        slot = self._pick(pick)
+        assume(self.history[slot])
+        self.points.append((self.manager.release_and_leave_point(slot), self.history.pop(slot)))
 
     @rule(tokens=st.integers(1, LONGEST))
     def give_way(self, tokens):
         demand = self.manager.demand(tokens)
-        before = self.manager.retained
+        before = self.manager.restore_points
         if self.manager.give_way(demand):
             assert self.manager.can_reserve(demand)
         else:
-            assert self.manager.retained == before
+            assert self.manager.restore_points == before
 
     @invariant()
     def everything_adds_up(self):
@@ -166,7 +210,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for slot in self.history:
             for g, group in enumerate(m.layout.groups):
                 if isinstance(group.retention, Window):
-                    bound = ceil_div(group.retention.tokens - 1, group.block_tokens) + 1
+                    bound = ceil_div(group.retention.tokens - 1 + m.rollback_tokens, group.block_tokens) + 1
                     assert m.owned_pages(slot, g) <= bound * group.stripes
 
 
@@ -316,17 +360,17 @@ def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(
     manager.start(0, 32)
     manager.extend(0, 32)
     step(0, history, 0)
-    kept = manager.retain(0)
-    manager.publish(kept)
+    point = manager.leave_point(0)
+    manager.publish(point)
     manager.release(0)
-    manager.start(1, 64, kept)
+    manager.start(1, 64, point)
     step(1, history, 32)
     # As if room had to be made within this very step: empty the slab that holds the shared pages.
     if moving == "everything, beforehand":
         manager.books.apply_moves(0, _move_pages(manager, but=set()))
     manager.extend(1, 49)  # slides past a shared page, which this step still reads
     if moving != "everything, beforehand":
-        staying = set() if moving == "everything" else set(manager.kept_offsets(kept, 0).tolist())
+        staying = set() if moving == "everything" else set(manager.point_offsets(point, 0).tolist())
         manager.books.apply_moves(0, _move_pages(manager, but=staying))
     step(1, (*history, *range(500, 517)), 32)
     manager.check_integrity()
@@ -335,7 +379,7 @@ def test_a_shared_page_that_moves_in_the_step_that_slides_past_it_is_still_read(
 def _move_pages(manager: KVManager, but: set[int]) -> list[Move]:
     """Move all pages of the first group, but these, into a slab of their own."""
     arena = manager.arena
-    held = {int(o) for kept in manager.retained for o in manager.kept_offsets(kept, 0)}
+    held = {int(o) for point in manager.restore_points for o in manager.point_offsets(point, 0)}
     held |= {int(o) for slot in range(manager.num_slots) for o in manager.tables[0].page_offsets(slot)}
     sources = sorted(held - but)
     targets = arena.take(0, len(sources), Cursor())
@@ -347,15 +391,15 @@ def _move_pages(manager: KVManager, but: set[int]) -> list[Move]:
 def test_giving_up_restore_points_stops_once_it_fits():
     layout = layout_of([TokenCache(0, Full(), 1, 64, 64)], block_tokens=16)
     manager = KVManager(layout, 10 // layout.pages_per_slab(layout.groups[0]), 4, 160)
-    kept = []
+    points = []
     for _ in range(4):
         manager.start(0, 32)
         manager.extend(0, 32)
-        kept.append(manager.release_and_keep(0))
+        points.append(manager.release_and_leave_point(0))
 
     manager.start(1, 48)
     manager.extend(1, 48)
-    assert manager.retained == kept[1:]
+    assert manager.restore_points == points[1:]
 
 
 def test_a_pinned_page_is_never_given_up():
@@ -363,15 +407,15 @@ def test_a_pinned_page_is_never_given_up():
     manager = KVManager(layout, 10, 4, 160)
     manager.start(0, 64)
     manager.extend(0, 64)
-    kept = manager.retain(0)
-    manager.publish(kept)
-    assert kept is not None
+    point = manager.leave_point(0)
+    manager.publish(point)
+    assert point is not None
     assert manager.can_reserve(manager.demand(96))
     assert not manager.can_reserve(manager.demand(97))
     manager.start(1, 96)
     manager.extend(1, 96)
     manager.check_integrity()
-    assert manager.retained == [kept]
+    assert manager.restore_points == [point]
 
 
 def test_a_prompt_longer_than_a_window_pool_fits():
@@ -423,3 +467,144 @@ def test_reservations_are_kept_to():
         manager.extend(0, 101)
     with pytest.raises(ValueError, match="in use"):
         manager.start(0, 10)
+
+
+class Sequence:
+    """One sequence over the device model: every step checks the rows that it reads."""
+
+    def __init__(self, manager: KVManager, slot: int = 0, history: tuple[int, ...] = ()) -> None:
+        self.manager, self.slot, self.history = manager, slot, history
+        self.device = Device(manager)
+        self.tokens = 0
+
+    def grow(self, length: int) -> None:
+        old = len(self.history)
+        self.history += tuple(range(self.tokens, self.tokens + length - old))  # never the same tokens twice
+        self.tokens += length - old
+        self.manager.extend(self.slot, length)
+        self._step(old)
+
+    def truncate(self, length: int) -> None:
+        self.manager.truncate(self.slot, length)
+        self.history = self.history[:length]
+        self.manager.check_integrity()
+
+    def resume(self, point: RestorePoint, slot: int, tokens: int, length: int) -> None:
+        self.manager.start(slot, tokens, point, length)
+        self.slot, self.history = slot, self.history[:length]
+        self._step(length)
+
+    def _step(self, old: int) -> None:
+        changes = self.manager.take_changes()
+        self.device.apply(changes, given_up(changes, self.manager))
+        self.device.step(self.slot, self.history, old, len(self.history), 0)
+        self.device.after_step(changes)
+
+
+def rollback_manager(*retentions, rollback: int = 4, slots: int = 2, slabs: int = 200) -> KVManager:
+    caches = [TokenCache(i, retention, 1, 64, 64) for i, retention in enumerate(retentions)]
+    return KVManager(layout_of(caches, block_tokens=16), slabs, slots, 1000, rollback)
+
+
+@pytest.mark.parametrize("retention", [Full(), Window(1), Window(32), Window(33), Chunk(24), Chunk(64)])
+@pytest.mark.parametrize("back", [1, 3, 4])
+def test_what_drafts_wrote_can_be_taken_back_again_and_again(retention, back):
+    manager = rollback_manager(retention)
+    manager.start(0, 300)
+    sequence = Sequence(manager)
+    sequence.grow(82)
+    sequence.truncate(82 - back)  # the first tokens of a window of 32 then lie in a page before those of 82 tokens
+    while len(sequence.history) < 250:
+        sequence.grow(len(sequence.history) + 5)
+        sequence.truncate(len(sequence.history) - back)
+
+
+def test_pages_given_back_by_a_truncation_stay_promised():
+    manager = rollback_manager(Full(), rollback=40)
+    per_slab = manager.arena.pages_per_slab[0]
+    manager = rollback_manager(Full(), rollback=40, slabs=ceil_div(8, per_slab))
+    manager.start(0, 128)
+    manager.extend(0, 100)
+    manager.truncate(0, 60)
+    assert (manager.live_pages, manager.promised_pages) == ([4], [4])
+    assert manager.horizon(0) == 64
+    free_pages = ceil_div(8, per_slab) * per_slab - 8
+    assert not manager.can_reserve([free_pages + 1])
+    manager.extend(0, 128)
+    manager.check_integrity()
+
+
+def test_a_truncation_goes_back_no_further_than_the_manager_was_made_for():
+    manager = rollback_manager(Window(32), Full())
+    manager.start(0, 200)
+    manager.extend(0, 100)
+    manager.truncate(0, 97)
+    manager.extend(0, 98)
+    assert manager.shortest_truncation(0) == 96, "the window has forgotten what 95 tokens would see"
+    with pytest.raises(ValueError, match=r"holds 98 tokens and can be truncated to 96, not to 95 \(rollback_tokens 4"):
+        manager.truncate(0, 95)
+    with pytest.raises(ValueError, match="not to 99"):
+        manager.truncate(0, 99)
+
+
+def test_without_rollback_nothing_is_taken_back():
+    manager = rollback_manager(Full(), rollback=0)
+    manager.start(0, 100)
+    manager.extend(0, 50)
+    with pytest.raises(ValueError, match=r"truncated to 50, not to 49 \(rollback_tokens 0"):
+        manager.truncate(0, 49)
+
+
+def test_a_recurrent_state_cannot_be_taken_back():
+    caches = [TokenCache(0, Full(), 1, 64, 64), StateCache(1, (StatePart("recurrent", 4, 256),))]
+    manager = KVManager(layout_of(caches), 60, 2, 1000, rollback_tokens=4)
+    manager.start(0, 100)
+    manager.extend(0, 50)
+    with pytest.raises(ValueError, match="a recurrent state exists only for its latest token"):
+        manager.truncate(0, 49)
+
+
+@pytest.mark.parametrize("retention", [Full(), Window(32), Chunk(64)])
+def test_what_a_restore_point_keeps_is_never_written_again(retention):
+    manager = rollback_manager(retention)
+    manager.start(0, 300)
+    sequence = Sequence(manager)
+    sequence.grow(86)
+    point = manager.leave_point(0)
+    manager.publish(point)
+    kept = sequence.history
+    sequence.grow(89)
+    with pytest.raises(ValueError, match=r"truncated to 86, not to 85 .*last restore point at 86"):
+        manager.truncate(0, 85)
+    sequence.truncate(86)
+    sequence.grow(120)
+    sequence.history = kept
+    sequence.resume(point, 1, 300, 86)
+    assert manager.shortest_truncation(1) == 86
+    sequence.grow(130)
+
+
+def test_a_sequence_resumes_inside_a_page_of_which_it_holds_nothing():
+    """At a chunk's end nothing is asked for, although the sequence that left the point still held it for a rollback."""
+    manager = rollback_manager(Chunk(24))
+    manager.start(0, 300)
+    sequence = Sequence(manager)
+    sequence.grow(24)
+    point = manager.release_and_leave_point(0)
+    sequence.resume(point, 1, 300, 24)
+    assert manager.horizon(1) == 24
+    for length in range(25, 100):
+        sequence.grow(length)
+
+
+@pytest.mark.parametrize("rollback", [0, 1, 7, 16])
+def test_windows_are_reserved_with_what_may_be_taken_back(rollback):
+    manager = rollback_manager(Window(64), Full(), rollback=rollback)
+    pages = Capacity(manager.layout, 0, rollback).pages(1000)
+    assert manager.demand(1000) == pages == [ceil_div(64 - 2 + rollback, 16) + 1, 63]
+    manager.start(0, 1000)
+    owned = []
+    for length in range(1, 1000):
+        manager.extend(0, length)
+        owned.append(manager.owned_pages(0, 0))
+    assert max(owned) == pages[0]

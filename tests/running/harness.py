@@ -82,8 +82,8 @@ def generate_by(
     longest = max(len(p) for p in prompts) + max_tokens
     slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
     manager = KVManager(layout, slabs, knobs.num_slots, longest)
-    restore = RestorePoints(manager) if knobs.keep else None
-    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, restore)
+    points = RestorePoints(manager) if knobs.keep else None
+    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, points)
     runner = make_runner(layout, slabs, longest)
     requests = [
         Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
@@ -124,7 +124,7 @@ def poison_unheld(run: Run) -> None:
     for g, table in enumerate(manager.tables):
         page_bytes = manager.layout.groups[g].page_bytes
         pages = [table.page_offsets(slot) for slot in range(manager.num_slots)]
-        pages += [manager.kept_offsets(kept, g) for kept in manager.retained]
+        pages += [manager.point_offsets(point, g) for point in manager.restore_points]
         for offset in np.concatenate(pages).tolist():
             held[offset * 256 : offset * 256 + page_bytes] = True
     arena[~held] = 0xFF

@@ -61,8 +61,8 @@ def true_cells(manager: KVManager) -> list[list[int]]:
     for g, table in enumerate(manager.tables):
         for slot in range(manager.num_slots):
             live[g] |= set(table.page_offsets(slot).tolist())
-        for retained in manager.retained:
-            kept[g] |= set(manager.books.shared[g].offsets[retained.pages[g]].tolist())
+        for point in manager.restore_points:
+            kept[g] |= set(manager.books.shared[g].offsets[point.pages[g]].tolist())
     found = []
     for slab in range(manager.arena.num_slabs):
         here = range(slab * layout.slab_units, (slab + 1) * layout.slab_units)
@@ -84,7 +84,9 @@ class TestArena:
     @given(
         st.lists(
             st.tuples(
-                st.sampled_from(["start", "extend", "retain", "release", "drop"]), st.integers(0, 3), st.integers(1, 90)
+                st.sampled_from(["start", "extend", "leave a point", "release", "drop"]),
+                st.integers(0, 3),
+                st.integers(1, 90),
             ),
             max_size=25,
         )
@@ -92,21 +94,21 @@ class TestArena:
     def test_map_and_groups_say_where_every_byte_is(self, operations: list[tuple[str, int, int]]) -> None:
         manager = KVManager(layout_of(CACHES, block_tokens=16, slab_bytes=120 * 768), 16, 4, 200)
         for what, slot, amount in operations:
-            running, kept = manager.reserved_tokens[slot] > 0, manager.retained
+            running, points = manager.reserved_tokens[slot] > 0, manager.restore_points
             if what == "start" and not running:
-                resume = kept[amount % len(kept)] if kept and amount % 2 else None
+                resume = points[amount % len(points)] if points and amount % 2 else None
                 if manager.can_reserve(manager.start_demand(200, resume)):
                     manager.start(slot, 200, resume)
             elif what == "extend" and running:
                 manager.extend(slot, min(200, int(manager.lengths[slot]) + amount))
-            elif what == "retain" and running and manager.lengths[slot]:
-                point = manager.retain(slot)  # its step lands at once
+            elif what == "leave a point" and running and manager.lengths[slot]:
+                point = manager.leave_point(slot)  # its step lands at once
                 if point is not None:
                     manager.publish(point)
             elif what == "release" and running:
                 manager.release(slot)
-            elif what == "drop" and kept:
-                manager.drop(kept[amount % len(kept)])
+            elif what == "drop" and points:
+                manager.drop(points[amount % len(points)])
             manager.take_changes()
             arena = stats._arena(manager)
             assert cells(arena) == true_cells(manager)
@@ -160,7 +162,7 @@ class TestArena:
         for slot in range(25):
             manager.start(slot, 16_500)
             manager.extend(slot, 16_384 + slot)
-            manager.retain(slot)
+            manager.leave_point(slot)
             manager.take_changes()
         stats._arena(manager)
         began = time.process_time()

@@ -81,9 +81,9 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
     manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
-    restore = RestorePoints(manager) if config.enable_prefix_caching else None
+    points = RestorePoints(manager) if config.enable_prefix_caching else None
     pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
-    scheduler = Scheduler(manager, config.batched_tokens, restore=restore, pace=pace)
+    scheduler = Scheduler(manager, config.batched_tokens, restore_points=points, pace=pace)
     ranks = start_ranks(_job(plan, options, source), devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
     engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling)

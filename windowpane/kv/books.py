@@ -14,7 +14,7 @@ import numpy as np
 from windowpane.kv.arena import Arena, Cursor, Move, Offsets
 from windowpane.kv.changes import ChangeLog, Place
 from windowpane.kv.layout import Layout
-from windowpane.kv.sharing import Ids, Retained, SharedPages
+from windowpane.kv.sharing import Ids, RestorePoint, SharedPages
 from windowpane.kv.tables import Columns, PageTable
 
 # When fewer slabs than this share are free, gaps beyond GAP_LIMIT of the arena are closed, some pages a step.
@@ -29,7 +29,7 @@ class ReservationError(Exception):
 
 
 class Books:
-    """Pages of all groups and who may have them. Moves pages and gives up restore points; knows no sequence's life."""
+    """Pages of all groups and who may have them. They move pages and give up restore points; lengths are not theirs."""
 
     def __init__(
         self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int
@@ -44,10 +44,10 @@ class Books:
         self.cursors = [[Cursor() for _ in range(num_slots)] for _ in groups]
         self.cache_cursors = [Cursor() for _ in groups]
         self.shared = [SharedPages(g, self.arena) for g in groups]
-        self.retained: dict[Retained, None] = {}  # least recently used first
+        self.points: dict[RestorePoint, None] = {}  # least recently used first
         self._freeable_bytes = np.zeros(64, dtype=np.int64)  # by number of restore point: what giving it up would free
         self._free_numbers = list(range(63, -1, -1))
-        self._next_victims: list[Retained] = []  # weighed in this step, the next to go last
+        self._next_victims: list[RestorePoint] = []  # weighed in this step, the next to go last
         # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
         self.outgoing: dict[Place, Ids] = {}
         # Ring columns whose page moved in that step: the device's tables do not have the new offset yet.
@@ -57,8 +57,8 @@ class Books:
         self.evictions = 0
         self.clock = 0  # uses of restore points so far
         # Whoever decides which restore points to keep says what each is worth, in tokens, and hears when one goes.
-        self.worth: Callable[[Retained], float] = lambda kept: kept.length
-        self.on_drop: Callable[[Retained], None] = lambda kept: None
+        self.worth: Callable[[RestorePoint], float] = lambda point: point.length
+        self.on_drop: Callable[[RestorePoint], None] = lambda point: None
 
     # -- promising -------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,14 @@ class Books:
         self.promised_pages[g] -= pages
         self.live_pages[g] += pages
 
+    def take_back(self, g: int, slot: int, offsets: Offsets) -> None:
+        """Turn live pages that only this sequence holds into promised ones again."""
+        pages = len(offsets)
+        self.live_pages[g] -= pages
+        self.promised_pages[g] += pages
+        self.credits[g][slot] += pages
+        self.arena.free(g, offsets)
+
     # -- taking ----------------------------------------------------------------------------------------------------
 
     def take(self, g: int, pages: int, cursor: Cursor) -> Offsets:
@@ -95,7 +103,7 @@ class Books:
         return self.arena.take(g, pages, cursor)
 
     def fill(self, g: int, slot: int, columns: Columns, replaced: Sequence[int] = ()) -> None:
-        """Take the promised pages of these columns. This step still reads the `replaced` ones under their old page."""
+        """Take the promised pages of these columns. `replaced` are those whose old page this step still reads."""
         table = self.tables[g]
         pages = len(columns) * table.group.stripes
         self.spend(g, slot, pages)
@@ -137,7 +145,7 @@ class Books:
         self._recount(g, ids, slots=-1)
         unheld = ids[shared.slots[ids] == 0]
         self.live_pages[g] -= len(unheld)
-        self._free_shared(g, unheld[shared.kept[unheld] == 0])
+        self._free_shared(g, unheld[shared.point_counts[unheld] == 0])
 
     def let_go_offsets(self, g: int, offsets: Offsets) -> None:
         """A sequence lets go of these pages, its own and shared ones."""
@@ -149,48 +157,48 @@ class Books:
         self.live_pages[g] -= len(offsets)
         self.arena.free(g, offsets)
 
-    def keep(self, kept: Retained) -> None:
+    def keep(self, point: RestorePoint) -> None:
         """A new restore point keeps its pages."""
         if not self._free_numbers:
             count = len(self._freeable_bytes)
             self._freeable_bytes = np.concatenate([self._freeable_bytes, np.zeros(count, dtype=np.int64)])
             self._free_numbers += range(2 * count - 1, count - 1, -1)
-        kept.number = self._free_numbers.pop()
-        for g, ids in enumerate(kept.pages):
-            self._recount(g, ids, kept=1, number=kept.number)
-        self.retained[kept] = None
-        kept.last_used = self.clock
+        point.number = self._free_numbers.pop()
+        for g, ids in enumerate(point.pages):
+            self._recount(g, ids, points=1, number=point.number)
+        self.points[point] = None
+        point.last_used = self.clock
 
-    def touch(self, kept: Retained) -> None:
+    def touch(self, point: RestorePoint) -> None:
         self.clock += 1
-        kept.last_used = self.clock
+        point.last_used = self.clock
         self._next_victims.clear()
-        del self.retained[kept]
-        self.retained[kept] = None
+        del self.points[point]
+        self.points[point] = None
 
-    def drop(self, kept: Retained) -> None:
-        del self.retained[kept]
-        for g, ids in enumerate(kept.pages):
-            if kept.pending:
+    def drop(self, point: RestorePoint) -> None:
+        del self.points[point]
+        for g, ids in enumerate(point.pages):
+            if point.pending:
                 self.let_go(g, ids)
             shared = self.shared[g]
-            self._recount(g, ids, kept=-1, number=kept.number)
-            unkept = ids[shared.kept[ids] == 0]
+            self._recount(g, ids, points=-1, number=point.number)
+            unkept = ids[shared.point_counts[ids] == 0]
             holders = shared.slots[unkept]
             self._free_shared(g, unkept[holders == 0])
             if self.tables[g].is_ring:
                 self._give_back(g, unkept[holders == 1])
-        self._free_numbers.append(kept.number)
-        self.on_drop(kept)
+        self._free_numbers.append(point.number)
+        self.on_drop(point)
 
-    def _recount(self, g: int, ids: Ids, *, slots: int = 0, kept: int = 0, number: int = 0) -> None:
-        """More or fewer hold or keep these pages: what giving up each restore point would free changes with it."""
+    def _recount(self, g: int, ids: Ids, *, slots: int = 0, points: int = 0, number: int = 0) -> None:
+        """Change how many hold or keep these pages, and with it what giving up each restore point would free."""
         shared, page_bytes = self.shared[g], self.layout.groups[g].page_bytes
-        np.subtract.at(self._freeable_bytes, shared.keepers[shared.cached_by_one(ids)], page_bytes)
+        np.subtract.at(self._freeable_bytes, shared.point_numbers[shared.cached_by_one(ids)], page_bytes)
         shared.slots[ids] += slots
-        shared.kept[ids] += kept
-        shared.keepers[ids] ^= number
-        np.add.at(self._freeable_bytes, shared.keepers[shared.cached_by_one(ids)], page_bytes)
+        shared.point_counts[ids] += points
+        shared.point_numbers[ids] ^= number
+        np.add.at(self._freeable_bytes, shared.point_numbers[shared.cached_by_one(ids)], page_bytes)
 
     def _free_shared(self, g: int, ids: Ids) -> None:
         if len(ids):
@@ -198,7 +206,7 @@ class Books:
             self.shared[g].forget(ids)
 
     def _give_back(self, g: int, ids: Ids) -> None:
-        """Window pages that nobody but one sequence holds any more: it may overwrite them, and needs no others."""
+        """Let the one sequence that still holds these window pages overwrite them, in place of promised pages."""
         if not len(ids):
             return
         table, shared = self.tables[g], self.shared[g]
@@ -226,34 +234,34 @@ class Books:
         self.evictions += 1
         self.drop(victim)
 
-    def victim(self) -> Retained | None:
+    def victim(self) -> RestorePoint | None:
         """The restore point that saves the fewest recomputed tokens per byte that giving it up would free.
 
         What was used long ago counts for less. None: no restore point has a page that is not in use.
         """
         while self._next_victims:
-            kept = self._next_victims[-1]
-            if kept in self.retained and not kept.pending and self._freeable_bytes[kept.number]:
-                return kept
+            point = self._next_victims[-1]
+            if point in self.points and not point.pending and self._freeable_bytes[point.number]:
+                return point
             self._next_victims.pop()
-        scored = ((self.score(kept), kept) for kept in self.retained if not kept.pending)
+        scored = ((self.score(point), point) for point in self.points if not point.pending)
         weighed = list(islice(((s, k) for s, k in scored if s is not None), CANDIDATES))
         if weighed:
             weighed.sort(key=lambda pair: pair[0])
-            self._next_victims = [kept for _, kept in reversed(weighed[: CANDIDATES // 4])]
+            self._next_victims = [point for _, point in reversed(weighed[: CANDIDATES // 4])]
             return weighed[0][1]
-        # All cached pages are kept by several: giving up one alone frees nothing yet, the next one will.
-        return next((kept for kept in self.retained if not kept.pending and self._has_cached_page(kept)), None)
+        # Several restore points keep each cached page: giving up one frees nothing yet, giving up all of them does.
+        return next((point for point in self.points if not point.pending and self._has_cached_page(point)), None)
 
-    def score(self, kept: Retained) -> float | None:
+    def score(self, point: RestorePoint) -> float | None:
         """Tokens saved per byte and age; None where giving it up frees nothing."""
-        freeable_bytes = int(self._freeable_bytes[kept.number])
+        freeable_bytes = int(self._freeable_bytes[point.number])
         if freeable_bytes == 0:
             return None
-        return self.worth(kept) / freeable_bytes / (1 + self.clock - kept.last_used)
+        return self.worth(point) / freeable_bytes / (1 + self.clock - point.last_used)
 
-    def _has_cached_page(self, kept: Retained) -> bool:
-        return any((self.shared[g].slots[ids] == 0).any() for g, ids in enumerate(kept.pages))
+    def _has_cached_page(self, point: RestorePoint) -> bool:
+        return any((self.shared[g].slots[ids] == 0).any() for g, ids in enumerate(point.pages))
 
     def _compact_any(self) -> int:
         """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
@@ -302,7 +310,10 @@ class Books:
                 self.log.moved_read(place)
 
     def _log_moved(self, g: int, slot: int, columns: Columns) -> None:
-        """Pages in these columns lie elsewhere now. Where the step still reads the one before, that is for later."""
+        """Log that the pages in these columns have moved.
+
+        Where this step still reads the column's earlier page, tables for reading take the new one over after the step.
+        """
         late = np.array([(g, slot, column) in self.outgoing for column in columns.tolist()], dtype=bool)
         for is_late, which in ((False, columns[~late]), (True, columns[late])):
             if len(which):
@@ -317,12 +328,12 @@ class Books:
         in_use = set(slots_in_use)
         self.arena.check_integrity()
         assert self.can_reserve([0] * len(self.tables)), "more is promised than the arena holds"
-        for restore_point in self.retained:
+        for point in self.points:
             alone = (
                 len(self.shared[g].cached_by_one(ids)) * self.layout.groups[g].page_bytes
-                for g, ids in enumerate(restore_point.pages)
+                for g, ids in enumerate(point.pages)
             )
-            assert self._freeable_bytes[restore_point.number] == sum(alone), "what a restore point frees is miscounted"
+            assert self._freeable_bytes[point.number] == sum(alone), "what a restore point frees is miscounted"
         for g, table in enumerate(self.tables):
             held = self._count_held(g, in_use)
             kept = self._count_kept(g)
@@ -333,7 +344,7 @@ class Books:
             assert len(by_offset) == len(ids), "a page is shared twice"
             for offset, i in by_offset.items():
                 assert shared.slots[i] == held.get(offset, 0), "holders are miscounted"
-                assert shared.kept[i] == kept.get(offset, 0), "keepers are miscounted"
+                assert shared.point_counts[i] == kept.get(offset, 0), "points are miscounted"
             assert kept.keys() <= by_offset.keys(), "a kept page could be written"
             assert all(count == 1 or o in by_offset for o, count in held.items()), "two sequences may write one page"
             assert len(held) == self.live_pages[g], "live pages are miscounted"
@@ -356,15 +367,16 @@ class Books:
             assert len(set(offsets)) == len(offsets), f"slot {slot} holds a page twice"
             for offset in offsets:
                 held[offset] = held.get(offset, 0) + 1
-        for kept in self.retained:
-            if kept.pending:
-                for offset in self.shared[g].offsets[kept.pages[g]].tolist():
+        for point in self.points:
+            if point.pending:
+                for offset in self.shared[g].offsets[point.pages[g]].tolist():
                     held[offset] = held.get(offset, 0) + 1
         return held
 
     def _count_kept(self, g: int) -> dict[int, int]:
+        """Restore points by page offset."""
         kept: dict[int, int] = {}
-        for retained in self.retained:
-            for offset in self.shared[g].offsets[retained.pages[g]].tolist():
+        for point in self.points:
+            for offset in self.shared[g].offsets[point.pages[g]].tolist():
                 kept[offset] = kept.get(offset, 0) + 1
         return kept

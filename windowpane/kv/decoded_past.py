@@ -11,7 +11,7 @@ TOGETHER_BYTES = 2**28
 
 
 def decoded_past_bytes(layout: Layout, compute_dtype: str, max_model_len: int) -> int:
-    """Of the layer that needs most, since layers run in turn; 0 where no pages are coded."""
+    """Scratch of the layer that needs most, since layers run in turn; 0 where no pages are coded."""
     longest_bytes = 0
     for group in layout.groups:
         if group.kv_format is None or group.kv_format.family == "float":

@@ -208,7 +208,7 @@ def plan_layout(
     if block_tokens is not None and block_tokens < 1:
         raise LayoutError(f"block_tokens must be at least 1, not {block_tokens}")
     drafts = [
-        _Draft(retention, tuple(members), formats.get(retention.name), compute_dtype)
+        _UncutGroup(retention, tuple(members), formats.get(retention.name), compute_dtype)
         for retention, members in group_caches(caches).items()
     ]
     options = [draft.cuts(block_tokens) for draft in drafts]
@@ -223,12 +223,12 @@ def plan_layout(
 
 def stranded_bytes_per_sequence(layout: Layout) -> float:
     """Expected waste of one typical sequence: half-open slabs, slab remainders and the empty end of its last pages."""
-    cuts = (_Cut(g.retention, g.block_tokens, g.stripes, g.page_bytes, g.align_bytes) for g in layout.groups)
+    cuts = (_PageCut(g.retention, g.block_tokens, g.stripes, g.page_bytes, g.align_bytes) for g in layout.groups)
     return sum(cut.waste(layout.slab_bytes) for cut in cuts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _PageCut:
     """One way to cut a group into pages, and what it would waste."""
 
     retention: Retention
@@ -256,7 +256,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _UncutGroup:
     """A group before its pages are cut."""
 
     retention: Retention
@@ -264,13 +264,13 @@ class _Draft:
     kv_format: KVFormat | None
     compute_dtype: str
 
-    def cuts(self, block_tokens: int | None) -> list[_Cut]:
+    def cuts(self, block_tokens: int | None) -> list[_PageCut]:
         """All sensible cuts, fewest stripes and smallest blocks first."""
         layers = len(self.caches)
         if isinstance(self.retention, State):
             # One layer per page: a snapshot of one layer is already megabytes.
             return [self._cut(None, layers, self._slices_from_zero(None))]
-        found: list[_Cut] = []
+        found: list[_PageCut] = []
         blocks = (block_tokens,) if block_tokens else BLOCK_CHOICES
         slices = {block: self._slices_from_zero(block) for block in blocks}
         for stripes in (d for d in range(1, layers + 1) if layers % d == 0):
@@ -283,18 +283,18 @@ class _Draft:
                     found.append(cut)
         return found or [self._cut(blocks[0], layers, slices[blocks[0]])]
 
-    def group(self, cut: _Cut) -> Group:
+    def group(self, cut: _PageCut) -> Group:
         slices = self._slices(cut.block_tokens, cut.stripes)
         return Group(
             self.retention.name, self.retention, self.kv_format, cut.block_tokens, cut.stripes, cut.page_bytes, slices
         )
 
-    def _cut(self, block_tokens: int | None, stripes: int, slices: Sequence[Slice]) -> _Cut:
+    def _cut(self, block_tokens: int | None, stripes: int, slices: Sequence[Slice]) -> _PageCut:
         """`slices` all start at 0: only their sizes count."""
         per_stripe = len(slices) // stripes
         end = max(sum(s.end for s in slices[at : at + per_stripe]) for at in range(0, len(slices), per_stripe))
         align_bytes = _align_bytes(slices)
-        return _Cut(self.retention, block_tokens, stripes, _round_up(end, align_bytes), align_bytes)
+        return _PageCut(self.retention, block_tokens, stripes, _round_up(end, align_bytes), align_bytes)
 
     def _slices_from_zero(self, block_tokens: int | None) -> list[Slice]:
         return [self._slice(cache, 0, 0, block_tokens) for cache in self.caches]
@@ -340,7 +340,7 @@ def _state_slice(cache: StateCache, stripe: int, start: int, compute_dtype: str)
     return Slice(cache, stripe, tuple(data_offsets), tuple(part_bytes), (), at)
 
 
-def _search(options: Sequence[Sequence[_Cut]]) -> tuple[int, list[_Cut], int]:
+def _search(options: Sequence[Sequence[_PageCut]]) -> tuple[int, list[_PageCut], int]:
     """The slab size, and a cut per group, with the least expected waste.
 
     Candidates are multiples of every possible page. Where no size keeps all remainders within MAX_REMAINDER, the
@@ -366,10 +366,10 @@ def _search(options: Sequence[Sequence[_Cut]]) -> tuple[int, list[_Cut], int]:
 class _Fit:
     slab_bytes: int
     cost: float
-    cuts: list[_Cut]
+    cuts: list[_PageCut]
 
 
-def _fit(slab_bytes: int, options: Sequence[Sequence[_Cut]], remainder_limit: float) -> _Fit | None:
+def _fit(slab_bytes: int, options: Sequence[Sequence[_PageCut]], remainder_limit: float) -> _Fit | None:
     """The best cut per group for one slab size; None where a group has no cut that fits."""
     stripe_cost = STRIPE_WORTH * sum(cuts[0].typical_bytes for cuts in options)
     most_remainder = remainder_limit * slab_bytes
@@ -389,7 +389,7 @@ def _fit(slab_bytes: int, options: Sequence[Sequence[_Cut]], remainder_limit: fl
     return _Fit(slab_bytes, total, picks)
 
 
-def _fit_given(slab_bytes: int, options: Sequence[Sequence[_Cut]]) -> list[_Cut]:
+def _fit_given(slab_bytes: int, options: Sequence[Sequence[_PageCut]]) -> list[_PageCut]:
     """The best cut per group for a slab size that was given."""
     align_bytes = _slab_align_bytes(options)
     if slab_bytes < 1 or slab_bytes % align_bytes:
@@ -410,7 +410,7 @@ def _align_bytes(slices: Sequence[Slice]) -> int:
     return math.lcm(OFFSET_UNIT_BYTES, *rows)
 
 
-def _slab_align_bytes(options: Sequence[Sequence[_Cut]]) -> int:
+def _slab_align_bytes(options: Sequence[Sequence[_PageCut]]) -> int:
     return math.lcm(*(cuts[0].align_bytes for cuts in options))
 
 

@@ -21,10 +21,10 @@ from windowpane.kv.books import Books, ReservationError
 from windowpane.kv.changes import Changes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
-from windowpane.kv.sharing import NO_IDS, Ids, Retained
+from windowpane.kv.sharing import NO_IDS, Ids, RestorePoint
 from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 
-__all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "Retained"]
+__all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "RestorePoint"]
 
 Demand = Sequence[int]  # pages per group
 
@@ -37,7 +37,11 @@ class GroupBytes:
 
 
 class KVManager:
-    """Memory of up to `num_slots` running sequences of up to `max_model_len` tokens in `num_slabs` slabs."""
+    """Memory of up to `num_slots` running sequences of up to `max_model_len` tokens in `num_slabs` slabs.
+
+    `rollback_tokens` is how many of its last tokens a sequence can take back (`truncate`): windows and chunks hold as
+    many more past tokens.
+    """
 
     def __init__(
         self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int = 0
@@ -53,6 +57,10 @@ class KVManager:
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self.state_slot = np.zeros(num_slots, dtype=np.int8)  # which of the two states is the present one
         self.reserved_tokens = [0] * num_slots
+        # Per slot: `truncate` goes back neither beyond the last restore point that the sequence left or began with,
+        # nor `rollback_tokens` beyond the longest length that it was truncated from.
+        self._point_length = [0] * num_slots
+        self._truncated_from = [0] * num_slots
         # Per slot, the groups whose table can still change: a full ring drops out until one of its pages is shared.
         self._open: list[list[int]] = [[] for _ in range(num_slots)]
         self._just_resumed: set[int] = set()  # slots that took over a restore point in the step being put together
@@ -72,6 +80,13 @@ class KVManager:
         needed = zip(self.demand(tokens), self.arena.pages_per_slab, strict=True)
         return sum(-(-pages // per_slab) for pages, per_slab in needed) <= self.arena.num_slabs
 
+    def shortest_truncation(self, slot: int) -> int:
+        """The shortest length that this sequence can be truncated to now."""
+        if self.has_state:
+            return int(self.lengths[slot])  # a state exists only at the sequence's length
+        longest = max(int(self.lengths[slot]), self._truncated_from[slot])
+        return max(self._point_length[slot], longest - self.rollback_tokens)
+
     def horizon(self, slot: int) -> int:
         """The longest length this sequence reaches without `extend` or `renew`."""
         length = int(self.lengths[slot])
@@ -79,7 +94,7 @@ class KVManager:
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
-    def start(self, slot: int, tokens: int, resume: Retained | None = None, length: int | None = None) -> None:
+    def start(self, slot: int, tokens: int, resume: RestorePoint | None = None, length: int | None = None) -> None:
         """Reserve room for `tokens` tokens in an empty slot.
 
         With a restore point the sequence begins with its tokens, or with the first `length` of them: one of those that
@@ -100,6 +115,7 @@ class KVManager:
             for g, ids in enumerate(resumed):
                 self.books.hold(g, ids)  # taking pages may give up the restore point itself, but not these
             self._adopt(slot, tokens, resumed, length)
+            self._point_length[slot] = length
             self._just_resumed.add(slot)
         for g, table in enumerate(self.tables):
             if not table.grows and not table.is_ring:
@@ -110,7 +126,7 @@ class KVManager:
             self.books.let_go(g, ids)
         self._reopen(slot)
 
-    def start_demand(self, tokens: int, resume: Retained | None = None, length: int | None = None) -> list[int]:
+    def start_demand(self, tokens: int, resume: RestorePoint | None = None, length: int | None = None) -> list[int]:
         """Pages per group that `start` needs: new ones, and those of the restore point that are only cached."""
         demand = self.demand(tokens)
         if resume is not None:
@@ -148,33 +164,55 @@ class KVManager:
                 self._extend_group(g, slot, old_length, length)
         self.lengths[slot] = length
 
-    def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[Retained]:
+    def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[RestorePoint]:
         """`extend`, leaving restore points inside the chunk: at these ascending lengths, where memory allows.
 
-        As if the chunk had been cut there; only that one step writes all of it, the pages that it has slid past at its
-        end included. Not for states, which exist only where a chunk ends.
+        Pages are taken as if the chunk had been cut at each of these lengths, but one step writes them all, including
+        those that the sequence has slid past by the chunk's end. A state exists only where a chunk ends, so layouts
+        with states leave no such points.
         """
         written_from = int(self.lengths[slot])
         points = []
         for tail in tails:
             self.extend(slot, tail)
-            kept = self.retain(slot)
-            if kept is None:
+            point = self.leave_point(slot)
+            if point is None:
                 continue
-            points.append(kept)
+            points.append(point)
             for g, table in enumerate(self.tables):
                 if table.is_ring:
-                    self._log_tail(g, slot, written_from, kept)
+                    self._log_tail(g, slot, written_from, point)
             written_from = tail
         self.extend(slot, length)
         return points
 
-    def advance(self, slots: NDArray[np.int64]) -> None:
-        """One more token for each of these sequences, all of them short of their horizon."""
-        self.lengths[slots] += 1
+    def advance(self, slots: NDArray[np.int64], tokens: int = 1) -> None:
+        """So many more tokens for each of these sequences, all of which stay within their horizon."""
+        self.lengths[slots] += tokens
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Take back the last tokens of a sequence that no step in flight computes: it has `length` tokens again.
+
+        Pages of full groups that become empty are promised to the sequence again, so that it can grow as before.
+        Windows and chunks keep their pages, of which the rows beyond `length` are written anew. A page that a restore
+        point keeps is not written below that point's length, so no truncation goes further back than that.
+        """
+        old_length, shortest = int(self.lengths[slot]), self.shortest_truncation(slot)
+        if not shortest <= length <= old_length:
+            limit = f"rollback_tokens {self.rollback_tokens}, last restore point at {self._point_length[slot]}"
+            if self.has_state:
+                limit = "a recurrent state exists only for its latest token, so this layout takes rollback_tokens 0"
+            raise ValueError(
+                f"slot {slot} holds {old_length} tokens and can be truncated to {shortest}, not to {length} ({limit})"
+            )
+        for g, table in enumerate(self.tables):
+            if table.grows:
+                self.books.take_back(g, slot, table.truncate(slot, length))
+        self._truncated_from[slot] = max(old_length, self._truncated_from[slot])
+        self.lengths[slot] = length
 
     def flip_states(self, slots: NDArray[np.int64]) -> None:
-        """A step wrote these sequences' other state: it is the present one from now on."""
+        """Make the other state of these sequences the present one: a step has written it."""
         self.state_slot[slots] ^= 1
 
     def release(self, slot: int) -> None:
@@ -189,9 +227,11 @@ class KVManager:
         self.lengths[slot] = 0
         self.state_slot[slot] = 0
         self.reserved_tokens[slot] = 0
+        self._point_length[slot] = 0
+        self._truncated_from[slot] = 0
 
-    def release_and_keep(self, slot: int) -> Retained:
-        """`release`, leaving a restore point at the sequence's length. It takes no memory that the sequence had not.
+    def release_and_leave_point(self, slot: int) -> RestorePoint:
+        """`release`, leaving a restore point at the sequence's length. It takes no additional memory.
 
         Only for a sequence that no step in flight computes.
         """
@@ -201,13 +241,13 @@ class KVManager:
             if isinstance(table.group.retention, State):
                 offsets = table.entries[slot, self.state_slot[slot]].copy()
             pages.append(self.books.shared[g].share(offsets, slots=1))
-        kept = Retained(int(self.lengths[slot]), pages)
-        self.books.keep(kept)
+        point = RestorePoint(int(self.lengths[slot]), pages)
+        self.books.keep(point)
         self.release(slot)
-        return kept
+        return point
 
     def take_changes(self) -> Changes:
-        """Close the step being put together. What it alone still reads is free for the steps after it."""
+        """Close the step being put together. Pages that only this step still reads are free for later steps."""
         books = self.books
         books.tidy()
         changes = books.log.close(self.tables, books.shared, books.outgoing)
@@ -224,7 +264,7 @@ class KVManager:
 
     # -- restore points --------------------------------------------------------------------------------------------
 
-    def retain(self, slot: int) -> Retained | None:
+    def leave_point(self, slot: int) -> RestorePoint | None:
         """Keep a restore point at the sequence's present length; None where memory does not allow one.
 
         The sequence goes on: its full pages are shared in place, and its window pages become read-only, so it is
@@ -248,63 +288,66 @@ class KVManager:
                 table.pinned[slot] += replacements[g] // table.group.stripes
             pages.append(self.books.shared[g].share(self._held_pages(g, slot), slots=1))
         self._reopen(slot)
-        kept = Retained(int(self.lengths[slot]), pages, pending=True)
-        self.books.keep(kept)
+        point = RestorePoint(int(self.lengths[slot]), pages, pending=True)
+        self._point_length[slot] = point.length
+        self.books.keep(point)
         for g, ids in enumerate(pages):
             self.books.hold(g, ids)
-        return kept
+        return point
 
-    def publish(self, kept: Retained) -> None:
+    def publish(self, point: RestorePoint) -> None:
         """The step that computes this restore point has landed: it may be resumed from, and given up."""
-        if kept.pending and kept in self.books.retained:
-            kept.pending = False
-            for g, ids in enumerate(kept.pages):
+        if point.pending and point in self.books.points:
+            point.pending = False
+            for g, ids in enumerate(point.pages):
                 self.books.let_go(g, ids)
 
-    def drop(self, kept: Retained) -> None:
+    def drop(self, point: RestorePoint) -> None:
         """Forget a restore point; pages that nobody else holds are free again."""
-        self.books.drop(kept)
+        self.books.drop(point)
 
-    def touch(self, kept: Retained) -> None:
+    def touch(self, point: RestorePoint) -> None:
         """Mark a restore point as used just now."""
-        self.books.touch(kept)
+        self.books.touch(point)
 
-    def longest_resume(self, kept: Retained, limit: int) -> int:
+    def longest_resume(self, point: RestorePoint, limit: int) -> int:
         """The longest length up to `limit` at which every group can go on from this restore point; 0 for none."""
-        length, before = min(kept.length, limit), -1
+        length, before = min(point.length, limit), -1
         while length != before:
             before = length
             for group in self.layout.groups:
-                length = group.retention.longest_resume(kept.length, length)
+                length = group.retention.longest_resume(point.length, length)
         return length
 
     def give_way(self, demand: Demand) -> bool:
         """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
 
-        A pinned window page costs its sequence another one; given back to it, it does not. Where even all of them would
-        not do, none is given up and the answer is False.
+        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
+        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
         """
         books = self.books
         pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
         if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
             return False
-        for kept in list(books.retained):
+        for point in list(books.points):
             if self.can_reserve(demand):
                 break
-            if not kept.pending and self._pins(kept):
+            if not point.pending and self._pins(point):
                 books.evictions += 1
-                books.drop(kept)
+                books.drop(point)
         return self.can_reserve(demand)
 
-    def use_for_restoring(self, worth: Callable[[Retained], float], on_drop: Callable[[Retained], None]) -> None:
+    def use_for_restoring(
+        self, worth: Callable[[RestorePoint], float], on_drop: Callable[[RestorePoint], None]
+    ) -> None:
         """Let whoever decides what to keep say what each restore point is worth, and hear when one is given up."""
         self.books.worth, self.books.on_drop = worth, on_drop
 
     # -- counting --------------------------------------------------------------------------------------------------
 
     @property
-    def retained(self) -> list[Retained]:
-        return list(self.books.retained)
+    def restore_points(self) -> list[RestorePoint]:
+        return list(self.books.points)
 
     @property
     def live_pages(self) -> list[int]:
@@ -348,9 +391,9 @@ class KVManager:
             total += columns * table.group.stripes * table.group.page_bytes
         return total
 
-    def kept_offsets(self, kept: Retained, group: int) -> NDArray[np.int32]:
+    def point_offsets(self, point: RestorePoint, group: int) -> NDArray[np.int32]:
         """Where the pages of a restore point lie now."""
-        return self.books.shared[group].offsets[kept.pages[group]]
+        return self.books.shared[group].offsets[point.pages[group]]
 
     def owned_pages(self, slot: int, group: int) -> int:
         """Pages of a sequence that no restore point holds."""
@@ -365,7 +408,7 @@ class KVManager:
         """Raise AssertionError unless nothing is live or promised, as befits memory without sequences."""
         assert not any(self.reserved_tokens), "a slot is in use"
         assert not any(self.live_pages) and not any(self.promised_pages), "idle, but pages are held"
-        if not self.books.retained:
+        if not self.books.points:
             self.check_integrity()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -390,7 +433,7 @@ class KVManager:
         table = self.tables[g]
         replaced: list[int] = []
         if table.pinned[slot]:
-            replaced = self._slide_past(g, slot, table.fresh_columns(old_length, length))
+            replaced = self._slide_past(g, slot, table.fresh_columns(slot, old_length, length))
         missing = table.missing(slot, old_length, length)
         if len(missing):
             self.books.fill(g, slot, missing, replaced)
@@ -405,7 +448,7 @@ class KVManager:
         ids = books.shared[g].ids(table.entries[slot, passed].reshape(-1)).reshape(len(passed), -1)
         emptied: list[int] = passed.tolist()
         again = [(g, slot, column) in books.outgoing for column in emptied]
-        # Only this step's tails are there a second time: what it reads in those columns is another page.
+        # Points inside a chunk empty a column more than once in a step, which reads only the page emptied first.
         books.let_go(g, ids[again].reshape(-1))
         for column, pages, is_there in zip(emptied, ids, again, strict=True):
             if not is_there:
@@ -417,19 +460,20 @@ class KVManager:
         table.pinned[slot] -= len(passed)
         return emptied
 
-    def _log_tail(self, g: int, slot: int, written_from: int, kept: Retained) -> None:
+    def _log_tail(self, g: int, slot: int, written_from: int, point: RestorePoint) -> None:
         """Have this step's tokens of the tail written to its pages; what came before them lies there already."""
         table = self.tables[g]
-        held = self._held(g, kept.length)
+        held = self._held(g, point.length)
         start = max(written_from, held.start)
-        if start < kept.length:
+        if start < point.length:
             first = start // table.block_tokens - held.start // table.block_tokens
-            self.books.log.tail(g, slot, start, kept.length, kept.pages[g][first * table.group.stripes :])
+            self.books.log.tail(g, slot, start, point.length, point.pages[g][first * table.group.stripes :])
 
     def _held(self, g: int, length: int) -> range:
+        """Tokens of this group that a restore point at `length` keeps."""
         retention = self.tables[g].group.retention
         assert not isinstance(retention, State) and self.tables[g].block_tokens
-        return retention.held(length, self.rollback_tokens)  # type: ignore[union-attr]  # windows and chunks only
+        return retention.held(length)  # type: ignore[union-attr]  # windows and chunks only
 
     def _held_pages(self, g: int, slot: int) -> NDArray[np.int32]:
         """What the sequence can still be asked for, oldest block first (nothing for State)."""
@@ -449,27 +493,27 @@ class KVManager:
         if not self.tables[g].is_ring:
             return 0
         shared = self.books.shared[g]
-        pinned = (shared.slots == 1) & (shared.kept > 0)
-        for kept in self.books.retained:
-            if kept.pending:
-                pinned[kept.pages[g]] = False
+        pinned = (shared.slots == 1) & (shared.point_counts > 0)
+        for point in self.books.points:
+            if point.pending:
+                pinned[point.pages[g]] = False
         for place, ids in self.books.outgoing.items():
             if place[0] == g:
                 pinned[ids] = False
         return int(np.count_nonzero(pinned))
 
-    def _pins(self, kept: Retained) -> bool:
-        """Whether a running sequence alone holds a window page that this restore point alone keeps."""
+    def _pins(self, point: RestorePoint) -> bool:
+        """Whether this restore point keeps a window page that exactly one running sequence holds."""
         for g, table in enumerate(self.tables):
-            shared, ids = self.books.shared[g], kept.pages[g]
-            if table.is_ring and ((shared.slots[ids] == 1) & (shared.kept[ids] >= 1)).any():
+            shared, ids = self.books.shared[g], point.pages[g]
+            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
                 return True
         return False
 
-    def _resumed_part(self, g: int, kept: Retained, length: int) -> Ids:
+    def _resumed_part(self, g: int, point: RestorePoint, length: int) -> Ids:
         """Pages of a restore point that a sequence of `length` tokens can be asked for."""
-        table, ids = self.tables[g], kept.pages[g]
-        if length == kept.length or not (table.grows or table.is_ring):
+        table, ids = self.tables[g], point.pages[g]
+        if length == point.length or not (table.grows or table.is_ring):
             return ids
         columns = len(table.held_columns(length))
         if columns == 0:
@@ -477,11 +521,11 @@ class KVManager:
         stripes, block = table.group.stripes, table.block_tokens
         first = 0
         if table.is_ring:
-            first = self._held(g, length).start // block - self._held(g, kept.length).start // block
+            first = self._held(g, length).start // block - self._held(g, point.length).start // block
         return ids[first * stripes : (first + columns) * stripes]
 
     def _shared_part(self, g: int, resumed: Ids, length: int) -> Ids:
-        """Those of them that it shares: all but a partly filled last one, and no state."""
+        """The pages among them that it shares: all but a partly filled last one, and no state."""
         table = self.tables[g]
         if isinstance(table.group.retention, State):
             return NO_IDS

@@ -14,30 +14,23 @@ from itertools import islice
 from windowpane.kv.manager import KVManager
 from windowpane.kv.prefixes import Node, PrefixTree, Tokens
 from windowpane.kv.retention import MIN_PREFIX_TOKENS
-from windowpane.kv.sharing import Retained
+from windowpane.kv.sharing import RestorePoint
 
 HIDDEN_ROWS = 256  # final hidden states kept, one row each
 NEAREST = 32  # restore points below the place where a prompt parts that are asked whether they reach back to it
 
 
-@dataclass(slots=True)
-class Point:
-    """A restore point in the tree. `hidden` is the row that has its last token's final hidden state."""
-
-    kept: Retained
-    hidden: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a lookup found: `length` tokens from `kept`; with `hidden`, not even the last has to be computed.
+    """What a lookup found: a sequence can begin with the first `length` tokens of `point`.
 
-    `branch` is how far the prompt is known beyond what can be resumed: worth a restore point for the next one.
+    With `hidden_row`, not even the last token has to be computed. `branch` is how far the prompt is known beyond what
+    can be resumed: a restore point there would serve the next request.
     """
 
     length: int = 0
-    kept: Retained | None = None
-    hidden: int | None = None
+    point: RestorePoint | None = None
+    hidden_row: int | None = None
     branch: int = 0
     miss: str | None = None
 
@@ -61,8 +54,8 @@ class RestorePoints:
 
     def __init__(self, manager: KVManager, hidden_rows: int = HIDDEN_ROWS) -> None:
         self.manager = manager
-        self._tree: PrefixTree[Point] = PrefixTree()
-        self._nodes: dict[Retained, Node[Point]] = {}
+        self._tree: PrefixTree[RestorePoint] = PrefixTree()
+        self._nodes: dict[RestorePoint, Node[RestorePoint]] = {}
         self._free_hidden = list(range(hidden_rows - 1, -1, -1))
         self._queries = self._hits = 0
         manager.use_for_restoring(self._worth, self._dropped)
@@ -78,19 +71,20 @@ class RestorePoints:
         if node is None or common < MIN_PREFIX_TOKENS:
             return Hit(miss="no earlier request began with these tokens")
         point = node.value if common == len(tokens) == node.end else None
-        if may_skip_last and point is not None and point.hidden is not None and not point.kept.pending:
-            return Hit(len(tokens), point.kept, point.hidden)
+        if may_skip_last and point is not None and point.hidden_row is not None and not point.pending:
+            return Hit(len(tokens), point, point.hidden_row)
         limit = min(common, len(tokens) - 1)
         best = Hit()
         for candidate in (*node.path(), *islice(node.below(), NEAREST)):
-            if candidate.value is None or candidate.value.kept.pending:
+            point = candidate.value
+            if point is None or point.pending:
                 continue
-            length = self.manager.longest_resume(candidate.value.kept, limit)
+            length = self.manager.longest_resume(point, limit)
             if length > best.length:
-                best = Hit(length, candidate.value.kept)
+                best = Hit(length, point)
         if best.length < MIN_PREFIX_TOKENS:
             return Hit(branch=common, miss=f"{common} tokens are known, but no restore point was kept among them")
-        return Hit(best.length, best.kept, branch=common if common > best.length else 0)
+        return Hit(best.length, best.point, branch=common if common > best.length else 0)
 
     def count(self, prompt_tokens: int, hit_tokens: int) -> None:
         """One request was admitted."""
@@ -100,7 +94,7 @@ class RestorePoints:
     @property
     def stats(self) -> CacheStats:
         books = self.manager.books
-        return CacheStats(self._queries, self._hits, books.evictions, len(books.retained), self.manager.cached_bytes)
+        return CacheStats(self._queries, self._hits, books.evictions, len(books.points), self.manager.cached_bytes)
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
@@ -109,22 +103,24 @@ class RestorePoints:
         common, node = self._tree.match(key, tokens)
         return node is not None and common == node.end == len(tokens) and node.value is not None
 
-    def add(self, key: str, tokens: Tokens, kept: Retained, hidden: int | None = None) -> bool:
+    def add(self, key: str, tokens: Tokens, point: RestorePoint, hidden_row: int | None = None) -> bool:
         """Enter a restore point at the end of these tokens.
 
-        One that is there already stays, and `kept` is dropped, unless only the new one has its final hidden state.
+        One that is there already stays, and `point` is dropped, unless only the new one has its final hidden state.
         """
-        assert len(tokens) == kept.length
+        assert len(tokens) == point.length
         node = self._tree.insert(key, tokens)
-        if node.value is not None:
-            if hidden is None or node.value.hidden is not None or node.value.kept.pending:
-                self.give_back_hidden(hidden)
-                self.manager.drop(kept)
+        earlier = node.value
+        if earlier is not None:
+            if hidden_row is None or earlier.hidden_row is not None or earlier.pending:
+                self.give_back_hidden(hidden_row)
+                self.manager.drop(point)
                 return False
-            self.manager.drop(node.value.kept)
+            self.manager.drop(earlier)
             node = self._tree.insert(key, tokens)
-        node.value = Point(kept, hidden)
-        self._nodes[kept] = node
+        point.hidden_row = hidden_row
+        node.value = point
+        self._nodes[point] = node
         return True
 
     def is_worth_its_room(self, before: int, length: int) -> bool:
@@ -141,36 +137,35 @@ class RestorePoints:
         """A row for a final hidden state; the least recently used restore point that has one gives it up."""
         if self._free_hidden:
             return self._free_hidden.pop()
-        for kept in self.manager.books.retained:
-            node = self._nodes.get(kept)
-            if node is not None and node.value is not None and node.value.hidden is not None and not kept.pending:
-                row, node.value.hidden = node.value.hidden, None
+        for point in self.manager.books.points:
+            if point.hidden_row is not None and not point.pending:
+                row, point.hidden_row = point.hidden_row, None
                 return row
         return None
 
-    def give_back_hidden(self, hidden: int | None) -> None:
-        if hidden is not None:
-            self._free_hidden.append(hidden)
+    def give_back_hidden(self, row: int | None) -> None:
+        if row is not None:
+            self._free_hidden.append(row)
 
     def clear(self) -> None:
         """Forget everything: a step failed, and what it was to write may be anywhere."""
-        for kept in self.manager.retained:
-            self.manager.drop(kept)
+        for point in self.manager.restore_points:
+            self.manager.drop(point)
 
     # -- what the books ask ----------------------------------------------------------------------------------------
 
-    def _worth(self, kept: Retained) -> float:
+    def _worth(self, point: RestorePoint) -> float:
         """Tokens that would be computed again without it: those since the restore point before it."""
-        node = self._nodes.get(kept)
+        node = self._nodes.get(point)
         if node is None:
-            return kept.length
+            return point.length
         before = next((n.end for n in islice(node.path(), 1, None) if n.value is not None), 0)
         return node.end - before
 
-    def _dropped(self, kept: Retained) -> None:
-        node = self._nodes.pop(kept, None)
-        if node is not None and node.value is not None:
-            self.give_back_hidden(node.value.hidden)
+    def _dropped(self, point: RestorePoint) -> None:
+        node = self._nodes.pop(point, None)
+        if node is not None:
+            self.give_back_hidden(point.hidden_row)
             self._tree.remove(node)
 
 

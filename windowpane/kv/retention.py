@@ -9,7 +9,8 @@ Each retention answers four questions, and every other module asks them here:
 - `longest_resume(length, limit)`: the longest length up to `limit` at which what is held at `length` tokens suffices to
   go on.
 
-`rollback_tokens` is the number of computed tokens that may still be taken back (speculation); it is 0 without it.
+`rollback_tokens` is the number of computed tokens that may still be taken back (drafts that are not accepted); it is 0
+without drafts.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Window:
         return min(ceil_div(length, block_tokens), straddling)
 
     def longest_resume(self, length: int, limit: int) -> int:
-        """What slid out of sight by `length` would be asked for again before it, unless nothing did."""
+        """A shorter length would see tokens that have slid out of sight by `length`, unless none has."""
         if limit >= length or self.tokens == 1 or self.held(length).start == 0:
             return min(length, limit)
         return 0
@@ -126,7 +127,7 @@ class Chunk:
         return min(ceil_div(length, block_tokens), ceil_div(worst_start + held_tokens, block_tokens))
 
     def longest_resume(self, length: int, limit: int) -> int:
-        """Anywhere in the last chunk, or where a chunk begins: nothing is held there."""
+        """A sequence can go on anywhere in the last chunk, or where a chunk begins, which needs no past token."""
         if limit >= self.held(length).start:
             return min(length, limit)
         return self.first_visible(limit)

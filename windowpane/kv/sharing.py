@@ -20,10 +20,10 @@ NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True, eq=False)
-class Retained:
-    """A restore point: pages kept so that a sequence can resume at `length` tokens; ids per group, oldest block first.
+class RestorePoint:
+    """Pages kept so that a sequence can resume at `length` tokens; ids per group, oldest block first.
 
-    While `pending`, the step that writes it has not landed: nobody may resume there and it is not given up.
+    While it is `pending`, the step that writes it has not landed: nobody may resume there and it is not given up.
     """
 
     length: int
@@ -31,6 +31,7 @@ class Retained:
     number: int = 0  # by which the books know it
     pending: bool = False
     last_used: int = 0
+    hidden_row: int | None = None  # where its last token's final hidden state is kept
 
 
 class SharedPages:
@@ -41,8 +42,8 @@ class SharedPages:
         self._arena = arena
         self.offsets: Offsets = np.zeros(0, dtype=np.int32)
         self.slots = np.zeros(0, dtype=np.int32)  # sequences that hold it, and steps in flight that write it
-        self.kept = np.zeros(0, dtype=np.int32)  # restore points that keep it
-        self.keepers = np.zeros(0, dtype=np.int64)  # their numbers, combined by xor: where one keeps it, its number
+        self.point_counts = np.zeros(0, dtype=np.int32)  # restore points that keep it
+        self.point_numbers = np.zeros(0, dtype=np.int64)  # of those, combined by xor: where one keeps it, its number
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -66,7 +67,7 @@ class SharedPages:
             fresh = self._new_ids(count)
             self.offsets[fresh] = offsets[new]
             self.slots[fresh] = slots
-            self.kept[fresh] = 0
+            self.point_counts[fresh] = 0
             self._arena.tag(self._group, offsets[new], -1 - fresh)
             ids[new] = fresh
         return ids
@@ -74,16 +75,16 @@ class SharedPages:
     def forget(self, ids: Ids) -> None:
         """These pages are free, or have one owner again."""
         self._free += ids.tolist()
-        self.slots[ids] = self.kept[ids] = 0
+        self.slots[ids] = self.point_counts[ids] = 0
 
     def cached_by_one(self, ids: Ids) -> Ids:
         """Those of these that a single restore point keeps and nobody holds: they would be free without it."""
-        alone: Ids = ids[(self.kept[ids] == 1) & (self.slots[ids] == 0)]
+        alone: Ids = ids[(self.point_counts[ids] == 1) & (self.slots[ids] == 0)]
         return alone
 
     def all_ids(self) -> Ids:
         """Every id in use."""
-        return np.flatnonzero(self.slots + self.kept)
+        return np.flatnonzero(self.slots + self.point_counts)
 
     def _new_ids(self, count: int) -> Ids:
         if len(self._free) < count:
@@ -91,8 +92,8 @@ class SharedPages:
             more = max(count, size, 64)
             self.offsets = np.concatenate([self.offsets, np.zeros(more, dtype=np.int32)])
             self.slots = np.concatenate([self.slots, np.zeros(more, dtype=np.int32)])
-            self.kept = np.concatenate([self.kept, np.zeros(more, dtype=np.int32)])
-            self.keepers = np.concatenate([self.keepers, np.zeros(more, dtype=np.int64)])
+            self.point_counts = np.concatenate([self.point_counts, np.zeros(more, dtype=np.int32)])
+            self.point_numbers = np.concatenate([self.point_numbers, np.zeros(more, dtype=np.int64)])
             self._free += range(size + more - 1, size - 1, -1)
         taken = self._free[-count:]
         del self._free[-count:]

@@ -32,9 +32,8 @@ class PageTable:
         self.grows = isinstance(group.retention, Full)
         self.is_ring = isinstance(group.retention, Window | Chunk)
         self.columns = group.max_pages(max_model_len, rollback_tokens) // group.stripes
-        # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, `filled` says how
-        # far.
-        # Kernels read the entries of whole tiles, so rows end with a whole one.
+        # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, and `filled` says
+        # how far it is. Kernels read the entries of whole tiles, so rows end with a whole one.
         width = _whole_tiles(self.columns, self.block_tokens) if self.grows else self.columns
         make = np.zeros if self.grows else _no_pages
         self.entries: NDArray[np.int32] = make((num_slots, width, group.stripes), dtype=np.int32)
@@ -71,30 +70,39 @@ class PageTable:
             return None
         return column
 
-    def fresh_columns(self, old_length: int, new_length: int) -> Columns:
+    def fresh_columns(self, slot: int, old_length: int, new_length: int) -> Columns:
         """Ring columns whose block begins in that step: what they held before may be overwritten or let go."""
         blocks = self.columns_to_write(old_length, new_length)
-        first = max(blocks.start, old_length // self.block_tokens + self._continues_block(old_length))
+        first = max(blocks.start, old_length // self.block_tokens + self._continues_block(slot, old_length))
         return np.arange(first, max(first, blocks.stop)) % max(self.columns, 1)
 
-    def _continues_block(self, length: int) -> bool:
+    def _continues_block(self, slot: int, length: int) -> bool:
         """Whether the next token goes into a page that already holds tokens of its block."""
-        return length % self.block_tokens != 0 and self._is_held(length - 1, length)
+        if length % self.block_tokens == 0 or not self._is_held(length - 1, length):
+            return False
+        # A sequence that has just resumed holds only what it can be asked for: none of the tokens that a rollback
+        # would need.
+        column = length // self.block_tokens % self.columns
+        return self.rollback_tokens == 0 or bool(self.entries[slot, column, 0] != NO_PAGE)
 
     def _is_held(self, position: int, length: int) -> bool:
-        """Whether a sequence of `length` tokens can still be asked for the one at `position`."""
+        """Whether a sequence of `length` tokens, or what a rollback leaves of it, can be asked for this token."""
         retention = self.group.retention
         assert not isinstance(retention, State | Cross)
         return retention.first_visible(max(0, length - self.rollback_tokens)) <= position
 
     def held_columns(self, length: int) -> Columns:
-        """Columns that hold what a sequence of `length` tokens can still be asked for, oldest block first."""
+        """Columns that hold what a sequence of `length` tokens can still be asked for, oldest block first.
+
+        Tokens that only a rollback would need are not among them: this is what a restore point keeps, and no sequence
+        is rolled back beyond one.
+        """
         retention = self.group.retention
         if isinstance(retention, Cross):
             return np.arange(self.columns)
         if isinstance(retention, State) or self.columns == 0:
             return np.arange(0)
-        held = retention.held(length, self.rollback_tokens)
+        held = retention.held(length)
         if not held:
             return np.arange(0)
         blocks: Columns = np.arange(held.start // self.block_tokens, (length - 1) // self.block_tokens + 1)
@@ -114,7 +122,7 @@ class PageTable:
             return self.filled[slot] * self.block_tokens
         if not self.can_change(slot):
             return NEVER
-        if not self._continues_block(length):
+        if not self._continues_block(slot, length):
             return length
         return ceil_div(length, self.block_tokens) * self.block_tokens
 
@@ -127,6 +135,13 @@ class PageTable:
     def put(self, slot: int, columns: Columns, offsets: NDArray[np.int32]) -> None:
         self.entries[slot, columns] = offsets.reshape(-1, self.group.stripes)
         self.filled[slot] += len(columns)
+
+    def truncate(self, slot: int, length: int) -> NDArray[np.int32]:
+        """Take the pages out of a growing row that `length` tokens do not reach, and return them."""
+        columns = ceil_div(length, self.block_tokens)
+        emptied: NDArray[np.int32] = self.entries[slot, columns : self.filled[slot]].reshape(-1).copy()
+        self.filled[slot] = columns
+        return emptied
 
     def clear(self, slot: int) -> None:
         if not self.grows:

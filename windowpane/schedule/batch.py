@@ -29,10 +29,12 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, as plain values. Decoding rows come first: each computes the token its slot sampled last.
+    """One step, as plain values. Decoding sequences come first: each computes the token its slot sampled last.
 
-    The step samples one token for every decoding row and every chunk that `samples`, in that order. `state_slots` names
-    the present one of the two states of each row and chunk.
+    The step samples one token for every decoding sequence and every chunk that `samples`, in that order. `state_slots`
+    names the present one of the two states of each sequence and chunk. With drafts (`draft_rows`, None without), a
+    decoding sequence also computes so many drafted tokens after its own, and samples one token more for each of them
+    that is accepted.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Batch:
     chunks: list[PromptChunk]
     state_slots: NDArray[np.int8]
     changes: Changes
+    draft_rows: NDArray[np.int64] | None = None
 
     @property
     def sampling_slots(self) -> NDArray[np.int64]:
@@ -54,7 +57,8 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + self.prompt_tokens
+        drafts = 0 if self.draft_rows is None else int(self.draft_rows.sum())
+        return len(self.decode_slots) + drafts + self.prompt_tokens
 
 
 def wanted_rows(chunk: PromptChunk, all_logits_slots: frozenset[int]) -> int:

@@ -8,18 +8,19 @@ a smaller one to lie on the line between that one and a step without a prompt.
 
 from __future__ import annotations
 
-FIRST_TOKENS = 256  # taken before anything was measured
-FEWEST_TOKENS = 16  # a prompt goes on, however short the time
-MOST_GROWTH = 4.0  # of a chunk over all before it: one lucky measurement does not make a long step
-FOLLOW = 0.5  # how much the last step without a prompt counts against all before it
-AIM = 0.9  # of the time asked for: chunks cost a little more each time, and no two steps take the same
-TELLING = 0.5  # a chunk shorter than this share of what was allowed (a prompt's last) says little about long ones
+FIRST_TOKENS = 256  # prompt tokens of a step before anything has been measured
+FEWEST_TOKENS = 16  # prompt tokens that a step takes however short the time
+MOST_GROWTH = 4.0  # of a chunk over the longest before it, so that one fast step does not lead to a long one
+FOLLOW = 0.5  # weight of the latest step without a prompt in the moving average of such steps
+AIM = 0.9  # share of the time asked for: the cost of a chunk grows with its past, and steps vary
+TELLING = 0.5  # chunks below this share of the allowed tokens (a prompt's last one) do not size later chunks
 
 
 class Pace:
     """Chunks of prompts sized so that a step that others decode in takes at most about `step_seconds`.
 
-    Where decoding alone takes most of that, twice as long as decoding: a prompt would hardly get on otherwise.
+    Where decoding alone takes most of that time, a step may take twice as long as decoding: a prompt would hardly
+    advance otherwise.
     """
 
     def __init__(self, step_seconds: float) -> None:

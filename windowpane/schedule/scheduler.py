@@ -8,11 +8,15 @@ A request is admitted when its whole prompt and the next `growth_tokens` can be 
 waits for memory until that is used up. Decoding requests live in arrays and are advanced together; Python looks at one
 of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
 
-With restore points (`keeping`), an admitted request begins where an earlier one left what it shares with it, and leaves
-its own for later ones.
+With restore points (`restoring`), an admitted request begins with what it shares with an earlier one, and leaves points
+of its own for later ones.
 
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
+
+With `draft_tokens`, a decoding sequence computes up to so many drafted tokens beside its own in each step, and `commit`
+says how many tokens each sequence has gained; the manager takes back the rest. Such steps do not overlap: where the
+next one starts is known only when this one has landed.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.kv.manager import KVManager, Retained
+from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
+from windowpane.kv.sharing import RestorePoint
 from windowpane.schedule.batch import Batch, PromptChunk
-from windowpane.schedule.keeping import Keeping
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.request import FinishReason, Request
+from windowpane.schedule.restoring import NoRestorePlanner, RestorePlanner
 
 DEFAULT_GROWTH_TOKENS = 256
 MAX_STEPS_IN_FLIGHT = 2
@@ -51,15 +56,15 @@ class BeyondModelLen(RequestTooLong):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step whose tokens are not known yet."""
+class _StepInFlight:
+    """The scheduler's book of a step whose tokens are not known yet."""
 
     step: int
     slots: NDArray[np.int64]  # all sequences in it
     sampling_slots: NDArray[np.int64]
     sampling: list[Request]
     last: NDArray[np.bool_]  # rows that sample the last token of a request's life
-    points: list[Retained] = field(default_factory=list)  # restore points that it writes
+    points: list[RestorePoint] = field(default_factory=list)  # restore points that it writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +83,29 @@ class Scheduler:
         manager: KVManager,
         max_num_batched_tokens: int,
         growth_tokens: int = DEFAULT_GROWTH_TOKENS,
-        restore: RestorePoints | None = None,
+        restore_points: RestorePoints | None = None,
         pace: Pace | None = None,
+        draft_tokens: int = 0,
     ) -> None:
-        if max_num_batched_tokens < manager.num_slots:
+        if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
+            drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({manager.num_slots}): every running sequence needs one token a step"
+                f"({manager.num_slots}){drafts}: every running sequence needs its tokens in a step"
             )
+        if draft_tokens > manager.rollback_tokens:
+            raise ValueError(
+                f"draft_tokens ({draft_tokens}) must not exceed the manager's rollback_tokens "
+                f"({manager.rollback_tokens}): drafts that are not accepted are taken back"
+            )
+        if draft_tokens and manager.has_state:
+            raise ValueError(f"draft_tokens ({draft_tokens}) must be 0 for a model with recurrent states")
         slots = manager.num_slots
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
-        self._keeping = None if restore is None else Keeping(restore)  # None: nothing is kept
+        self.draft_tokens = draft_tokens
+        self.restoring = RestorePlanner(restore_points) if restore_points else NoRestorePlanner(manager)
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -102,13 +117,15 @@ class Scheduler:
         self._prefilling: dict[int, None] = {}  # slots, in order of admission
         self._decoding: dict[int, None] = {}
         self._decoding_slots: NDArray[np.int64] | None = None  # the same as an array, None when out of date
+        # From this length on, a sequence's next step may go beyond what the manager has given it.
         self._horizon = np.zeros(slots, dtype=np.int64)
+        self._drafted = np.zeros(slots, dtype=np.int64)  # drafted tokens in the sequence's last decoding step
         self._last_length = np.zeros(slots, dtype=np.int64)  # a sequence's length when its last token is sampled
         self._stop_ids = np.full((slots, STOP_IDS), NO_TOKEN, dtype=np.int64)
         self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
         self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
         self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
-        self._flights: deque[_Flight] = deque()
+        self._unlanded: deque[_StepInFlight] = deque()  # oldest first
         self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
         self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
 
@@ -162,16 +179,11 @@ class Scheduler:
 
     def forget_restore_points(self) -> None:
         """A step failed: nothing that was kept can be trusted."""
-        if self._keeping is not None:
-            self._keeping.points.clear()
+        self.restoring.clear()
 
     @property
     def cache_stats(self) -> CacheStats:
-        return CacheStats() if self._keeping is None else self._keeping.points.stats
-
-    @property
-    def restore(self) -> RestorePoints | None:
-        return None if self._keeping is None else self._keeping.points
+        return self.restoring.stats
 
     @property
     def has_work(self) -> bool:
@@ -179,16 +191,18 @@ class Scheduler:
 
     @property
     def steps_in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._unlanded)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
         """The next step, or None when there is nothing to compute now."""
-        if len(self._flights) >= MAX_STEPS_IN_FLIGHT:
+        if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
+        if self.draft_tokens and self._unlanded:
+            raise RuntimeError("steps with drafts do not overlap: commit the step in flight first")
         decoding = self._decode()
-        budget = self.max_num_batched_tokens - len(decoding)
+        budget = self.max_num_batched_tokens - len(decoding) * (1 + self.draft_tokens)
         if self.pace is not None and len(decoding):
             budget = min(budget, self.pace.tokens())
         chunks = self._prefill(budget)
@@ -199,39 +213,49 @@ class Scheduler:
         state_slots = manager.state_slot[slots]
         computed = [c.slot for c in chunks if len(c.tokens)]
         manager.flip_states(np.concatenate([decoding, np.array(computed, dtype=np.int64)]) if chunks else decoding)
+        draft_rows = self._drafted[decoding] if self.draft_tokens else None
         self._take_off(slots, decoding, chunks)
         self._step += 1
         changes = manager.take_changes()
-        if self._keeping is not None:
-            written, shared = self._keeping.close_step()
-            self._flights[-1].points.extend(written)
-            for slot in shared:
-                if slot in self._decoding:  # what is kept must not be overwritten
-                    self._set_horizon(slot)
+        written, shared = self.restoring.close_step()
+        self._unlanded[-1].points.extend(written)
+        for slot in shared:
+            if slot in self._decoding:  # what a point keeps must not be overwritten
+                self._set_horizon(slot)
         return Batch(
             step=self._step,
             decode_slots=decoding,
-            decode_positions=manager.lengths[decoding] - 1,
+            decode_positions=manager.lengths[decoding] - (1 if draft_rows is None else 1 + draft_rows),
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            draft_rows=draft_rows,
         )
 
-    def commit(self, tokens: Sequence[int] | NDArray[np.int64]) -> list[Request]:
-        """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now."""
-        flight = self._flights.popleft()
+    def commit(
+        self, tokens: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64] | None = None
+    ) -> list[Request]:
+        """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now.
+
+        Each sequence that samples has one token, or, with drafts, as many as `counts` says: 1 and up to one more for
+        each drafted token, one sequence's tokens after another's.
+        """
+        step = self._unlanded.popleft()
         sampled = np.asarray(tokens, dtype=np.int64)
-        if len(sampled) != len(flight.sampling):
-            raise ValueError(f"step {flight.step} samples {len(flight.sampling)} tokens, got {len(sampled)}")
-        self._in_flight[flight.slots] -= 1
-        for request, token in zip(flight.sampling, sampled.tolist(), strict=True):
-            if request.finish_reason is None:
-                request.output.append(token)
-            elif self._keeping is not None:
-                self._keeping.hear(request, token)
-        for kept in flight.points:
-            self.manager.publish(kept)
-        finished = self._finish(flight, sampled)
+        expected = len(step.sampling) if counts is None else int(np.sum(counts))
+        if len(sampled) != expected:
+            raise ValueError(f"step {step.step} samples {expected} tokens, got {len(sampled)}")
+        self._in_flight[step.slots] -= 1
+        for point in step.points:
+            self.manager.publish(point)
+        if self.draft_tokens:
+            finished = self._take_accepted(
+                step, sampled, np.ones(expected, dtype=np.int64) if counts is None else counts
+            )
+        elif counts is not None:
+            raise ValueError("counts are for steps with drafts; this scheduler was made without draft_tokens")
+        else:
+            finished = self._take_one_each(step, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
             self._depart(slot)
         if not self.running:
@@ -241,21 +265,27 @@ class Scheduler:
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
     def _decode(self) -> NDArray[np.int64]:
-        """Advance every decoding sequence by one token; returns their slots."""
+        """Advance every decoding sequence by one token and its drafts; returns their slots."""
         self._short_of_memory = False
         slots = self._decoding_array()
         at_horizon = self.manager.lengths[slots] >= self._horizon[slots]
         if not at_horizon.any():
-            self.manager.advance(slots)
+            self._advance(slots)
             return slots
         # First in line first: a preemption takes the last in line, so never one that has already grown here.
         due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
         grown = {slot for slot in due if self._grow(slot)}
         steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
-        self.manager.advance(np.array(steady, dtype=np.int64))
+        self._advance(np.array(steady, dtype=np.int64))
         # In the order they had: what samplers prepare for a set of rows then serves the next step too.
         going = grown.union(steady)
         return np.array([slot for slot in slots.tolist() if slot in going], dtype=np.int64)
+
+    def _advance(self, slots: NDArray[np.int64]) -> None:
+        """A token and all its drafts for each of these sequences, which stay within their horizon."""
+        self.manager.advance(slots, 1 + self.draft_tokens)
+        if self.draft_tokens:
+            self._drafted[slots] = self.draft_tokens
 
     def _decoding_array(self) -> NDArray[np.int64]:
         if self._decoding_slots is None:
@@ -263,7 +293,10 @@ class Scheduler:
         return self._decoding_slots
 
     def _grow(self, slot: int) -> bool:
-        """One more token for a sequence at its horizon: False when it is at its end or has to wait for memory."""
+        """One more token, and drafts as far as its reservation goes, for a sequence at its horizon.
+
+        False: it is at its end or has to wait for memory.
+        """
         manager = self.manager
         if slot not in self._decoding:
             return False  # preempted by one before it
@@ -273,7 +306,9 @@ class Scheduler:
             return False
         if length > manager.reserved_tokens[slot] and not self._renew(slot):
             return False
-        manager.extend(slot, length)
+        drafts = min(self.draft_tokens, manager.reserved_tokens[slot] - length)
+        manager.extend(slot, length + drafts)
+        self._drafted[slot] = drafts
         self._set_horizon(slot)
         return True
 
@@ -323,26 +358,18 @@ class Scheduler:
         return chunks
 
     def _chunk(self, slot: int, budget: int) -> PromptChunk:
-        request, keeping = self.running[slot], self._keeping
+        request, restoring = self.running[slot], self.restoring
         start = int(self.manager.lengths[slot])
-        stop = min(request.known_tokens, start + budget)
-        keep_hidden = hidden = None
-        if keeping is None:
-            self.manager.extend(slot, stop)
-        else:
-            marks = keeping.marks(slot, start)
-            if marks and self.manager.has_state:
-                stop = min(stop, marks[0])  # a state exists only where a chunk ends
-            keeping.extend(slot, request, stop)
-            at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
-            keep_hidden = keeping.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)
-            hidden = keeping.take_hidden(slot)
+        stop = restoring.end_of_chunk(slot, min(request.known_tokens, start + budget))
+        restoring.extend(slot, request, stop)
+        at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
+        keep_hidden = restoring.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)
+        hidden = restoring.take_hidden(slot)
         done = stop == request.known_tokens
         if done:
             del self._prefilling[slot]
             self._start_decoding(slot)
-            if keeping is not None:
-                keeping.end_prompt(slot)
+            restoring.end_prompt(slot)
         return PromptChunk(slot, start, request.tokens(start, stop), done, keep_hidden, hidden)
 
     def _admit(self) -> int | None:
@@ -363,19 +390,20 @@ class Scheduler:
         return None
 
     def _fit(self, request: Request, tokens: int) -> Hit | None:
-        """How a request can be admitted: from the start, or from what is known of it; None: not now.
+        """How a request can be admitted: from its first token, or from a restore point; None: not now.
 
-        Who resumes pins the window's pages beside its own, so where memory is short it may have to begin afresh.
+        A sequence that resumes pins the window's pages beside its own, so where memory is short it may have to begin
+        with its first token.
         """
         manager = self.manager
-        hit = Hit(miss="prefix caching is off") if self._keeping is None else self._keeping.look_up(request)
-        if hit.kept is not None:
-            demand = manager.start_demand(tokens, hit.kept, hit.length)
+        hit = self.restoring.look_up(request)
+        if hit.point is not None:
+            demand = manager.start_demand(tokens, hit.point, hit.length)
             if manager.can_reserve(demand):
                 return hit
             manager.give_way(demand)
-            if hit.kept in manager.books.retained and manager.can_reserve(
-                manager.start_demand(tokens, hit.kept, hit.length)
+            if hit.point in manager.books.points and manager.can_reserve(
+                manager.start_demand(tokens, hit.point, hit.length)
             ):
                 return hit
             hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
@@ -383,7 +411,7 @@ class Scheduler:
         return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
 
     def _first_reservation(self, request: Request) -> int:
-        """The prompt and some growth. Who was sent back before is let in with more, at last with all it may need."""
+        """Tokens to reserve at admission: the prompt and some growth, more after a preemption, in the end all."""
         if request.preemptions >= MAX_PREEMPTIONS:
             return request.longest_kv
         growth: int = self.growth_tokens * 4**request.preemptions
@@ -391,15 +419,15 @@ class Scheduler:
 
     def _start(self, request: Request, tokens: int, hit: Hit) -> int:
         slot: int = self._free_slots.pop()
-        if hit.kept is not None:
-            self.manager.touch(hit.kept)
-        self.manager.start(slot, tokens, hit.kept, hit.length if hit.kept is not None else None)
-        if self._keeping is not None:
-            self._keeping.admit(slot, request, hit)
+        if hit.point is not None:
+            self.manager.touch(hit.point)
+        self.manager.start(slot, tokens, hit.point, hit.length if hit.point is not None else None)
+        self.restoring.admit(slot, request, hit)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._prefilling[slot] = None
         self._last_length[slot] = request.longest_kv
+        self._drafted[slot] = 0
         stop_ids = request.params.stop_token_ids[:STOP_IDS]
         self._stop_ids[slot] = NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
@@ -417,22 +445,55 @@ class Scheduler:
             sampling_slots = np.concatenate([decoding, np.array(new, dtype=np.int64)])
         sampling = [self.running[slot] for slot in sampling_slots.tolist()]
         last = self.manager.lengths[sampling_slots] >= self._last_length[sampling_slots]
-        self._flights.append(_Flight(self._step + 1, slots, sampling_slots, sampling, last))
+        self._unlanded.append(_StepInFlight(self._step + 1, slots, sampling_slots, sampling, last))
 
-    def _finish(self, flight: _Flight, sampled: NDArray[np.int64]) -> list[Request]:
-        """Requests that a stop token or their length has ended; their slots leave."""
-        may_end = (self._stop_ids[flight.sampling_slots] == sampled[:, None]).any(axis=1) | flight.last
+    def _take_one_each(self, step: _StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
+        """Take in one token of each request; those that a stop token or their length has ended leave their slots."""
+        for request, token in zip(step.sampling, sampled.tolist(), strict=True):
+            if request.finish_reason is None:
+                request.output.append(token)
+            else:
+                self.restoring.hear(request, token)
+        may_end = (self._stop_ids[step.sampling_slots] == sampled[:, None]).any(axis=1) | step.last
         rows = np.flatnonzero(may_end).tolist()
         if self._many_stops:
-            rows += [row for row, request in enumerate(flight.sampling) if request in self._many_stops]
-        finished = []
-        for row in rows:
-            request = flight.sampling[row]
-            if request.finish_reason is None and (reason := _reason_to_end(request)):
-                request.finish_reason = reason
+            rows += [row for row, request in enumerate(step.sampling) if request in self._many_stops]
+        return [step.sampling[row] for row in rows if self._end_if_complete(step.sampling[row])]
+
+    def _take_accepted(
+        self, step: _StepInFlight, sampled: NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64]
+    ) -> list[Request]:
+        """Take in the accepted tokens of each request up to its end, and take back the drafts beyond them."""
+        finished, first = [], 0
+        for request, slot, count in zip(step.sampling, step.sampling_slots.tolist(), counts, strict=True):
+            drafts = int(self._drafted[slot])
+            if not 1 <= count <= 1 + drafts:
+                raise ValueError(f"request {request.id} has {drafts} drafts in step {step.step}, not {count - 1}")
+            taken = 0
+            for token in sampled[first : first + count].tolist():
+                taken += 1
+                if request.finish_reason is not None:
+                    self.restoring.hear(request, token)
+                    continue
+                request.output.append(token)
+                if _reason_to_end(request):
+                    break
+            first += count
+            if taken <= drafts:
+                self.manager.truncate(slot, int(self.manager.lengths[slot]) - drafts - 1 + taken)
+                self._set_horizon(slot)
+            if self._end_if_complete(request):
                 finished.append(request)
-                self._leave(self._slot_of[request], requeue=False)
         return finished
+
+    def _end_if_complete(self, request: Request) -> bool:
+        """End a request whose last token is a stop token or the last that it may have: it leaves its slot."""
+        reason = None if request.finish_reason is not None else _reason_to_end(request)
+        if reason is None:
+            return False
+        request.finish_reason = reason
+        self._leave(self._slot_of[request], requeue=False)
+        return True
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -452,12 +513,11 @@ class Scheduler:
     def _depart(self, slot: int) -> None:
         leaving = self._leaving.pop(slot)
         request = self.running.pop(slot)
-        if self._keeping is not None and leaving.keep:
-            self._keeping.release(slot, request)
+        if leaving.keep:
+            self.restoring.release(slot, request)
         else:
             self.manager.release(slot)
-        if self._keeping is not None:
-            self._keeping.forget(slot, request)
+        self.restoring.forget(slot, request)
         del self._slot_of[request]
         self._many_stops.discard(request)
         self._free_slots.append(slot)
@@ -472,7 +532,7 @@ class Scheduler:
         self._set_horizon(slot)
 
     def _set_horizon(self, slot: int) -> None:
-        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot]))
+        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot])) - self.draft_tokens
 
     def _stop_decoding(self, slot: int) -> None:
         if slot in self._decoding:

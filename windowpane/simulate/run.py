@@ -76,14 +76,14 @@ class Result:
 
     @property
     def mean_running(self) -> float:
-        """While anything ran."""
+        """Sequences that ran at once, on average while anything ran."""
         return self.running_seconds / self.busy_seconds if self.busy_seconds else 0.0
 
     def ttft(self, percent: float) -> float:
         return float(np.percentile(np.asarray(self.ttft_s), percent)) if self.ttft_s else 0.0
 
     def itl(self, percent: float) -> float:
-        """Of the gaps between tokens: each step is one gap for every sequence that decodes in it."""
+        """A percentile of the gaps between tokens: each step is one gap for every sequence that decodes in it."""
         if not self.step_s:
             return 0.0
         times, rows = np.asarray(self.step_s), np.asarray(self.step_rows)
@@ -112,8 +112,8 @@ class Simulation:
         slots = min(config.max_num_seqs, tokens)
         in_flight = policy.chunks_in_flight * tokens
         manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, max_model_len, in_flight)
-        restore = RestorePoints(manager) if prefix_caching else None
-        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore=restore)
+        points = RestorePoints(manager) if prefix_caching else None
+        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore_points=points)
         # Sliding layers that are reserved in full still read only what they see.
         self.cost: CostModel = cost_model(sizing, sizing.layout if policy.swa_full else layout, card)
         self.result = Result(policy.name, arena_bytes=manager.arena.total_bytes)

@@ -32,7 +32,7 @@ MOST_PARTS = 12  # of a program; more were never checked
 MOST_WIDTH = 8192  # of a row that a program norms
 
 
-class Cut(NamedTuple):
+class ProgramShare(NamedTuple):
     """A product's outputs of one program, in `parts`."""
 
     form: int
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
 
 
 @cache
-def cut(outputs: int, inputs: int, programs: int, *, gated: bool = False) -> Cut:
+def cut(outputs: int, inputs: int, programs: int, *, gated: bool = False) -> ProgramShare:
     """The form with the fewest turns. `outputs` of a gated product are what it leaves."""
     share, steps = ceil_div(outputs, programs), ceil_div(inputs, STEP_INPUTS)
     tall = _cut(GATED if gated else TALL, share, steps)
@@ -49,12 +49,12 @@ def cut(outputs: int, inputs: int, programs: int, *, gated: bool = False) -> Cut
     return long if long.turns <= tall.turns and not gated else tall
 
 
-def _cut(form: int, share: int, steps: int) -> Cut:
+def _cut(form: int, share: int, steps: int) -> ProgramShare:
     parts = ceil_div(share, PART_OUTPUTS[form])
     if parts == 1 and form == TALL and steps % AT_A_TURN == 0:
-        return Cut(form, 1, steps // AT_A_TURN)
+        return ProgramShare(form, 1, steps // AT_A_TURN)
     parts = ceil_div(parts, AT_A_TURN) * AT_A_TURN
-    return Cut(form, parts, parts // AT_A_TURN * steps)
+    return ProgramShare(form, parts, parts // AT_A_TURN * steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _is_taken(weight: PackedWeight, dtype: torch.dtype) -> bool:
     )
 
 
-def _cuts(links: Links, programs: int) -> list[Cut]:
+def _cuts(links: Links, programs: int) -> list[ProgramShare]:
     """Of the products, one after the other."""
     gated_width = links.down.inputs
     cuts = [
@@ -160,7 +160,7 @@ def run_chain(
     programs = processors_of(hidden.device)
     out_cut, gate_cut = _cuts(links, programs)[:2]
     following = links.following
-    next_cut = Cut(TALL, 0, 0)
+    next_cut = ProgramShare(TALL, 0, 0)
     if following is not None:
         next_cut = cut(max(len(following), scratch.most_following), following.inputs, programs)
         assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
