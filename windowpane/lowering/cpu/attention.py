@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_long, c_void_p
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from windowpane.attention.mask import Mask
@@ -101,9 +103,7 @@ class CAttention:
         if values.shape != keys.shape or not contiguous or query_heads // kv_heads > MOST_GROUPED_HEADS:
             return None
         queries = queries.contiguous()
-        seen = [mask.seen(position) for position in positions.tolist()]
-        starts = torch.tensor([s.start for s in seen]).clamp_(min=first_key)
-        stops = torch.tensor([s.stop for s in seen])
+        starts, stops = _seen(mask, first_key, positions.to(torch.int64).numpy().tobytes())
         out = torch.empty_like(queries)
         packed_tokens = kv_heads * self._packed_tokens(first_key, num_keys)
         packed_keys = queries.new_empty(packed_tokens * dim)
@@ -133,6 +133,13 @@ class CAttention:
         )
         self._attend_chunk(ctypes.byref(asked), torch.get_num_threads())
         return out
+
+
+@lru_cache(maxsize=8)
+def _seen(mask: Mask, first_key: int, positions: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """What tokens at these int64 positions see, as starts and stops. Layers with one mask ask for it one by one."""
+    seen = [mask.seen(position) for position in np.frombuffer(positions, dtype=np.int64).tolist()]
+    return torch.tensor([s.start for s in seen]).clamp_(min=first_key), torch.tensor([s.stop for s in seen])
 
 
 def holds_plain_pairs(stored: LayerPages) -> bool:
