@@ -80,7 +80,9 @@ def read_rope(
 
 def _read_section(text: Config, section: Config, head_dim: int, theta: float) -> Rope:
     kind = section.text("rope_type") or section.text("type") or DEFAULT
-    original = section.integer("original_max_position_embeddings", _original_positions(text))
+    original = 8192  # of no account to other kinds
+    if kind in (LLAMA3, YARN, LONG):
+        original = section.integer("original_max_position_embeddings", _original_positions(text))
     factor = section.number("factor", 1.0)
     if kind in (YARN, LONG) and not section.has("factor"):
         factor = text.integer("max_position_embeddings") / original
