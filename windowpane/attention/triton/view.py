@@ -176,9 +176,10 @@ def section(ARENA, offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def soft_capped(s, CAP: tl.constexpr):
-    """Scores in powers of two, which stay below the cap: cap x tanh(s / cap). exp2 may overflow, and then tanh is 1."""
+    """Scores in powers of two, which stay below the cap: cap x tanh(s / cap). From 2^126 on tanh is 1; NaN stays NaN."""
     if CAP > 0:
-        s = CAP * _LOG2E * (1 - 2 / (tl.exp2(s * (2 / CAP)) + 1))
+        s *= 2 / CAP
+        s = CAP * _LOG2E * (1 - 2 / (tl.exp2(tl.where(s > 126, 126.0, s)) + 1))
     return s
 
 
