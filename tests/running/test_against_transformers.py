@@ -34,3 +34,12 @@ def test_logits_and_greedy_tokens_equal_the_reference(name, ops, monkeypatch):
     assert (computed - expected).abs().max() <= 1e-4
     assert output == expected.argmax(dim=-1).tolist()
     assert len(set(output)) > 10, "a model that echoes a few tokens proves little"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(20, 30), (50, 30)])
+def test_long_rope_is_chosen_by_the_longest_length(prompt_tokens, new_tokens):
+    """Up to 64 tokens the short factors are used, above them the long ones, from the first token on."""
+    name, start = "phi3 long rope, three quarters of each head", prompt(2, prompt_tokens)
+    run = generate(name, [start], new_tokens, Knobs())
+    expected = reference_logits(name, [*start, *run.outputs[0]])[prompt_tokens - 1 : -1]
+    assert (torch.stack(run.logits[0]) - expected).abs().max() <= 1e-4

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.running.harness import Knobs, Run, generate
-from tests.running.small_models import WINDOW
+from tests.running.small_models import CONFIGS, WINDOW
 from tests.running.test_against_transformers import prompt
 
 NEW_TOKENS = 24
 MIXES = ("gemma3", "gemma4 K = V", "gemma4 shared KV", "gemma4 everything")
+# One of each further family, with its norms, biases, caps, multipliers and rotations.
+OTHERS = tuple(name for name in CONFIGS if not name.startswith(("gemma3", "gemma4", "llama")))
 CHUNKS = (1, 2, 15, 16, 17, 100, WINDOW - 1, WINDOW, WINDOW + 1, 4096)
 
 
@@ -70,3 +72,21 @@ def test_preemption_changes_nothing(name):
 def test_sliding_layers_at_full_length_change_nothing(name):
     run = generate(name, [prompt(1, 77)], NEW_TOKENS, Knobs(chunk_tokens=50, swa_full=True))
     assert_same(run, name, [(1, 77)])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        Knobs(chunk_tokens=1, num_slots=1),
+        Knobs(chunk_tokens=17, block_tokens=16),
+        Knobs(chunk_tokens=WINDOW, block_tokens=64, swa_full=True),
+        Knobs(chunk_tokens=64, block_tokens=16, room=1.2, growth_tokens=4),
+    ],
+    ids=["token by token", "small chunks", "sliding layers at full length", "preempted"],
+)
+def test_families_depend_on_nothing_but_their_tokens(name, knobs):
+    prompts = [(1, 77), (2, 70), (3, 130)][: knobs.num_slots]
+    run = generate(name, [prompt(*p) for p in prompts], NEW_TOKENS, knobs)
+    assert (run.scheduler.preemptions > 0) == (knobs.room < 2)
+    assert_same(run, name, prompts)

@@ -10,6 +10,7 @@ import torch
 from tests.running.harness import Knobs, Run, generate
 from tests.running.small_models import WINDOW
 from tests.running.test_against_transformers import prompt
+from tests.running.test_independence import OTHERS
 
 NEW_TOKENS = 12
 MIXES = ("llama", "gemma3", "gemma4 K = V", "gemma4 everything")
@@ -47,6 +48,14 @@ def test_message_ends_and_prompt_ends(name, chunk_tokens):
     prompts = [stem + prompt(2, 30), stem + prompt(3, 25), stem + prompt(2, 30), stem[:40] + prompt(4, 30)]
     run = assert_as_without(name, prompts, knobs(chunk_tokens, message_ends=(20, 40, 70)))
     assert [r.cached_tokens for r in run.requests] == [0, 70, 100, 40]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_resume_as_they_began(name):
+    stem = prompt(1, 70)
+    prompts = [stem + prompt(2, 30), stem + prompt(3, 25), stem + prompt(2, 30)]
+    run = assert_as_without(name, prompts, knobs(33, message_ends=(20, 70)))
+    assert [r.cached_tokens for r in run.requests] == [0, 70, 100]
 
 
 @pytest.mark.parametrize("name", MIXES)
