@@ -167,6 +167,15 @@ SMALL: dict[str, dict[str, Any]] = {
         "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 6, "output_proj_dims": 32, "patch_size": 4},
         "audio_config": {"audio_embed_dim": 24},
     },
+    "qwen2": {
+        **_FLAT,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+    },
+    "granite": {**_FLAT, "model_type": "granite", "architectures": ["GraniteForCausalLM"], "mlp_bias": True},
     "qwen3": {**_FLAT, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "qwen3 moe": {
         **_FLAT,
