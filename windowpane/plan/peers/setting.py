@@ -19,8 +19,9 @@ class Setting:
     `shared_caches` are those that layers which share KV do without. `family` is the model's. `kv_cache_dtype` is what
     the user asked for: `auto`, one format, or a list per group, which no peer can do. `max_num_batched_tokens` is the
     flag, or vLLM's default on this card where `batched_tokens_given` is false. `mamba_cache_mode`: vLLM uses `none`
-    without prefix caching and `align` with it; `all` must be asked for. `quantized_checkpoint` and `capability` (None:
-    unknown) only decide whether an engine would start.
+    without prefix caching and `align` with it; `all` must be asked for. `draft_tokens` are drafted per step; the layers
+    and wider convolutions of drafts stand in `caches`. `base_block_tokens` is vLLM's --block-size.
+    `quantized_checkpoint` and `capability` (None: unknown) only decide whether an engine would start.
     """
 
     caches: tuple[Cache, ...]
@@ -34,6 +35,8 @@ class Setting:
     batched_tokens_given: bool = True
     async_scheduling: bool = True
     mamba_cache_mode: MambaCacheMode = "none"
+    draft_tokens: int = 0
+    base_block_tokens: int = 16
     quantized_checkpoint: bool = False
     capability: tuple[int, int] | None = None
 
