@@ -84,7 +84,7 @@ app.command()(simulate)
 ModelToRun = Annotated[
     str | None,
     typer.Argument(
-        help="A Hugging Face directory, a GGUF file or an embedded model; the embedded default if left out."
+        help="A name on the Hub (org/name, org/name:Q4_K_M), a directory, a GGUF file or an embedded model."
     ),
 ]
 
@@ -95,6 +95,12 @@ def _engine_flags(
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", rich_help_panel=DEVICE)
     ] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.", rich_help_panel=DEVICE)
+    ] = None,
+    download_dir: Annotated[
+        str | None, typer.Option(help="Where models from the Hub go (the shared cache).", rich_help_panel=DEVICE)
+    ] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(help="Ranks: one process and one card each.", rich_help_panel=DEVICE)
     ] = None,
@@ -149,6 +155,8 @@ def _engine_flags(
         "device": device,
         "dtype": dtype,
         "load_format": load_format,
+        "revision": revision,
+        "download_dir": download_dir,
         "gpu_memory_utilization": gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_memory_bytes is None else parse_bytes(kv_cache_memory_bytes),
         "kv_cache_dtype": kv_cache_dtype,

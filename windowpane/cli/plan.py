@@ -11,7 +11,11 @@ from windowpane.cli.common import DEVICE, MEMORY, OUTPUT, SCHEDULING, UserError,
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a shipped name (see `models`).")],
+    model: Annotated[
+        str, typer.Argument(help="A name on the Hub, a directory, a config.json, or a shipped name (see `models`).")
+    ],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    download_dir: Annotated[str | None, typer.Option(help="Where configs go (the shared cache).")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Cards, as in h200 or 2x3090; or cpu.", rich_help_panel=DEVICE)
     ] = None,
@@ -91,7 +95,8 @@ def plan(
             swa_full=swa_full,
         )
         memory = None if gpu_memory is None else parse_bytes(gpu_memory)
-        made = make_plan(load(model), config, gpu=gpu, gpu_memory_bytes=memory, concurrency=concurrency)
+        spec = load(model, revision=revision, download_dir=download_dir)
+        made = make_plan(spec, config, gpu=gpu, gpu_memory_bytes=memory, concurrency=concurrency)
     except ValueError as error:
         raise UserError(error) from None
     if plot is not None:
@@ -117,10 +122,18 @@ def plan(
     print_report(Console(highlight=False), made, cards, explain=explain)
 
 
-def models() -> None:
-    """List the model shapes that are shipped."""
+def models(
+    wanted: Annotated[str, typer.Argument(help="Show only names with this in them.")] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON (docs/plan-json.md) instead.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """List the model shapes that are shipped, and the models of the Hub in the shared cache."""
+    from windowpane.plan.catalog import catalog, print_catalog
+
+    if as_json:
+        typer.echo(json.dumps(catalog(wanted), indent=2))
+        return
     from rich.console import Console
 
-    from windowpane.plan.catalog import print_catalog
-
-    print_catalog(Console(highlight=False))
+    print_catalog(Console(highlight=False), wanted)

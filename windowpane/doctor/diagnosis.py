@@ -79,7 +79,7 @@ def diagnose(text: str, given: LogFacts, start: int | None = None) -> Diagnosis:
     if facts.model is None:
         return replace(found, failures=(*failures, *report_formula_changed(log, None)))
     try:
-        spec, doubt = find_model(facts.model)
+        spec, doubt = find_model(facts.model, ask_hub=given.model is not None)
         kv_cache_dtype = _our_dtype(facts.kv_cache_dtype)
     except (ModelError, LogError) as error:
         if not failures and given.model is not None:

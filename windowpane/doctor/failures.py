@@ -364,7 +364,8 @@ _KNOWN: tuple[tuple[str, str, _Explain], ...] = (
     ),
     (
         "No available memory for the cache blocks",
-        r"No available memory for the cache blocks|(?:Available KV cache memory:|reserved for KV Cache is) (?:-|0\.0+ )",
+        r"No available memory for the cache blocks"
+        r"|(?:Available KV cache memory:|reserved for KV Cache is) (?:-|0\.0+ )",
         _no_memory,
     ),
     (

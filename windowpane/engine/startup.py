@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
-from windowpane.models import load, shipped_names
+from windowpane.models import load, shipped_repositories
 from windowpane.models.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
 from windowpane.models.gguf import is_gguf
+from windowpane.models.hub import Hub, parse_name
 from windowpane.models.spec import ModelSpec
 from windowpane.plan.config import ConfigError, EngineConfig, flag
 from windowpane.plan.memory import Device
@@ -53,12 +54,15 @@ class StartOptions:
     """What the engine's own flags do not say: where to run, in which dtype, where weights come from, and the seed.
 
     `auto` is the first CUDA card or else the CPU; the model's own dtype, or float32 on a CPU; and whatever weights lie
-    with the model. `dummy` makes random ones from the config alone.
+    with the model. `dummy` makes random ones from the config alone. A model on the Hub is fetched at `revision` (None:
+    its main branch) to `download_dir` (None: the shared cache).
     """
 
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    revision: str | None = None
+    download_dir: str | None = None
     seed: int = 0
 
 
@@ -95,7 +99,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     """Plan, load and start. Raises ValueError with one line for whoever gave a flag that cannot be honoured."""
     options, config = read_flags(flags)
     with busy(console, "looking at the model"):
-        spec, source = find_model(model, options.load_format)
+        spec, source = find_model(model, options)
 
     from windowpane.engine.engine import Engine
     from windowpane.engine.sampler import Sampler
@@ -240,21 +244,26 @@ def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
     return StartOptions(**{name: value for name, value in flags.items() if name in options}), config
 
 
-def find_model(model: str | Path | None, load_format: str = "auto") -> tuple[ModelSpec, Path | None]:
-    """The shape of a model, and where it lies: None for a shape without weights. No model is the embedded default."""
+def find_model(model: str | Path | None, options: StartOptions) -> tuple[ModelSpec, Path | None]:
+    """The shape of a model, and where it lies: None for a shape without weights. No model is the embedded default; a
+    name on the Hub is fetched.
+    """
     name = DEFAULT_GENERATE if model is None else str(model)
     path = Path(name)
     if path.exists():
         return load(path), path
-    if load_format == "dummy" and name in shipped_names():
-        return load(name), None
+    if options.load_format == "dummy":
+        return load(name, revision=options.revision, download_dir=options.download_dir), None
     if name in EMBEDDED:
         embedded = embedded_path(name)
         return replace(load(embedded), name=name), embedded
+    if hub_name := parse_name(name):
+        fetched = Hub(revision=options.revision, cache_dir=options.download_dir).model(hub_name)
+        return replace(load(fetched), name=name), fetched
     spec = load(name)
     raise ConfigError(
-        f"{spec.name} is a shape without weights; give its directory or a GGUF file, or --load-format dummy for random "
-        "weights"
+        f"{spec.name} is a shape without weights; give its directory or a GGUF file, its name on the Hub "
+        f"({shipped_repositories()[spec.name]}), or --load-format dummy for random weights"
     )
 
 
