@@ -66,7 +66,8 @@ def load(source: str | Path, *, revision: str | None = None, download_dir: str |
     if is_directory:
         return _read(_read_file(path / "config.json"), path.resolve().name)
     if is_file and is_gguf(path):
-        return from_config(hf_config(read_header(path)), path.stem)
+        spec = from_config(hf_config(read_header(path)), path.stem)
+        return replace(spec, notes=(*spec.notes, f"the GGUF file has {path.stat().st_size / 2**30:.2f} GiB"))
     if is_file:
         # A bare config.json takes the name of the model's directory.
         return _read(_read_file(path), path.resolve().parent.name if path.name == "config.json" else path.stem)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from windowpane.kv.caches import Cache, TokenCache
+from windowpane.kv.formats import OTHER_NAMES
 from windowpane.kv.retention import ceil_div
 
 MambaCacheMode = Literal["none", "align", "all"]
@@ -51,7 +52,8 @@ class Setting:
 
     @property
     def kv_dtype(self) -> str:
-        return self.compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        asked = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        return self.compute_dtype if asked == "auto" else asked
 
 
 def stored_bytes(cache: TokenCache, element_bits: int, scale_bytes: int = 0) -> int:
