@@ -67,6 +67,8 @@ class TestSettings:
             "--max-model-len 131072 --kv-cache-dtype fp8 --enable-prefix-caching",
             "docker run --gpus all vllm/vllm-openai:latest --model acme/m-7b -tp 2 --max-model-len 131072 "
             "--kv-cache-dtype fp8 --enable-prefix-caching",
+            "llm = LLM(\n    model='acme/m-7b',\n    tensor_parallel_size=2,\n    max_model_len=131_072,\n"
+            "    kv_cache_dtype='fp8',\n    enable_prefix_caching=True,\n)",
             "args:\n  - --model=acme/m-7b\n  - --tensor-parallel-size=2\n  - --max-model-len=131072\n"
             "  - --kv-cache-dtype=fp8\n  - --enable-prefix-caching",
         ],
@@ -112,6 +114,11 @@ class TestFigures:
         )
         assert facts.available_kv is not None and facts.available_kv.text == "11.48 GiB"
         assert (facts.reported_tokens, facts.concurrency) == (25_072, "1.86")
+
+    def test_the_pool_that_graphs_are_profiled_with_is_not_the_engines(self) -> None:
+        line = "INFO 04-13 19:51:20 [kv_cache.py:829] Overriding num_gpu_blocks={} with num_gpu_blocks_override=512\n"
+        assert facts_of(line.format(0) + FIGURES).num_blocks is None
+        assert facts_of(line.format(9453) + FIGURES).num_blocks == 512
 
 
 class TestSurroundings:

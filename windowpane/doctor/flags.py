@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 ENGINE = re.compile(r"LLM engine \(v(?P<version>[\w.+-]+)\) with config: ?(?P<settings>.*)", re.DOTALL)
 ARGUMENTS = re.compile(r"non-default args: (?P<settings>\{.*|Namespace\(.*)", re.DOTALL)
@@ -16,6 +16,7 @@ _COMMAND = re.compile(
     r"(?:^|[\s$#`(;&|])(?:vllm serve|(?:-m )?vllm\.entrypoints\.(?:openai\.)?api_server|"
     r"vllm/vllm-openai[\w-]*(?::(?P<tag>[\w.-]+))?|vllm bench \w+)(?=[\s`]|$)(?P<rest>.*)"
 )
+_PYTHON = re.compile(r"\bLLM\((?P<settings>\s*\w+\s*=.*)", re.DOTALL)
 _FLAGS_ONLY = re.compile(r"""(?:-\s+)?["']?--[a-z].*\s["']?--[a-z]""")
 _SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size", "q": "quantization"}
 _OTHER_NAMES = {
@@ -49,7 +50,11 @@ def argument_settings(record: str) -> dict[str, str] | None:
 
 
 def command_settings(line: str) -> dict[str, str] | None:
-    """Settings of a `vllm serve` command, of an image's arguments or of a list of flags; None for other lines."""
+    """Settings of a `vllm serve` command, of an image's arguments, of a list of flags or of `LLM(model=…)` in Python;
+    None for other lines.
+    """
+    if call := _PYTHON.search(line):
+        return _named((name, value.strip("“”")) for name, value in _pairs(call["settings"], "=")) or None
     match = _COMMAND.search(line)
     if match is None and not _FLAGS_ONLY.match(line):
         return None
@@ -72,11 +77,8 @@ def nested(text: str) -> dict[str, str]:
     return dict(_pairs(text[opening.end() :], separator))
 
 
-def _named(pairs: object) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for name, value in dict(pairs).items():  # type: ignore[call-overload]
-        named[_OTHER_NAMES.get(name, name)] = value
-    return named
+def _named(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {_OTHER_NAMES.get(name, name): re.sub(r"(?<=\d)_(?=\d)", "", value) for name, value in pairs}
 
 
 def _pairs(text: str, separator: str) -> Iterator[tuple[str, str]]:

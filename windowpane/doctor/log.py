@@ -140,7 +140,8 @@ def _place(text: str, lines: Iterable[str], drafts: list[_Draft]) -> None:
     began = bool(draft.engine or draft.arguments or draft.tokens)
     engine, arguments, tokens = engine_settings(text), argument_settings(text), _all(_TOKENS, text, _whole)
     lengths = _all(_LENGTH, text, _whole)
-    commands = [found for line in lines if engine is None and arguments is None and (found := command_settings(line))]
+    pasted = () if engine or arguments else (*lines, text) if "LLM(" in text else lines
+    commands = [found for line in pasted if (found := command_settings(line))]
     banner = bool(_BANNER.search(text))
     if engine:
         again = draft.engine and not _same(draft.engine, engine)
@@ -313,7 +314,7 @@ _LENGTH = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request")
 _GPU = re.compile(r"GPU 0: ((?:NVIDIA|AMD) [\w /-]+?)(?= GPU 1:| Nvidia| \(UUID|  |$)")
 _VERSION_ELSEWHERE = re.compile(
     r"(?:vLLM API server|█) +version +v?(\d+\.\d+[\w.+]*)|vLLM [Vv]ersion\s*:\s*v?(\d+\.\d+[\w.+]*)"
-    r"|\bvllm(?:==|-)(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)|V1 LLM engine \(v(\d+\.\d+[\w.+]*)\)"
+    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)|V1 LLM engine \(v(\d+\.\d+[\w.+]*)\)"
 )
 _FIRST_LENGTH = re.compile(r"Using max model len ([\d,]+)")
 _MODEL_NAME = re.compile(r"[\w~./:@+-]+")
@@ -371,8 +372,9 @@ _SENTENCES: dict[str, tuple[tuple[re.Pattern[str], ...], _Reader]] = {
     ),
     "num_blocks": (
         _sentences(
-            r"num_gpu_blocks_override=(\d+)",
-            r"num_gpu_blocks(?: is:?|:|=) ?(\d+)",
+            # CUDA graphs are profiled with a pool of their own first: what overrides 0 blocks is not the engine's.
+            r"Overriding num_gpu_blocks=[1-9]\d* with num_gpu_blocks_override=(\d+)",
+            r"(?<!Overriding )num_gpu_blocks(?: is:?|:|=) ?(\d+)",
             r"# (?:GPU|cuda) blocks: (\d+)",
             r"'num_gpu_blocks': (\d+)",
         ),
@@ -406,7 +408,7 @@ _PRINTED_WINS = ("max_model_len", "max_num_batched_tokens", "async_scheduling", 
 # Of several ranks the smallest counts, as it does in vLLM.
 _SMALLEST = ("available_kv", "num_blocks", "reported_tokens", "concurrency")
 # Any of these makes a text a vLLM log; the rest also stands in other programs' output.
-_TELLING = ("version", "available_kv", "reported_tokens", "concurrency")
+_TELLING = ("version", "available_kv", "reported_tokens", "concurrency", "tensor_parallel_size")
 _LOOKED_FOR = (
     "the engine's config: `Initializing a V1 LLM engine (v0.26.0) with config: model='…', …`",
     "its arguments: `non-default args: {…}`, or a `vllm serve …` command",

@@ -88,7 +88,10 @@ def explain(facts: LogFacts, spec: ModelSpec, kv_cache_dtype: str) -> Explanatio
         found = _matches(candidates, facts)
     if not found:
         report = vllm.report(first.setting, first.release, first.setting.async_scheduling)
-        taken = tuple(s.title.format(_label(s, 0)) for s in settings if len(s.values) > 1 and not s.default)
+        matters = [s for s in settings if len(s.values) > 1 and not s.default]
+        if not first.release.charges_batches_in_flight:
+            matters = [s for s in matters if "async" not in s.title]
+        taken = tuple(s.title.format(_label(s, 0)) for s in matters)
         return Explanation(first.release, first.setting, first.sizing, report, False, taken)
     best = next(c for c in candidates if c.choice in found)
     setting = replace(best.setting, kv_cache_bytes=found[best.choice] * vllm.block_bytes(best.groups or ()))
