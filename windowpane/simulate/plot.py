@@ -44,7 +44,8 @@ def draw_results(plan: Plan, traffic: str, results: list[Result], path: str) -> 
             axes.set_visible(False)
         panels[0].set_ylabel("GiB", fontsize=9, color=INK)
         if row == rows - 1:  # below the panels, where it hides nothing
-            panels[0].legend(frameon=False, fontsize=9, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.2))
+            columns = 4 if len(panels) < PANELS_A_ROW else 2
+            panels[0].legend(frameon=False, fontsize=9, ncols=columns, loc="upper left", bbox_to_anchor=(0, -0.2))
     left, right = parts[rows].subplots(1, 2, width_ratios=[1.3, 1])
     _draw_running(left, drawn, scale, unit)
     left.set_xlim(0, last_s / scale)
