@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
+
+# No test asks the Hub or looks into anyone's cache; those of the Hub run one of their own on localhost.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# The client reads its variables when it is imported.
+os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "windowpane-tests-have-no-cache")
 
 from hypothesis import settings
 

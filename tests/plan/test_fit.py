@@ -56,6 +56,15 @@ def test_a_latent_counts_for_more_than_a_pair() -> None:
     assert loss(full, "int8_per_token_head") > loss(pairs, "int8_per_token_head") > 0
 
 
+def test_others_are_compared_with_what_they_would_do_unasked() -> None:
+    """Formats per group are ours alone; vLLM and the rest are shown with `auto`."""
+    plain = make_plan(load("gemma-4-31b"), EngineConfig(max_model_len=131_072), gpu="h200")
+    squeezed = make_plan(load("gemma-4-31b"), EngineConfig(fit="16x131072"), gpu="h200")
+    for mine, other in zip(plain.peers, squeezed.peers, strict=True):
+        assert mine.error is None and other.error is None
+        assert mine.block_bytes == other.block_bytes and mine.unknown == other.unknown
+
+
 def test_what_never_fits_says_how_many_do() -> None:
     with pytest.raises(PlanError, match=r"at most \d+ do; write --fit \d+x131072"):
         fitted("500x131072")

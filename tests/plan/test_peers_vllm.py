@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from windowpane.kv.caches import Cache, StateCache, StatePart, TokenCache
 from windowpane.kv.retention import Chunk, Cross, Full, Window
+from windowpane.models import load
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.peers.vllm import (
     RELEASES,
@@ -159,6 +160,17 @@ class TestPagesThatDoNotDivide:
         peer = report(setting((mla, index)), V0_20, False)
         assert [g.layers for g in peer.groups] == [2]
         assert peer.block_bytes == 16 * 2 * (576 + 128)
+
+    @pytest.mark.parametrize(("dtype", "layer_bytes"), [("auto", 2 * 576 + 132), ("fp8", 656 + 132)])
+    def test_indexers_of_deepseek_v3_2_keep_132_bytes_whatever_the_kv_dtype(self, dtype: str, layer_bytes: int) -> None:
+        """128 values in uint8 and a float32 scale; fp8 latents have a layout of their own, with 656 bytes."""
+        spec = load("deepseek-v3.2")
+        peer = report(setting(spec.caches, family=spec.family, kv_cache_dtype=dtype), V0_26, True)
+        assert peer.block_bytes == 16 * 61 * layer_bytes
+
+    def test_fp8_is_what_vllm_means_by_it(self) -> None:
+        named, meant = (report(setting(kv_cache_dtype=name), V0_26, True) for name in ("fp8", "fp8_e4m3"))
+        assert named == meant and named.error is None
 
 
 class TestGrouping:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from windowpane.cli import main as cli
 from windowpane.models import load
 from windowpane.plan.config import EngineConfig
 from windowpane.plan.hardware import parse_gpus
 from windowpane.plan.planner import Plan, make_plan
+from windowpane.schedule.scheduler import Scheduler
 from windowpane.simulate.cost import CostModel, cost_model
+from windowpane.simulate.plot import draw_results
 from windowpane.simulate.policies import POLICIES, parse_policies
 from windowpane.simulate.run import Result, Simulation
 from windowpane.simulate.traffic import Session, Turn, built_in, read_trace
@@ -222,6 +225,25 @@ class TestResults:
         result = run(small_plan(1), "windowpane", sessions, "4090")
         assert (result.requests, result.refused) == (1, 1)
 
+    @pytest.mark.parametrize("policy", ["windowpane", "full", "whole-life"])
+    @pytest.mark.parametrize("model", ["gemma-3-1b", "qwen3.5-27b"])
+    def test_steps_that_are_taken_together_are_those_taken_one_by_one(
+        self, monkeypatch: pytest.MonkeyPatch, policy: str, model: str
+    ) -> None:
+        config = EngineConfig(max_model_len=8192, max_num_seqs=8, kv_cache_memory_bytes=2 * GIB)
+        plan = make_plan(load(model), config, gpu="h200")
+        sessions = built_in("chat", seed=3, hours=0.01, rate_per_s=0.5)
+        together = run(plan, policy, sessions)
+        monkeypatch.setattr(Scheduler, "steady_steps", lambda _: 0)
+        alone = run(plan, policy, sessions)
+        for name in ("requests", "steps", "output_tokens", "cached_tokens", "recomputed_tokens", "preemptions"):
+            assert getattr(together, name) == getattr(alone, name)
+        for name in ("seconds", "busy_seconds", "running_seconds"):
+            assert getattr(together, name) == pytest.approx(getattr(alone, name))
+        assert together.ttft_s.tolist() == pytest.approx(alone.ttft_s.tolist())
+        assert [row[0] for row in together.samples.rows] == pytest.approx([row[0] for row in alone.samples.rows])
+        assert together.steps > 500
+
 
 class TestCommand:
     WORDS = ("gemma-3-1b", "--gpu", "4090", "--max-model-len", "8192", "--workload", "serve", "--sessions", "4")
@@ -256,6 +278,33 @@ class TestCommand:
         assert self.type(monkeypatch, *self.WORDS, "--policy", "windowpane,full", "--plot", str(path)) == 0
         assert path.read_bytes().startswith(b"\x89PNG")
 
+    def test_a_picture_has_every_policy_on_one_time_axis_and_nothing_over_the_data(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        plan, sessions = small_plan(1), built_in("serve", seed=0, hours=1, sessions=4)
+        results = [run(plan, policy.name, sessions, "4090") for policy in parse_policies("all")]
+        drawn: list[Figure] = []
+        monkeypatch.setattr("windowpane.simulate.plot.save", lambda made, path: drawn.append(made))
+        draw_results(plan, "serve", results, str(tmp_path / "all.png"))
+        made = drawn[0]
+        made.draw_without_rendering()
+        panels = [axes for axes in made.get_axes() if axes.get_visible()]
+        timed = [axes for axes in panels if axes.get_title(loc="left").startswith(("KV bytes", "Sequences"))]
+        assert len(timed) == len(POLICIES) + 1 and len({axes.get_xlim() for axes in timed}) == 1
+        for axes in panels:
+            if legend := axes.get_legend():
+                assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+
+    def test_a_trace_that_can_never_fit_is_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        trace = tmp_path / "long.jsonl"
+        trace.write_text('{"time": 0, "prompt": 9000, "output": 5}')
+        words = ("gemma-3-1b", "--gpu", "4090", "--max-model-len", "8192", "--workload", str(trace))
+        assert self.type(monkeypatch, *words, "--plot", str(tmp_path / "x.png")) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and "the shortest has 9,005 tokens" in captured.err and "8,192" in captured.err
+
     @pytest.mark.parametrize(
         ("words", "said"),
         [
@@ -264,6 +313,7 @@ class TestCommand:
             ((*WORDS, "--policy", "fast"), "unknown policy 'fast'"),
             ((*WORDS[:3], "--sessions", "0"), "--sessions at least 1"),
             (("gemma-3-1b", "--gpu", "4091"), "unknown GPU"),
+            (("gemma-3-1b", "--gpu", "cpu"), "name one, as in h200"),
         ],
     )
     def test_what_cannot_be_done_is_one_line(

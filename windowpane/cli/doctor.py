@@ -33,6 +33,9 @@ def doctor(
     async_scheduling: Annotated[
         bool | None, typer.Option(help="As vLLM ran.", rich_help_panel=SCHEDULING, show_default=False)
     ] = None,
+    start: Annotated[
+        int | None, typer.Option(help="Which of several starts in the log; else the last that tells something.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain a vLLM start-up log: where KV memory went, what the figures mean, what would change them.
@@ -57,7 +60,7 @@ def doctor(
             gpu=gpu,
             available_kv=None if kv_bytes is None else Rounded(str(kv_cache_memory_bytes), kv_bytes, kv_bytes),
         )
-        found = diagnose(text, given)
+        found = diagnose(text, given, start)
     except ValueError as error:
         raise UserError(error) from None
     if as_json:
@@ -73,9 +76,12 @@ def doctor(
 
 
 def _read(log: str) -> str:
+    from windowpane.doctor.text import decode
+
     if log == "-":
-        return sys.stdin.read()
+        raw = getattr(sys.stdin, "buffer", None)
+        return sys.stdin.read() if raw is None else decode(raw.read())
     try:
-        return Path(log).read_text("utf-8", errors="replace")
+        return decode(Path(log).read_bytes())
     except OSError as error:
         raise UserError(f"cannot read the log {log}: {error.strerror}; give a file, or - for stdin") from None

@@ -54,11 +54,18 @@ def _picture_file(plot: str) -> str:
 ModelToRun = Annotated[
     str | None,
     typer.Argument(
-        help="A Hugging Face directory, a GGUF file or an embedded model; the embedded default if left out."
+        help="A name on the Hub (org/name, org/name:Q4_K_M), a directory, a GGUF file or an embedded model."
     ),
 ]
 ModelShape = Annotated[
-    str, typer.Argument(help="A model directory, a config.json, or a shipped name (see `windowpane models`).")
+    str, typer.Argument(help="A name on the Hub, a directory, a config.json, or a shipped name (see `models`).")
+]
+
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.", rich_help_panel=DEVICE)
+]
+DownloadDir = Annotated[
+    str | None, typer.Option(help="Where models from the Hub go (the shared cache).", rich_help_panel=DEVICE)
 ]
 
 _GPU = typer.Option(help="Cards, as in h200 or 2x3090; plan knows cpu too.", rich_help_panel=DEVICE)
@@ -199,6 +206,8 @@ class EngineFlags(PlanFlags):
     device: Device = "auto"
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
+    revision: Revision = None
+    download_dir: DownloadDir = None
     max_itl_ms: MaxItlMs = None
     enforce_eager: EnforceEager = False
 

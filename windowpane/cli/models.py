@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from typing import Annotated
 
-def models() -> None:
-    """List the model shapes that are shipped."""
+import typer
+
+from windowpane.cli.flags import AsJson
+
+
+def models(
+    wanted: Annotated[str, typer.Argument(help="Show only names with this in them.")] = "", as_json: AsJson = False
+) -> None:
+    """List the model shapes that are shipped, and the models of the Hub in the shared cache."""
+    from windowpane.plan.catalog import catalog, print_catalog
+
+    if as_json:
+        typer.echo(json.dumps(catalog(wanted), indent=2))
+        return
     from rich.console import Console
 
-    from windowpane.plan.catalog import print_catalog
-
-    print_catalog(Console(highlight=False))
+    print_catalog(Console(highlight=False), wanted)

@@ -8,11 +8,24 @@ from typing import Annotated
 import typer
 
 from windowpane.cli.errors import UserError
-from windowpane.cli.flags import OUTPUT, SCHEDULING, AsJson, GpuMemory, GpuOrNone, ModelShape, PlanFlags, Plot
+from windowpane.cli.flags import (
+    OUTPUT,
+    SCHEDULING,
+    AsJson,
+    DownloadDir,
+    GpuMemory,
+    GpuOrNone,
+    ModelShape,
+    PlanFlags,
+    Plot,
+    Revision,
+)
 
 
 def plan(
     model: ModelShape,
+    revision: Revision = None,
+    download_dir: DownloadDir = None,
     gpu: GpuOrNone = None,
     gpu_memory: GpuMemory = None,
     *,
@@ -34,7 +47,8 @@ def plan(
 
     try:
         config = EngineConfig(**flags.given())
-        made = make_plan(load(model), config, gpu=gpu, gpu_memory_bytes=gpu_memory, concurrency=concurrency)
+        spec = load(model, revision=revision, download_dir=download_dir)
+        made = make_plan(spec, config, gpu=gpu, gpu_memory_bytes=gpu_memory, concurrency=concurrency)
     except ValueError as error:
         raise UserError(error) from None
     if plot is not None:

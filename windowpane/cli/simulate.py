@@ -44,6 +44,8 @@ def simulate(
     plot: Plot = None,
 ) -> None:
     """Run traffic through the real scheduler and memory manager, with a roofline model in place of the GPU."""
+    if gpu.lower() == "cpu":
+        raise UserError("--gpu cpu: the simulator's times are those of a card; name one, as in h200 or 2x3090")
     if hours <= 0 or (rate is not None and rate <= 0) or (sessions is not None and sessions < 1):
         raise UserError("--hours and --rate must be above 0, and --sessions at least 1")
     from windowpane.models import load
@@ -81,6 +83,12 @@ def simulate(
                 plan.sizing, card, plan.capacity.kv_bytes, plan.max_model_len, chosen, flags.enable_prefix_caching
             )
             results.append(simulation.run(traffic, partial(_advance, progress, task)))
+    if not any(result.requests for result in results):
+        shortest = min(session.first_tokens for session in traffic)
+        raise UserError(
+            f"no request of {workload} can ever fit: the shortest has {shortest:,} tokens with its answer, and one "
+            f"sequence may have {plan.max_model_len:,}; give shorter requests, a longer --max-model-len, or more memory"
+        )
     if plot is not None:
         from windowpane.simulate.plot import draw_results
 

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from windowpane.doctor.diagnosis import Diagnosis, Explanation
-from windowpane.doctor.failures import Failure
+from windowpane.doctor.diagnosis import Diagnosis
+from windowpane.doctor.document import bytes_per_reported_token
+from windowpane.doctor.failures import NO_FAILURES, Failure
 from windowpane.doctor.log import LogFacts
+from windowpane.doctor.search import Explanation
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.report import indented, plain_table, print_trimmed, section
 from windowpane.plan.sizes import format_bytes
+
+MOST_ALTERNATIVES = 3
 
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
@@ -20,13 +24,17 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
 
 
 def _parts(found: Diagnosis) -> list[RenderableType]:
-    parts: list[RenderableType] = [section("What the log says"), _facts(found.facts), ""]
+    parts: list[RenderableType] = [section("What the log says"), _facts(found), ""]
+    if len(found.starts) > 1:
+        parts += [section("Starts in this log"), _starts(found), ""]
     for failure in found.failures:
-        parts += [section("A known failure"), *_failure(failure), ""]
+        parts += [section("Worth knowing" if failure.key in NO_FAILURES else "A known failure"), *_failure(failure), ""]
     if found.explanation and found.explanation.report.groups:
         parts += [section("Where the bytes go in vLLM"), _groups(found.explanation.report), ""]
     if found.explanation:
         parts += [section("What the figures mean"), *map(indented, _meaning(found, found.explanation)), ""]
+    elif found.unexplained:
+        parts += [section("What the figures mean"), *map(indented, _unexplained(found)), ""]
     parts += [section("What the model needs"), *map(indented, _needs(found)), ""] if found.sizing else []
     if found.explanation and found.levers:
         parts += [section("What would change it, each alone"), _levers(found, found.explanation), ""]
@@ -38,21 +46,32 @@ def _parts(found: Diagnosis) -> list[RenderableType]:
     return parts
 
 
-def _facts(facts: LogFacts) -> RenderableType:
+def _facts(found: Diagnosis) -> RenderableType:
+    facts, per_token = found.facts, bytes_per_reported_token(found)
     table = plain_table("", "", left=("",))
     table.show_header = False
     rows = {
         "vLLM": facts.version,
         "model": facts.model,
         "card": facts.gpu,
+        "dtype": facts.dtype,
+        "quantization": facts.quantization,
         "tensor parallel": facts.tensor_parallel_size,
+        "pipeline parallel": facts.pipeline_parallel_size if facts.pipeline_parallel_size != 1 else None,
         "KV memory per rank": facts.available_kv.text if facts.available_kv else None,
         "KV dtype": facts.kv_cache_dtype,
         "longest length": _tokens(facts.max_model_len),
         "largest step": _tokens(facts.max_num_batched_tokens),
         "GPU KV cache size": _tokens(facts.reported_tokens),
         "concurrency": f"{facts.concurrency}×" if facts.concurrency else None,
+        "memory / tokens reported": None if per_token is None else f"{per_token:,.0f} B per rank",
         "attention block": _tokens(facts.block_tokens),
+        "blocks": facts.num_blocks,
+        "drafts": _drafts(facts),
+        "states kept": facts.mamba_cache_mode,
+        "prefix caching": _on(facts.enable_prefix_caching),
+        "async scheduling": _on(facts.async_scheduling),
+        "hybrid KV cache manager": _on(facts.hybrid_manager),
     }
     for name, value in rows.items():
         if value is not None:
@@ -62,6 +81,29 @@ def _facts(facts: LogFacts) -> RenderableType:
 
 def _tokens(count: int | None) -> str | None:
     return None if count is None else f"{count:,} tokens"
+
+
+def _on(flag: bool | None) -> str | None:
+    return None if flag is None else "on" if flag else "off"
+
+
+def _drafts(facts: LogFacts) -> str | None:
+    if facts.speculative_method is None:
+        return "none" if facts.speculative_tokens == 0 else None
+    count = "" if facts.speculative_tokens is None else f", {facts.speculative_tokens} a step"
+    return f"{facts.speculative_method}{count}"
+
+
+def _starts(found: Diagnosis) -> RenderableType:
+    table = plain_table("  start", "vLLM", "model", "KV memory", "tokens", left=("  start", "vLLM", "model"))
+    for number, start in enumerate(found.starts, 1):
+        facts = start.facts
+        mark = "  → " if number == found.start else "    "
+        memory = facts.available_kv.text if facts.available_kv else "–"
+        tokens = "–" if facts.reported_tokens is None else f"{facts.reported_tokens:,}"
+        name = (facts.model or "–").rsplit("/", 1)[-1]
+        table.add_row(f"{mark}{number}", facts.version or "–", name, memory, tokens)
+    return Group(table, indented(Text("--start N explains another one", style="dim")))
 
 
 def _failure(failure: Failure) -> Iterator[RenderableType]:
@@ -89,27 +131,50 @@ def _groups(report: PeerReport) -> RenderableType:
 
 def _meaning(found: Diagnosis, explained: Explanation) -> Iterator[str | Text]:
     facts, report = found.facts, explained.report
+    assumed = f", assuming {', '.join(explained.assumed)}" if explained.assumed else ""
     if report.error:
         yield Text(f"vLLM {report.covers} would not start: {report.error}.", style="bold")
         return
     if explained.exact:
-        assumed = f", assuming {', '.join(explained.assumed)}" if explained.assumed else ""
-        yield Text.assemble(
-            (f"{facts.reported_tokens:,} tokens", "bold"),
-            f" come out exactly with the rules of vLLM {report.covers}{assumed}.",
+        figure = (
+            f"{facts.concurrency} requests" if facts.reported_tokens is None else f"{facts.reported_tokens:,} tokens"
         )
-    elif facts.reported_tokens is not None:
-        yield Text(
-            f"The log says {facts.reported_tokens:,} tokens; the rules of vLLM {report.release} give "
-            f"{report.reported_tokens:,}.",
-            style="yellow",
-        )
+        release = "" if any(a.startswith("vLLM") for a in explained.assumed) or not facts.version else _of(explained)
+        settings = f" with {', '.join(explained.assumed)}" if explained.assumed else ""
+        yield Text.assemble((figure, "bold"), f" come out exactly{release}{settings}.")
+        if explained.alternatives:
+            yield f"They also do with {'; or with '.join(explained.alternatives[:MOST_ALTERNATIVES])}."
     else:
-        yield f"By the rules of vLLM {report.release} the log would say {report.reported_tokens:,} tokens."
+        yield f"By the rules of vLLM {report.release} the log would say {report.reported_tokens:,} tokens{assumed}."
     yield report.report_note
     yield report.charge_note
     assert report.concurrency is not None
     yield (f"So {report.concurrency:.2f} requests of {explained.setting.max_model_len:,} tokens fit at once.")
+
+
+def _of(explained: Explanation) -> str:
+    return f" by the rules of vLLM {explained.report.covers}"
+
+
+def _unexplained(found: Diagnosis) -> Iterator[str | Text]:
+    """Only what the log itself says, and what would be needed to say more."""
+    facts = found.facts
+    if facts.concurrency is not None and facts.max_model_len is not None:
+        yield Text.assemble(
+            "The log itself says that ",
+            (f"{facts.concurrency} requests", "bold"),
+            f" of {facts.max_model_len:,} tokens fit at once.",
+        )
+    elif facts.reported_tokens is not None:
+        yield f"The log itself says {facts.reported_tokens:,} tokens."
+    if facts.available_kv is None:
+        yield "How they come about is not known here: the log does not say how much memory KV has."
+    elif found.spec is None:
+        yield "How they come about is not known here: the shapes of the model are not."
+    else:
+        yield Text(
+            "No rule known here gives these figures, so nothing is said about groups and charges.", style="yellow"
+        )
 
 
 def _needs(found: Diagnosis) -> Iterator[str | Text]:
@@ -117,6 +182,8 @@ def _needs(found: Diagnosis) -> Iterator[str | Text]:
     assert sizing is not None
     cost, length = sizing.per_sequence, found.facts.max_model_len or sizing.spec.max_position
     rank = "" if sizing.ranks == 1 else " on each rank"
+    if found.explanation is None and found.facts.tensor_parallel_size is None:
+        rank = " with all heads on one rank"
     fixed = f"{format_bytes(cost.fixed_bytes_per_sequence)} once + " if cost.fixed_bytes_per_sequence else ""
     yield (
         f"A sequence of {sizing.spec.name} needs {fixed}{cost.bytes_per_token:,.0f} B per token{rank}: "

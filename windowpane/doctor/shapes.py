@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from windowpane.models import ModelError, ModelSpec, load, shipped_names
+from windowpane.models import ModelError, ModelSpec, load, shipped_name, shipped_repositories
+from windowpane.models.hub import Hub, parse_name
 
-_SHIPPED = Path(__file__).parents[1] / "models" / "shipped"
 # What a repository's name adds to the shape: training stage and weight format. KV does not depend on them.
 _SUFFIX = re.compile(
     r"[-_.](it|instruct|base|chat|hf|pt|fp8|nvfp4|mxfp4|bf16|awq|gptq|gguf|int4|int8|4bit|8bit|w4a16|w8a8|dynamic|qat|"
-    r"autoround|quantized|\d{4})(?=[-_.]|$)"
+    r"autoround|quantized|w4a8|mtp|thinking|reasoning|block|kv|\d{4})(?=[-_.]|$)"
 )
 
+# Models that are not shipped and whose layers keep what a shipped one's do.
+_SAME_KV = {"qwen3.6-27b": "qwen3.5-27b"}
 
-def find_model(name: str) -> tuple[ModelSpec, str]:
-    """(the model, a doubt worth telling or nothing). Paths and shipped names are read; a repository is looked up."""
-    try:
+
+def find_model(name: str, ask_hub: bool = False) -> tuple[ModelSpec, str]:
+    """(the model, a doubt worth telling or nothing). Paths and shipped names are read, a repository is looked up among
+    the shipped ones and in the shared cache; the Hub is asked only for a name that a user gave.
+    """
+    if Path(name).exists() or shipped_name(name):
         return load(name), ""
-    except ModelError:
-        pass
-    repositories = _repositories()
-    if name.lower() in repositories:
-        return load(repositories[name.lower()]), ""
     wanted = _bare(name)
-    for shipped in shipped_names():
-        if _bare(shipped) == wanted:
+    wanted = _SAME_KV.get(wanted, wanted)
+    for shipped, repository in shipped_repositories().items():
+        if wanted in (_bare(shipped), _bare(repository)):
             return load(shipped), f"{name} is taken to have the KV shapes of the shipped {shipped}"
-    for repository, shipped in repositories.items():
-        if _bare(repository) == wanted:
-            return load(shipped), f"{name} is taken to have the KV shapes of the shipped {shipped}"
+    if (hub_name := parse_name(name)) and (cached := Hub().cached_shape(hub_name)):
+        return replace(load(cached), name=name), ""
+    if ask_hub and hub_name:
+        return load(name), ""
     raise ModelError(
         f"the log names the model {name!r}, whose shapes are not shipped; give its directory or config.json with "
         "--model, or one of the names of `windowpane models`"
     )
 
 
-def _repositories() -> dict[str, str]:
-    """Shipped names by the repository their config came from, in lower case."""
-    names = {}
-    for shipped in shipped_names():
-        about = json.loads((_SHIPPED / f"{shipped}.json").read_text("utf-8")).get("_windowpane", {})
-        names[str(about.get("repository", shipped)).lower()] = shipped
-    return names
-
-
 def _bare(name: str) -> str:
-    bare = name.lower().rstrip("/").rsplit("/", 1)[-1]
+    # A path into the Hub's cache names the repository in the directory above its snapshots.
+    cached = re.search(r"models--([\w.-]+?)--([\w.-]+)", name)
+    bare = (cached[2] if cached else name).lower().rstrip("/").rsplit("/", 1)[-1]
     while (shorter := _SUFFIX.sub("", bare)) != bare:
         bare = shorter
     return bare

@@ -5,28 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from windowpane.models import load, shipped_names
+from windowpane.engine.options import StartOptions
+from windowpane.models import load, shipped_repositories
 from windowpane.models.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
 from windowpane.models.gguf import is_gguf
+from windowpane.models.hub import Hub, parse_name
 from windowpane.models.spec import ModelSpec
 from windowpane.plan.config import ConfigError
 
 
-def find_model(model: str | Path | None, load_format: str = "auto") -> tuple[ModelSpec, Path | None]:
-    """The shape of a model, and where it lies: None for a shape without weights. No model is the embedded default."""
+def find_model(model: str | Path | None, options: StartOptions) -> tuple[ModelSpec, Path | None]:
+    """The shape of a model, and where it lies: None for a shape without weights. No model is the embedded default; a
+    name on the Hub is fetched.
+    """
     name = DEFAULT_GENERATE if model is None else str(model)
     path = Path(name)
     if path.exists():
         return load(path), path
-    if load_format == "dummy" and name in shipped_names():
-        return load(name), None
+    if options.load_format == "dummy":
+        return load(name, revision=options.revision, download_dir=options.download_dir), None
     if name in EMBEDDED:
         embedded = embedded_path(name)
         return replace(load(embedded), name=name), embedded
+    if hub_name := parse_name(name):
+        fetched = Hub(revision=options.revision, cache_dir=options.download_dir).model(hub_name)
+        return replace(load(fetched), name=name), fetched
     spec = load(name)
     raise ConfigError(
-        f"{spec.name} is a shape without weights; give its directory or a GGUF file, or --load-format dummy for random "
-        "weights"
+        f"{spec.name} is a shape without weights; give its directory or a GGUF file, its name on the Hub "
+        f"({shipped_repositories()[spec.name]}), or --load-format dummy for random weights"
     )
 
 

@@ -15,13 +15,16 @@ class StartOptions:
     """What the engine's own flags do not say: where to run, in which dtype, where weights come from, and the seed.
 
     `auto` is the first CUDA card or else the CPU; the model's own dtype, or float32 on a CPU; and whatever weights lie
-    with the model. `dummy` makes random ones from the config alone.
+    with the model. `dummy` makes random ones from the config alone. A model on the Hub is fetched at `revision` (None:
+    its main branch) to `download_dir` (None: the shared cache).
     """
 
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
     seed: int = 0
+    revision: str | None = None
+    download_dir: str | None = None
 
 
 def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:

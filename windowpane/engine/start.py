@@ -68,7 +68,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     """Plan, load and start. Raises ValueError with one line for whoever gave a flag that cannot be honoured."""
     options, config = read_flags(flags)
     with busy(console, "looking at the model"):
-        spec, source = find_model(model, options.load_format)
+        spec, source = find_model(model, options)
 
     from windowpane.engine.engine import Engine
     from windowpane.engine.sampler import Sampler

@@ -164,7 +164,11 @@ class Arena:
         """Give pages back. Each must be a taken page of this group."""
         if len(offsets) == 0:
             return
-        slabs, counts = np.unique(offsets // self._slab_units, return_counts=True)
+        slab_of = offsets // self._slab_units
+        if (slab_of == slab_of[0]).all():  # as a rule
+            slabs, counts = slab_of[:1], np.array([len(offsets)])
+        else:
+            slabs, counts = np.unique(slab_of, return_counts=True)
         left = self._used[slabs] - counts
         if (self._owner[slabs] != group).any() or (left < 0).any():
             raise ValueError(f"freeing pages that {self.layout.groups[group].name} does not hold")

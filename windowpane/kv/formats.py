@@ -43,6 +43,9 @@ FORMATS: dict[str, KVFormat] = {
     )
 }
 
+# vLLM's `fp8` is E4M3 on the cards that both run on.
+OTHER_NAMES = {"fp8": "fp8_e4m3"}
+
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -55,6 +58,6 @@ def dtype_bytes(name: str) -> int:
 
 def kv_format(name: str) -> KVFormat:
     try:
-        return FORMATS[name]
+        return FORMATS[OTHER_NAMES.get(name, name)]
     except KeyError:
         raise ValueError(f"unknown KV dtype {name!r}; use auto or one of: {', '.join(FORMATS)}") from None

@@ -254,8 +254,9 @@ class KVManager:
         passed: dict[int, list[Ids]] = {}
         for (g, _, _), ids in books.outgoing.items():
             passed.setdefault(g, []).append(ids)
-        for g, ids in ((g, np.concatenate(all_ids)) for g, all_ids in passed.items()):
-            for once in _without_repeats(ids):
+        for g, all_ids in passed.items():
+            # One column's pages are all different.
+            for once in all_ids if len(all_ids) == 1 else _without_repeats(np.concatenate(all_ids)):
                 books.let_go(g, once)
         books.outgoing.clear()
         books.moved_columns.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from windowpane.models.config import Config, ModelError
 from windowpane.models.gguf import hf_config, is_gguf, read_header
 from windowpane.models.spec import ModelSpec
 
-__all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_names"]
+__all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_name", "shipped_names", "shipped_repositories"]
 
 # One module each, with `ARCHITECTURES` and `read`.
 FAMILIES = (
@@ -50,8 +52,9 @@ REFUSED = {
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
-def load(source: str | Path) -> ModelSpec:
-    """Read a model from a directory with a config.json, a config.json itself, a GGUF file, or a shipped name.
+def load(source: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> ModelSpec:
+    """Read a model from a directory with a config.json, a config.json itself, a GGUF file, a shipped name, or a name on
+    the Hub, of which no weights are fetched. Shipped names and their repositories need no network.
 
     Raises ModelError where there is no such model or it cannot be read.
     """
@@ -63,18 +66,38 @@ def load(source: str | Path) -> ModelSpec:
     if is_directory:
         return _read(_read_file(path / "config.json"), path.resolve().name)
     if is_file and is_gguf(path):
-        return from_config(hf_config(read_header(path)), path.stem)
+        spec = from_config(hf_config(read_header(path)), path.stem)
+        return replace(spec, notes=(*spec.notes, f"the GGUF file has {path.stat().st_size / 2**30:.2f} GiB"))
     if is_file:
         # A bare config.json takes the name of the model's directory.
         return _read(_read_file(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
-    if str(source) in shipped_names():
-        return _read(_read_file(_SHIPPED / f"{source}.json"), str(source))
-    raise ModelError(_not_found(str(source)))
+    if revision is None and (shipped := shipped_name(str(source))):
+        return _read(_read_file(_SHIPPED / f"{shipped}.json"), shipped)
+    from windowpane.models.hub import Hub, parse_name  # only here: what lies on this disk does not pay for it
+
+    if (wanted := parse_name(str(source))) is None:
+        raise ModelError(_not_found(str(source)))
+    found = load(Hub(revision=revision, cache_dir=download_dir).shape(wanted))
+    return replace(found, name=str(wanted))
 
 
 def shipped_names() -> list[str]:
     """The models that come with the package, sorted."""
     return sorted(path.name.removesuffix(".json") for path in _SHIPPED.glob("*.json"))
+
+
+@cache
+def shipped_repositories() -> dict[str, str]:
+    """The repositories that the configs of shipped models came from, by the models' names."""
+    abouts = {name: json.loads((_SHIPPED / f"{name}.json").read_text("utf-8")) for name in shipped_names()}
+    return {name: str(about.get("_windowpane", {}).get("repository", name)) for name, about in abouts.items()}
+
+
+@cache
+def shipped_name(text: str) -> str | None:
+    """The shipped model of this name or repository, in any case; None if there is none."""
+    known = {repository.lower(): name for name, repository in shipped_repositories().items()}
+    return known.get(text.lower(), text.lower() if text.lower() in shipped_names() else None)
 
 
 def _read_file(path: Path) -> str:

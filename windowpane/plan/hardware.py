@@ -1,4 +1,4 @@
-"""Common NVIDIA cards: what a planner needs to know of each.
+"""Common cards: what a planner needs to know of each.
 
 Memory is the total that CUDA reports (`cudaMemGetInfo`, which is also what PyTorch prints as "total capacity"), because
 that is what `--gpu-memory-utilization` multiplies. It is smaller than nvidia-smi's total by what the driver keeps for
@@ -10,6 +10,10 @@ Bandwidth, arithmetic and compute capability are from NVIDIA's data sheets and a
 Ampere GA100 and GA102, Ada, Hopper, Blackwell, RTX Blackwell) and the CUDA table of compute capabilities. Arithmetic is
 dense (never the doubled "with sparsity" figure) tensor-core bf16 with fp32 accumulation at boost clock; fp16 on cards
 before Ampere, which have no bf16.
+
+AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. ROCm reports the whole
+of an Instinct's HBM. Of unified memory macOS lets the GPU have about three quarters (`recommendedMaxWorkingSetSize`),
+which is what stands here; a DGX Spark's 121.69 GiB are what CUDA reports, and the operating system lives in them too.
 """
 
 from __future__ import annotations
@@ -20,18 +24,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`name` is what `--gpu` takes; `capability` is CUDA's (major, minor)."""
+    """`name` is what `--gpu` takes; `capability` is CUDA's (major, minor), None for cards of other makers."""
 
     name: str
     title: str
     memory_bytes: int
     bandwidth_bytes_per_s: int
     flops_per_s: int
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
 
 
 def _card(
-    name: str, title: str, memory_gib: float, bandwidth_gb_per_s: float, tflops: float, capability: tuple[int, int]
+    name: str,
+    title: str,
+    memory_gib: float,
+    bandwidth_gb_per_s: float,
+    tflops: float,
+    capability: tuple[int, int] | None,
 ) -> Gpu:
     return Gpu(name, title, int(memory_gib * 2**30), int(bandwidth_gb_per_s * 1e9), int(tflops * 1e12), capability)
 
@@ -57,6 +66,10 @@ _CARDS = (
     _card("gh200", "GH200 96 GB", 94.50, 4000, 989.4, (9, 0)),
     _card("h200", "H200 SXM 141 GB", 139.80, 4800, 989.4, (9, 0)),
     _card("b200", "B200 SXM 180 GB", 178.35, 8000, 2250, (10, 0)),
+    # The data sheet's 288 GB, less what a B200's driver keeps of its own.
+    _card("b300", "B300 SXM 288 GB", 267.60, 8000, 2250, (10, 3)),
+    # Unified memory, shared with the operating system. Source: the DGX Spark data sheet.
+    _card("gb10", "GB10 (DGX Spark)", 121.69, 273, 125, (12, 1)),
     # Workstation. Sources: the product data sheets; RTX Blackwell PRO white paper.
     _card("a6000", "RTX A6000", 47.53, 768, 154.8, (8, 6)),
     _card("6000-ada", "RTX 6000 Ada", 47.50, 960, 364.2, (8, 9)),
@@ -78,6 +91,16 @@ _CARDS = (
     _card("5070-ti", "GeForce RTX 5070 Ti", 15.47, 896, 87.9, (12, 0)),
     _card("5080", "GeForce RTX 5080", 15.47, 960, 112.6, (12, 0)),
     _card("5090", "GeForce RTX 5090", 31.37, 1792, 209.5, (12, 0)),
+    # AMD Instinct. Sources: the product data sheets (dense bf16); CDNA 3 and CDNA 4 white papers.
+    _card("mi300x", "Instinct MI300X 192 GB", 191.98, 5300, 1307.4, None),
+    _card("mi325x", "Instinct MI325X 256 GB", 255.98, 6000, 1307.4, None),
+    _card("mi355x", "Instinct MI355X 288 GB", 287.98, 8000, 2516.6, None),
+    # Apple. Sources: the technical specifications; fp16 at twice the published fp32 rate.
+    _card("m4-pro-48gb", "Apple M4 Pro 48 GB", 36, 273, 18.4, None),
+    _card("m4-max-64gb", "Apple M4 Max 64 GB", 48, 546, 36.9, None),
+    _card("m4-max-128gb", "Apple M4 Max 128 GB", 96, 546, 36.9, None),
+    _card("m3-ultra-256gb", "Apple M3 Ultra 256 GB", 192, 819, 56.7, None),
+    _card("m3-ultra-512gb", "Apple M3 Ultra 512 GB", 384, 819, 56.7, None),
 )
 
 GPUS: dict[str, Gpu] = {card.name: card for card in _CARDS}
@@ -108,6 +131,15 @@ _ALIASES = {
     "gh200480gb": "gh200",
     "gh20096gb": "gh200",
     "b200180gb": "b200",
+    "b300288gb": "b300",
+    "b300sxm": "b300",
+    "b300sxm6ac": "b300",
+    "dgxspark": "gb10",
+    "mi300x192gb": "mi300x",
+    "mi300xoam": "mi300x",
+    "mi300xvf": "mi300x",
+    "mi325x256gb": "mi325x",
+    "mi355x288gb": "mi355x",
     "6000adageneration": "6000-ada",
     "ada6000": "6000-ada",
     "pro6000blackwell": "pro-6000",
@@ -121,13 +153,14 @@ _ALIASES = {
 }
 
 _COUNTED = re.compile(r"\s*(?:([0-9]+)\s*[x×*]\s*)?(.*?)\s*", re.IGNORECASE)
-_VENDOR_WORDS = ("nvidia", "geforce", "tesla", "rtx")
+_VENDOR_WORDS = ("nvidia", "geforce", "tesla", "rtx", "amd", "instinct", "apple")
 
 
-def parse_gpus(text: str) -> tuple[int, Gpu]:
+def parse_gpus(text: str, also: tuple[str, ...] = ()) -> tuple[int, Gpu]:
     """`2x3090`, `h200`, `4×A100-80GB`, `NVIDIA GeForce RTX 4090` → (count, card).
 
-    Raises ValueError for a count of 0 and for an unknown card; the latter names close matches and every known card.
+    Raises ValueError for a count of 0 and for an unknown card; the latter names close matches, what the caller takes
+    `also`, and every known card.
     """
     match = _COUNTED.fullmatch(text)
     if match is None:
@@ -135,17 +168,17 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     count = int(match[1] or 1)
     if count < 1:
         raise ValueError(f"GPU count in {text!r} must be at least 1; write for example h200 or 2x3090")
-    return count, _find(match[2])
+    return count, _find(match[2], also)
 
 
-def _find(text: str) -> Gpu:
+def _find(text: str, also: tuple[str, ...]) -> Gpu:
     squeezed = _squeeze(text)
     for card in _CARDS:
         if squeezed == _squeeze(card.name):
             return card
     if squeezed in _ALIASES:
         return GPUS[_ALIASES[squeezed]]
-    raise ValueError(_unknown(text, squeezed))
+    raise ValueError(_unknown(text, squeezed, also))
 
 
 def _squeeze(text: str) -> str:
@@ -156,7 +189,7 @@ def _squeeze(text: str) -> str:
     return squeezed
 
 
-def _unknown(text: str, squeezed: str) -> str:
+def _unknown(text: str, squeezed: str, also: tuple[str, ...]) -> str:
     from difflib import get_close_matches  # only here: a plan that names a known card does not pay for it
 
     spellings = {_squeeze(card.name): card.name for card in _CARDS}
@@ -164,6 +197,6 @@ def _unknown(text: str, squeezed: str) -> str:
     close = sizes or [spellings[s] for s in get_close_matches(squeezed, spellings, n=3, cutoff=0.7)]
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     return (
-        f"unknown GPU {text!r}{hint} Known: cpu, {', '.join(GPUS)}. "
+        f"unknown GPU {text!r}{hint} Known: {', '.join((*also, *GPUS))}. "
         "For any other card give its memory with --gpu-memory, for example --gpu-memory 24GiB"
     )

@@ -94,6 +94,7 @@ def make_plan(
     """Plan one model on one kind of device. Raises PlanError, or a flag's own ValueError, when it cannot be done."""
     _check_concurrency(config, concurrency)
     ranks, device = _device(config, gpu, gpu_memory_bytes)
+    asked_dtype = config.kv_cache_dtype
     if config.fit is not None:
         config, concurrency = _least_lossy(spec, config, ranks, device)
     sizing = size_up(spec, config, ranks, on_cpu=device is not None and device.is_cpu)
@@ -103,7 +104,9 @@ def make_plan(
     except WeightsTooLarge as error:
         raise PlanError(f"{error}. {_more_cards(sizing, gpu, gpu_memory_bytes)}") from None
     max_model_len, note = _max_model_len(spec, config, capacity, concurrency or 1)
-    peers = _peers(sizing, device, capacity.kv_bytes, max_model_len) if capacity else ()
+    # Formats that --fit chose are ours alone: the others are shown with what was asked for, which is `auto`.
+    compared = replace(sizing, config=replace(config, kv_cache_dtype=asked_dtype))
+    peers = _peers(compared, device, capacity.kv_bytes, max_model_len) if capacity else ()
     return Plan(sizing, device, budget, capacity, max_model_len, note, gates, peers)
 
 
@@ -248,7 +251,7 @@ def _device(config: EngineConfig, gpu: str | None, memory_bytes: int | None) -> 
     if gpu.lower() == "cpu":
         # Ranks on one CPU share its memory.
         return ranks, Device("this CPU", (memory_bytes or _host_memory_bytes()) // ranks, is_cpu=True)
-    count, card = parse_gpus(gpu)
+    count, card = parse_gpus(gpu, also=("cpu",))
     ranks = config.tensor_parallel_size or count
     if ranks > count:
         raise PlanError(f"--tensor-parallel-size {ranks} needs {ranks} cards; write --gpu {ranks}x{card.name}")

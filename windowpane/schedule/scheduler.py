@@ -262,6 +262,30 @@ class Scheduler:
             self.manager.check_idle()
         return finished
 
+    # -- steps in which nothing happens but a token for each: for simulations, which need not compute them one by one --
+
+    def steady_steps(self) -> int:
+        """How many of the next steps only give every running sequence a token: none waits, fills, grows or ends."""
+        if self.waiting or self._prefilling or self._leaving or self._unlanded or not self._decoding:
+            return 0
+        slots = self._decoding_array()
+        ends = np.minimum(self._horizon[slots], self._last_length[slots] - 1)
+        return max(int((ends - self.manager.lengths[slots]).min()), 0)
+
+    @property
+    def decoding_slots(self) -> NDArray[np.int64]:
+        return self._decoding_array()
+
+    def run_steady(self, steps: int, token: int) -> None:
+        """So many steady steps at once, each of which samples `token` (no stop token) in every row."""
+        slots = self._decoding_array()
+        self.manager.advance(slots, steps)
+        if steps % 2:
+            self.manager.flip_states(slots)
+        for slot in slots.tolist():
+            self.running[slot].output.extend([token] * steps)
+        self._step += steps
+
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
     def _decode(self) -> NDArray[np.int64]:

@@ -36,6 +36,8 @@ STEP_OVERHEAD_S = 100e-6  # inputs, logits and sampling; the host's own work is 
 _EXPERTS_VISITED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+Work = float | NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -62,23 +64,26 @@ class CostModel:
     sample_flops: float
     kinds: tuple[_Kind, ...]
 
-    def decode_kv(self, lengths: NDArray[np.int64]) -> tuple[float, float]:
-        """(bytes, FLOPs) of attention for one token of each of these sequences, which hold `lengths` tokens."""
-        total_bytes = total_flops = 0.0
+    def decode_kv(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(bytes, FLOPs) of attention for one token of each of these sequences, which hold `lengths` tokens.
+
+        `lengths` is [..., sequences]: all that stands before the last axis are steps of their own.
+        """
+        total_bytes = total_flops = np.zeros(lengths.shape[:-1])
         for kind in self.kinds:
             match kind.retention:
                 case Full():
-                    visible = float(lengths.sum())
+                    visible = lengths.sum(axis=-1)
                 case Window(tokens=window):
-                    visible = float(np.minimum(lengths, window).sum())
+                    visible = np.minimum(lengths, window).sum(axis=-1)
                 case Chunk(tokens=chunk):
-                    visible = float((lengths % chunk).sum())
+                    visible = (lengths % chunk).sum(axis=-1)
                 case Cross(tokens=tokens):
-                    visible = float(tokens * len(lengths))
+                    visible = np.full(lengths.shape[:-1], tokens * lengths.shape[-1])
                 case State():
-                    visible = 2.0 * len(lengths)  # read and written
-            total_bytes += visible * kind.visible_bytes
-            total_flops += visible * kind.visible_flops
+                    visible = np.full(lengths.shape[:-1], 2 * lengths.shape[-1])  # read and written
+            total_bytes = total_bytes + visible * kind.visible_bytes
+            total_flops = total_flops + visible * kind.visible_flops
         return total_bytes, total_flops
 
     def chunk_kv(self, start: int, stop: int) -> tuple[float, float]:
@@ -102,14 +107,18 @@ class CostModel:
             total_flops += pairs * kind.visible_flops
         return total_bytes, total_flops
 
-    def seconds(self, decoding: int, prefilling: int, sampled: int, kv_bytes: float, kv_flops: float) -> float:
-        """Of a step with so many tokens; prompt tokens run only the layers that later tokens can see."""
+    def seconds(
+        self, decoding: int, prefilling: int, sampled: int, kv_bytes: Work, kv_flops: Work
+    ) -> NDArray[np.float64]:
+        """Of a step with so many tokens, or of several that differ in their KV; prompt tokens run only the layers that
+        later tokens can see.
+        """
         tokens = decoding + prefilling
         visited = 1 - (1 - self.experts_share) ** tokens if self.expert_bytes else 0.0
         moved = self.dense_bytes + visited * self.expert_bytes + kv_bytes
         work = (decoding + self.prefill_share * prefilling) * self.token_flops + sampled * self.sample_flops
         computing = work / self.flops_per_s + kv_flops / self.attention_flops_per_s
-        return max(moved / self.bandwidth_bytes_per_s, computing) + self.overhead_s
+        return np.maximum(moved / self.bandwidth_bytes_per_s, computing) + self.overhead_s
 
 
 def cost_model(sizing: Sizing, layout: Layout, card: Gpu) -> CostModel:

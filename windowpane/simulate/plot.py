@@ -14,29 +14,42 @@ from windowpane.simulate.run import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+PANELS_A_ROW = 3
 LIVE, CACHED, STRANDED, FREE = BLUE, ORANGE, "#444444", "#EFEFEF"
 
 
 def draw_results(plan: Plan, traffic: str, results: list[Result], path: str) -> None:
+    """Bytes of every policy that ran anything, on one time axis; below them all policies' sequences and waits."""
     assert plan.capacity is not None
+    drawn = [result for result in results if result.samples.rows]
+    rows = -(-len(drawn) // PANELS_A_ROW)
     made, parts = figure(
         11,
-        [3.0, 3.4],
+        [*[2.6] * (rows - 1), 3.0, 3.4],
         f"{plan.sizing.spec.name} on {where(plan.device, plan.sizing.ranks)}: {traffic}",
         f"{format_bytes(plan.capacity.kv_bytes)} of KV memory, steps of up to {plan.sizing.config.batched_tokens:,} "
         "tokens; simulated with a roofline model",
     )
-    scale, unit = _time_unit(max(result.seconds for result in results))
-    # The first, and beside it the one whose requests wait longest.
-    others = sorted(results[1:], key=lambda result: -result.ttft(50))
-    shown = [results[0], *others[:1]]
-    panels = parts[0].subplots(1, len(shown), squeeze=False, sharey=True)[0]
-    for axes, result in zip(panels, shown, strict=True):
-        _draw_bytes(axes, result, scale, unit)
-    panels[0].set_ylabel("GiB", fontsize=9, color=INK)
-    left, right = parts[1].subplots(1, 2, width_ratios=[1.3, 1])
-    _draw_running(left, results, scale, unit)
-    _draw_waits(right, results)
+    last_s = max(result.seconds for result in drawn)
+    scale, unit = _time_unit(last_s)
+    for row in range(rows):
+        shown = drawn[PANELS_A_ROW * row : PANELS_A_ROW * (row + 1)]
+        columns = min(PANELS_A_ROW, len(drawn))
+        panels = parts[row].subplots(1, columns, squeeze=False, sharey=True)[0]
+        for axes, result in zip(panels, shown, strict=False):
+            _draw_bytes(axes, result, scale)
+            axes.set_xlim(0, last_s / scale)
+            axes.set_xlabel(unit, fontsize=9, color=INK)
+        for axes in panels[len(shown) :]:
+            axes.set_visible(False)
+        panels[0].set_ylabel("GiB", fontsize=9, color=INK)
+        if row == rows - 1:  # below the panels, where it hides nothing
+            columns = 4 if len(panels) < PANELS_A_ROW else 2
+            panels[0].legend(frameon=False, fontsize=9, ncols=columns, loc="upper left", bbox_to_anchor=(0, -0.2))
+    left, right = parts[rows].subplots(1, 2, width_ratios=[1.3, 1])
+    _draw_running(left, drawn, scale, unit)
+    left.set_xlim(0, last_s / scale)
+    _draw_waits(right, drawn)
     save(made, path)
 
 
@@ -47,7 +60,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return 3600, "h"
 
 
-def _draw_bytes(axes: Axes, result: Result, scale: float, unit: str) -> None:
+def _draw_bytes(axes: Axes, result: Result, scale: float) -> None:
     columns = list(zip(*result.samples.rows, strict=True))
     times = [second / scale for second in columns[0]]
     series = [[size / GIB for size in column] for column in columns[1:5]]
@@ -58,11 +71,8 @@ def _draw_bytes(axes: Axes, result: Result, scale: float, unit: str) -> None:
         colors=[LIVE, CACHED, STRANDED, FREE],
         linewidth=0,
     )
-    axes.set_xlim(times[0], times[-1] if times[-1] > times[0] else times[0] + 1)
     axes.set_ylim(0, result.arena_bytes / GIB)
-    axes.set_xlabel(unit, fontsize=9, color=INK)
-    quiet(axes, f"Where the KV bytes are: {result.policy}")
-    axes.legend(loc="upper right", fontsize=9, ncols=4, handlelength=1, framealpha=0.9, edgecolor="white")
+    quiet(axes, f"KV bytes: {result.policy}")
 
 
 def _draw_running(axes: Axes, results: list[Result], scale: float, unit: str) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from windowpane.kv.changes import NO_CHANGES, ChangeLog, Changes, Place
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
+from windowpane.kv.sharing import Ids, SharedPages
+from windowpane.kv.tables import Columns, PageTable
 from windowpane.plan.hardware import Gpu
 from windowpane.plan.planner import Sizing
 from windowpane.schedule.batch import Batch
@@ -101,6 +104,28 @@ class _Asked:
     seen_tokens: int
 
 
+class _Unheard(ChangeLog):
+    """Changes for tables on a device that there is none of: dropped as they come."""
+
+    def entry(self, group: int, slot: int, column: int) -> None:
+        pass
+
+    def entries(self, group: int, slot: int, columns: Columns, *, late: bool = False) -> None:
+        pass
+
+    def moved_read(self, place: Place) -> None:
+        pass
+
+    def tail(self, group: int, slot: int, start: int, stop: int, ids: Ids) -> None:
+        pass
+
+    def close(
+        self, tables: Sequence[PageTable], shared: Sequence[SharedPages], outgoing: Mapping[Place, Ids]
+    ) -> Changes:
+        self.copies.clear()
+        return NO_CHANGES
+
+
 class Simulation:
     """One policy over one traffic."""
 
@@ -112,6 +137,7 @@ class Simulation:
         slots = min(config.max_num_seqs, tokens)
         in_flight = policy.chunks_in_flight * tokens
         manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, max_model_len, in_flight)
+        manager.books.log = _Unheard(len(layout.groups))
         points = RestorePoints(manager) if prefix_caching else None
         self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore_points=points)
         # Sliding layers that are reserved in full still read only what they see.
@@ -130,14 +156,18 @@ class Simulation:
         result, scheduler = self.result, self.scheduler
         while self._arrivals or scheduler.has_work:
             self._take_arrivals()
+            if (steady := scheduler.steady_steps()) > 1:
+                self._coast(steady)
+                continue
             batch = scheduler.schedule()
             if batch is None:
-                if not self._arrivals:
+                if self._arrivals:
+                    self._now_s = max(self._now_s, self._arrivals[0][0])
+                elif scheduler.has_work:
                     raise RuntimeError("requests wait and nothing runs: the scheduler is stuck")
-                self._now_s = max(self._now_s, self._arrivals[0][0])
                 continue
             self._step(batch)
-            if result.steps % 256 == 0:
+            if batch.chunks:
                 progress(result.requests)
         result.seconds = self._now_s
         result.preemptions = scheduler.preemptions
@@ -168,7 +198,7 @@ class Simulation:
         scheduler, result = self.scheduler, self.result
         manager = scheduler.manager
         decoding = len(batch.decode_slots)
-        kv_bytes, kv_flops = self.cost.decode_kv(manager.lengths[batch.decode_slots]) if decoding else (0.0, 0.0)
+        kv_bytes, kv_flops = map(float, self.cost.decode_kv(manager.lengths[batch.decode_slots]))
         prefilling, sampled = 0, decoding
         first: list[Request] = []
         for chunk in batch.chunks:
@@ -186,7 +216,7 @@ class Simulation:
             asked.seen_tokens = max(asked.seen_tokens, chunk.start + count)
             if chunk.samples and not request.output:
                 first.append(request)
-        seconds = self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops)
+        seconds = float(self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops))
         self._now_s += seconds
         running = len(scheduler.running)
         result.steps += 1
@@ -204,6 +234,31 @@ class Simulation:
             result.ttft_s.append(self._now_s - self._asked[request].came_s)
         for request in scheduler.commit(np.full(sampled, ANSWER_TOKEN, dtype=np.int64)):
             self._answered(request)
+
+    def _coast(self, steps: int) -> None:
+        """Steps in which every running sequence only gets its next token, up to the next arrival or sample."""
+        scheduler, result = self.scheduler, self.result
+        manager, slots = scheduler.manager, scheduler.decoding_slots
+        lengths = manager.lengths[slots] + np.arange(1, steps + 1)[:, None]
+        rows = len(slots)
+        seconds = self.cost.seconds(rows, 0, rows, *self.cost.decode_kv(lengths))
+        times = self._now_s + np.cumsum(seconds)
+        until = min(result.samples.next_s, self._arrivals[0][0] if self._arrivals else np.inf)
+        steps = min(steps, int(np.searchsorted(times, until)) + 1)  # the step in which it happens is the last
+        scheduler.run_steady(steps, ANSWER_TOKEN)
+        busy = float(times[steps - 1]) - self._now_s
+        self._now_s = float(times[steps - 1])
+        running = len(scheduler.running)
+        result.steps += steps
+        result.computed_tokens += steps * rows
+        result.output_tokens += steps * rows
+        result.busy_seconds += busy
+        result.running_seconds += busy * running
+        result.most_running = max(result.most_running, running)
+        result.step_s.extend(seconds[:steps].tolist())
+        result.step_rows.extend([rows] * steps)
+        if self._now_s >= result.samples.next_s:
+            result.samples.take(self._now_s, manager, running, 0)
 
     def _answered(self, request: Request) -> None:
         asked, result = self._asked.pop(request), self.result

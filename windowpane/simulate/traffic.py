@@ -71,6 +71,12 @@ class Session:
         self.ends.append(len(self.history))
 
     @property
+    def first_tokens(self) -> int:
+        """Of the first request: its prompt and its answer."""
+        turn = self.turns[0]
+        return (0 if turn.tokens is not None else len(self.system)) + turn.message_tokens + turn.output_tokens
+
+    @property
     def next_turn(self) -> Turn | None:
         return self.turns[self.said] if self.said < len(self.turns) else None
 

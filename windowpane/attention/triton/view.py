@@ -176,7 +176,7 @@ def section(ARENA, offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def soft_capped(s, CAP: tl.constexpr):
-    """Scores in powers of two, which stay below the cap: cap x tanh(s / cap). From 2^126 on tanh is 1; NaN stays NaN."""
+    """Scores in powers of two, below the cap: cap x tanh(s / cap). From 2^126 on tanh is 1, and NaN stays NaN."""
     if CAP > 0:
         s *= 2 / CAP
         s = CAP * _LOG2E * (1 - 2 / (tl.exp2(tl.where(s > 126, 126.0, s)) + 1))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from windowpane.kv.caches import Cache, TokenCache
+from windowpane.kv.formats import OTHER_NAMES
 from windowpane.kv.retention import ceil_div
 
 MambaCacheMode = Literal["none", "align", "all"]
@@ -19,8 +20,9 @@ class Setting:
     `shared_caches` are those that layers which share KV do without. `family` is the model's. `kv_cache_dtype` is what
     the user asked for: `auto`, one format, or a list per group, which no peer can do. `max_num_batched_tokens` is the
     flag, or vLLM's default on this card where `batched_tokens_given` is false. `mamba_cache_mode`: vLLM uses `none`
-    without prefix caching and `align` with it; `all` must be asked for. `quantized_checkpoint` and `capability` (None:
-    unknown) only decide whether an engine would start.
+    without prefix caching and `align` with it; `all` must be asked for. `draft_tokens` are drafted per step; the layers
+    and wider convolutions of drafts stand in `caches`. `base_block_tokens` is vLLM's --block-size.
+    `quantized_checkpoint` and `capability` (None: unknown) only decide whether an engine would start.
     """
 
     caches: tuple[Cache, ...]
@@ -34,6 +36,8 @@ class Setting:
     batched_tokens_given: bool = True
     async_scheduling: bool = True
     mamba_cache_mode: MambaCacheMode = "none"
+    draft_tokens: int = 0
+    base_block_tokens: int = 16
     quantized_checkpoint: bool = False
     capability: tuple[int, int] | None = None
 
@@ -48,7 +52,8 @@ class Setting:
 
     @property
     def kv_dtype(self) -> str:
-        return self.compute_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        asked = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        return self.compute_dtype if asked == "auto" else asked
 
 
 def stored_bytes(cache: TokenCache, element_bits: int, scale_bytes: int = 0) -> int:

@@ -30,6 +30,9 @@ from windowpane.plan.sizes import format_bytes
 
 BASE_BLOCK_TOKENS = 16
 SCALE_BYTES = 4  # one float32 per token, head and side in the *_per_token_head formats
+INDEX_SCALE_DIMS = 128
+FP8_DS_MLA_BYTES = 656  # 512 fp8 values, their scales, and 64 rotated dimensions in bfloat16
+MLA_STEP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +108,14 @@ def report(setting: Setting, release: Release, async_scheduling: bool) -> PeerRe
         same_flags=in_flight_matters and async_scheduling is setting.async_scheduling,
     )
     try:
-        check_kv_dtype(setting, release)
-        groups = group_layers(unify_pages(layer_pages(setting), release))
+        groups = form_groups(setting, release)
     except Refusal as refusal:
         return replace(blank, error=str(refusal))
 
     in_flight = in_flight_tokens(setting, release, async_scheduling)
     pool_block_bytes = block_bytes(groups)
     num_blocks = setting.kv_cache_bytes // pool_block_bytes
-    charges = [request_blocks(g, setting, in_flight) for g in groups]
+    charges = [request_blocks(g, setting, in_flight, release) for g in groups]
     sized = replace(
         blank,
         groups=tuple(_peer_group(g, n, pool_block_bytes) for g, n in zip(groups, charges, strict=True)),
@@ -127,10 +129,16 @@ def report(setting: Setting, release: Release, async_scheduling: bool) -> PeerRe
     return replace(
         sized,
         concurrency=concurrency,
-        reported_tokens=_reported_tokens(setting, release, groups, num_blocks, concurrency),
+        reported_tokens=reported_tokens(setting, release, groups, sum(charges), num_blocks),
         charge_note=_charge_note(setting, groups, charges, in_flight),
         report_note=_report_note(release, groups),
     )
+
+
+def form_groups(setting: Setting, release: Release) -> tuple[Group, ...]:
+    """The groups that `release` would form; Refusal where it would not start."""
+    check_kv_dtype(setting, release)
+    return group_layers(unify_pages(layer_pages(setting), release), release.group_factor)
 
 
 def check_kv_dtype(setting: Setting, release: Release) -> None:
@@ -155,24 +163,41 @@ def bytes_per_token(cache: TokenCache, kv_dtype: str) -> int:
     return stored_bytes(cache, kv_format(kv_dtype).element_bits, scale_bytes)
 
 
+def layer_token_bytes(setting: Setting) -> dict[TokenCache, int]:
+    """Bytes per token of every token cache. DeepSeek V3.2's indexers have a format of their own."""
+    caches = [c for c in setting.caches if isinstance(c, TokenCache)]
+    sizes = {c: bytes_per_token(c, setting.kv_dtype) for c in caches}
+    if setting.family != "deepseek":
+        return sizes
+    widest = {layer: max(c.key_dim for c in caches if c.layer == layer) for layer in {c.layer for c in caches}}
+    indexes = [c for c in caches if c.key_dim < widest[c.layer]]
+    # `DeepseekV32IndexerCache`: uint8, and a float32 scale for every 128 of them.
+    sizes |= {c: c.key_dim + SCALE_BYTES * ceil_div(c.key_dim, INDEX_SCALE_DIMS) for c in indexes}
+    if indexes and kv_format(setting.kv_dtype).family == "fp8":
+        sizes |= {c: FP8_DS_MLA_BYTES for c in caches if c not in indexes}
+    return sizes
+
+
 def attention_block_tokens(setting: Setting) -> int:
     """16, or as many times 16 as make an attention page at least as large as the largest recurrent state."""
     state_bytes = [c.bytes(setting.compute_dtype) for c in setting.caches if isinstance(c, StateCache)]
-    token_bytes = [bytes_per_token(c, setting.kv_dtype) for c in setting.caches if isinstance(c, TokenCache)]
+    token_bytes = layer_token_bytes(setting)
     if not state_bytes or not token_bytes:
-        return BASE_BLOCK_TOKENS
-    return BASE_BLOCK_TOKENS * ceil_div(max(state_bytes), BASE_BLOCK_TOKENS * max(token_bytes))
+        return setting.base_block_tokens
+    # Blocks of latents beside states are multiples of 64, whatever the kernels could do.
+    step = max(setting.base_block_tokens, MLA_STEP_TOKENS if any(not c.value_dim for c in token_bytes) else 1)
+    return step * ceil_div(max(state_bytes), step * max(token_bytes.values()))
 
 
 def layer_pages(setting: Setting) -> tuple[LayerPage, ...]:
     """Every cache with its own page, before pages are made equal."""
-    block_tokens = attention_block_tokens(setting)
+    block_tokens, token_bytes = attention_block_tokens(setting), layer_token_bytes(setting)
     # Without prefix caching a state belongs to the whole sequence: its "block" is max_model_len tokens long.
     state_tokens = setting.max_model_len if setting.mamba_cache_mode == "none" else block_tokens
     return tuple(
         LayerPage(c, state_tokens, c.bytes(setting.compute_dtype))
         if isinstance(c, StateCache)
-        else LayerPage(c, block_tokens, block_tokens * bytes_per_token(c, setting.kv_dtype))
+        else LayerPage(c, block_tokens, block_tokens * token_bytes[c])
         for c in setting.caches
     )
 
@@ -202,7 +227,7 @@ def _grow_page(page: LayerPage, target_bytes: int, release: Release) -> LayerPag
     return replace(page, page_bytes=target_bytes)
 
 
-def group_layers(pages: Sequence[LayerPage]) -> tuple[Group, ...]:
+def group_layers(pages: Sequence[LayerPage], factor: float = 1.5) -> tuple[Group, ...]:
     """Deal each kind of layer into groups of equal size: the smallest kind's, or the largest's if that is close."""
     if len({p.retention for p in pages}) == 1:
         return (Group(pages[0].retention.name, tuple(pages), len(pages)),)
@@ -210,7 +235,7 @@ def group_layers(pages: Sequence[LayerPage]) -> tuple[Group, ...]:
     for page in pages:
         buckets.setdefault(page.kind, []).append(page)
     fewest, most = min(map(len, buckets.values())), max(map(len, buckets.values()))
-    places = most if most < 1.5 * fewest else fewest
+    places = most if most < factor * fewest else fewest
     return tuple(group for bucket in buckets.values() for group in _deal(bucket, places))
 
 
@@ -236,7 +261,7 @@ def in_flight_tokens(setting: Setting, release: Release, async_scheduling: bool)
     return batches * setting.max_num_batched_tokens
 
 
-def request_blocks(group: Group, setting: Setting, in_flight: int) -> int:
+def request_blocks(group: Group, setting: Setting, in_flight: int, release: Release = RELEASES[-1]) -> int:
     """Blocks that one request of `max_model_len` tokens is charged in this group."""
     length, block_tokens = setting.max_model_len, group.block_tokens
     match group.retention:
@@ -250,7 +275,8 @@ def request_blocks(group: Group, setting: Setting, in_flight: int) -> int:
         case Cross(tokens=encoder_tokens):
             return ceil_div(encoder_tokens, block_tokens)
         case State():
-            return {"none": 1, "align": 2, "all": ceil_div(length, block_tokens)}[setting.mamba_cache_mode]
+            drafts = setting.draft_tokens if release.charges_drafts else 0
+            return {"none": 1, "align": 2, "all": ceil_div(length, block_tokens)}[setting.mamba_cache_mode] + drafts
 
 
 def admission_blocks(prompt_tokens: int, window_tokens: int, block_tokens: int, chunk_tokens: int | None = None) -> int:
@@ -276,12 +302,12 @@ def longest_model_len(setting: Setting, groups: Sequence[Group], num_blocks: int
     return low
 
 
-def _reported_tokens(
-    setting: Setting, release: Release, groups: Sequence[Group], num_blocks: int, concurrency: float
+def reported_tokens(
+    setting: Setting, release: Release, groups: Sequence[Group], charged_blocks: int, num_blocks: int
 ) -> int:
-    """The "GPU KV cache size" line."""
+    """The "GPU KV cache size" line; `charged_blocks` are those of one request."""
     if release.reports_concurrency:
-        return int(concurrency * setting.max_model_len)
+        return int(num_blocks / charged_blocks * setting.max_model_len)
     return num_blocks // len(groups) * min(g.block_tokens for g in groups)
 
 
@@ -329,19 +355,14 @@ def _reasons(setting: Setting, groups: Sequence[Group], in_flight: int) -> list[
         )
     if any(isinstance(c, TokenCache) and c.latent and c.value_dim for c in setting.caches):
         reasons.append("K and V are both stored where one vector would do")
-    if any(_is_odd(p, setting) for p in pages):
+    token_bytes = layer_token_bytes(setting)
+    if any(isinstance(p.cache, TokenCache) and p.page_bytes > p.block_tokens * token_bytes[p.cache] for p in pages):
         reasons.append("pages are padded to a common size (releases before 0.24 refuse to start)")
     if (block_tokens := attention_block_tokens(setting)) > BASE_BLOCK_TOKENS:
         reasons.append(f"blocks grow to {block_tokens:,} tokens so that a page holds one recurrent state")
     if any(g.places > len(g.pages) for g in groups):
         reasons.append("groups are filled up with empty layers")
     return reasons
-
-
-def _is_odd(page: LayerPage, setting: Setting) -> bool:
-    if isinstance(page.cache, StateCache):
-        return False
-    return page.page_bytes > page.block_tokens * bytes_per_token(page.cache, setting.kv_dtype)
 
 
 def _report_note(release: Release, groups: Sequence[Group]) -> str:
