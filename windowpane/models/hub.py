@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from windowpane.models.config import ModelError
 from windowpane.models.embedded import cache_directory
 from windowpane.models.gguf import read_header
-from windowpane.models.config import ModelError
 
 CONFIG, QUANT_CONFIG = "config.json", "hf_quant_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
