@@ -179,10 +179,12 @@ class Engine:
             for earlier in self._flights:
                 if earlier is not flight:
                     earlier.advance_matchers()
+        may_stop = {row: bool(positions[row] >= len(r.prompt) + r.params.min_tokens) for row, r, _ in constrained}
+        for row, _, matcher in constrained:
+            matcher.ask(may_stop=may_stop[row])
         for row, request, matcher in constrained:
             try:
-                may_stop = bool(positions[row] >= len(request.prompt) + request.params.min_tokens)
-                masks[row] = matcher.allowed(may_stop=may_stop)
+                masks[row] = matcher.allowed(may_stop=may_stop[row])
             except Exception as error:
                 flight.stuck[request] = error
         return masks

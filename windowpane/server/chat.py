@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import bad_request
 from windowpane.server.job import Job
+from windowpane.server.json_body import strict_json
 from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message
 from windowpane.server.sampling import check_stream, sampling_params
@@ -121,7 +121,7 @@ def _text(message: Message) -> str:
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text or "{}")
+        arguments = strict_json(text or "{}")
     except ValueError as error:
         raise bad_request(f"{where}: arguments are not JSON: {error}", where) from None
     if not isinstance(arguments, dict):

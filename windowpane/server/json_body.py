@@ -24,16 +24,24 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        body = await self.body()
-        try:
-            document = json.loads(body, parse_constant=_refuse_constant)
-        except RecursionError:
-            raise bad_request("the body is nested too deeply") from None
-        except UnicodeDecodeError as error:
-            raise bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-        if b"\\ud" in body.lower():
-            _check_surrogates(document)
-        return document
+        return strict_json(await self.body())
+
+
+def strict_json(text: str | bytes) -> Any:
+    """The document in `text`. Raises `ApiError` or ValueError for what is no JSON, or no text in any encoding."""
+    try:
+        document = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise bad_request("the body has an integer of more than 4,300 digits") from None
+    if ("\\ud" in text.lower()) if isinstance(text, str) else (b"\\ud" in text.lower()):
+        _check_surrogates(document)
+    return document
 
 
 def _refuse_constant(name: str) -> None:
@@ -46,3 +54,5 @@ def _check_surrogates(document: Any) -> None:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise bad_request("the body has a lone surrogate (an escape such as \\ud800), which is no character") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None

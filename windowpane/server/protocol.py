@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -68,6 +68,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 
+MAX_DEPTH = 200  # of what bodies hold as they like: deeper values would exhaust whoever walks them
+
+
+def shallow(value: Any) -> Any:
+    """Refuses deep nesting, level by level: whatever recurses would fail on it first."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+Document = Annotated[dict[str, Any], AfterValidator(shallow)]
 Count = Annotated[int, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(description="Text.")]
@@ -100,7 +118,7 @@ class StreamOptions(Body):
 class StructuredOutputs(Body):
     """What the answer must look like. Exactly one of these."""
 
-    json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json", description="A JSON schema.")
+    json_schema: Document | str | bool | None = Field(None, alias="json", description="A JSON schema.")
     json_object: Literal[True] | None = Field(None, description="Any JSON object.")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
@@ -110,7 +128,7 @@ class StructuredOutputs(Body):
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: Document | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -149,7 +167,7 @@ class Sampling(Body):
     request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="The same as structured_outputs.json.")
+    guided_json: Document | str | None = Field(None, description="The same as structured_outputs.json.")
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
@@ -196,7 +214,7 @@ class Message(Body):
 class FunctionDefinition(Body):
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Document | None = None
     strict: bool | None = None
 
 
@@ -219,7 +237,7 @@ class ChatFields(Body):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Document | None = None
     add_generation_prompt: bool | None = None
 
 

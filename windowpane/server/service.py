@@ -82,6 +82,8 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self.loop.stop)
+        if self.grammars is not None:
+            await asyncio.to_thread(self.grammars.close)
 
     async def _show_life(self) -> None:
         """Wake streams that have been silent for long: during a long prefill, proxies would hang up otherwise."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,24 @@ class Tokenizer:
         Special tokens written out in `text` are found either way. A chat template writes its own BOS, so its result is
         encoded without `add_special_tokens`.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _encode(self._backend, text, add_special_tokens)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of `text` as nothing but text: what is spelled like a special token is spelled out."""
+        return _encode(self._plain_backend, text, False)
+
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """Shares the model, and so costs next to nothing. Setting the flag on the backend itself would need a lock."""
+        import tokenizers
+
+        plain = tokenizers.Tokenizer(self._backend.model)
+        plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        plain.add_tokens([token for _, token in sorted(self._added.items())])
+        if plain.get_added_tokens_decoder().keys() != self._added.keys():  # the file numbers them otherwise
+            plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, from its beginning; bytes that are no UTF-8 become U+FFFD."""
@@ -104,6 +120,12 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         token = self.files.special_tokens.get(role)
         return None if token is None else self.token_id(token)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """`encode` holds the interpreter's lock all along, and a megabyte takes a second; `encode_batch` lets go of it."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 class _Spelling:
