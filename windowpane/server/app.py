@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -41,6 +40,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 STREAMS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}}
 }
+
+
+MAX_TOKENIZED = 2**18  # tokens that /tokenize writes out, where the model does not take more
 
 
 def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
@@ -101,29 +103,37 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", summary="Text or a chat to token ids")
-    async def tokenize(body: TokenizeCompletion | TokenizeChat) -> dict[str, Any]:
+    @app.post("/tokenize", summary="Text or a chat to token ids", response_class=JSONResponse)
+    async def tokenize(body: TokenizeCompletion | TokenizeChat) -> Response:
         service.check_model(body.model)
         tokenizer = service.need_tokenizer("prompt")
-        if isinstance(body, TokenizeChat):
-            tokens = (await service.off_loop(render, service, body, {})).token_ids
-        else:
-            special = body.add_special_tokens is not False
-            tokens = await service.off_loop(partial(tokenizer.encode, body.prompt, add_special_tokens=special))
-        strings = [tokenizer.token_bytes(t, False).decode("utf-8", errors="replace") for t in tokens]
-        return {
-            "count": len(tokens),
-            "max_model_len": service.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings if body.return_token_strs else None,
-        }
 
-    @app.post("/detokenize", summary="Token ids to text")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        def document() -> dict[str, Any]:
+            if isinstance(body, TokenizeChat):
+                tokens = render(service, body, {}).token_ids
+            else:
+                special, most = body.add_special_tokens is not False, max(service.max_model_len, MAX_TOKENIZED)
+                tokens = service.encode(body.prompt, "prompt", special, most)
+            strings = [tokenizer.token_bytes(t, False).decode("utf-8", errors="replace") for t in tokens]
+            return {
+                "count": len(tokens),
+                "max_model_len": service.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings if body.return_token_strs else None,
+            }
+
+        return await service.document(document)
+
+    @app.post("/detokenize", summary="Token ids to text", response_class=JSONResponse)
+    async def detokenize(body: DetokenizeBody) -> Response:
         service.check_model(body.model)
         tokenizer = service.need_tokenizer("tokens")
-        ids = service.tokens(body.tokens, "tokens").tolist() if body.tokens else []
-        return {"prompt": await service.off_loop(partial(tokenizer.decode, ids, skip_special_tokens=False))}
+
+        def document() -> dict[str, Any]:
+            ids = service.tokens(body.tokens, "tokens").tolist() if body.tokens else []
+            return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
+
+        return await service.document(document)
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:

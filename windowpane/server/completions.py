@@ -9,13 +9,13 @@ from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
 from windowpane.server.errors import bad_request
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import CompletionBody
-from windowpane.server.sampling import check_stream, grammar_of, sampling_params
+from windowpane.server.sampling import check_stream, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream, event, to_json
 from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
@@ -37,14 +37,21 @@ async def complete(service: Service, body: CompletionBody, http: HttpRequest) ->
     several = _several(body)
     service.admit(len(several) * (body.n or 1))  # early, so that who is turned away costs nothing
     _check(service, body)
-    prompts = await service.off_loop(_prompts, service, body, several)
-    grammar = await service.off_loop(grammar_of, body, service.grammars)
-    job = _job(service, body, prompts, grammar, arrived)
+    job, prompts = await service.off_loop(_prepare, service, body, several, arrived)
     writer = _Writer(service, body, job, prompts)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
-    return JSONResponse(writer.document())
+    return await service.document(writer.document)
+
+
+def _prepare(
+    service: Service, body: CompletionBody, several: list[str] | list[list[int]], arrived: float
+) -> tuple[Job, list[Prompt]]:
+    """All that takes time before the engine is asked."""
+    prompts = _prompts(service, body, several)
+    grammar = grammar_of(body, service.grammars)
+    return _job(service, body, prompts, grammar, arrived), prompts
 
 
 def _check(service: Service, body: CompletionBody) -> None:
@@ -67,8 +74,7 @@ def _prompts(service: Service, body: CompletionBody, several: list[str] | list[l
     prompts = []
     for one in several:
         if isinstance(one, str):
-            tokenizer = service.need_tokenizer("prompt")
-            ids = tokenizer.encode(one, add_special_tokens=body.add_special_tokens is not False)
+            ids = service.encode(one, "prompt", body.add_special_tokens is not False)
             prompts.append(Prompt(service.tokens(ids, "prompt"), one))
         else:
             tokens = service.tokens(one, "prompt")
@@ -81,22 +87,21 @@ def _job(service: Service, body: CompletionBody, prompts: Sequence[Prompt], gram
     id = body.request_id or f"cmpl-{uuid4().hex}"
     # A prompt that is only to be scored still needs a step: the token that comes of it is not shown.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    params = sampling_params(
+        body,
+        service.tokenizer,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
     answers: list[Answer] = []
     for prompt in prompts:
         service.check_length(len(prompt.tokens), max_tokens, "prompt")
         for choice in range(body.n or 1):
-            params = sampling_params(
-                body,
-                service.tokenizer,
-                choice=choice,
-                max_tokens=max_tokens,
-                logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if body.echo else None,
-            )
             request = service.request(
                 f"{id}-{len(answers)}",
                 prompt.tokens,
-                params,
+                for_choice(params, choice),
                 "prompt",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",

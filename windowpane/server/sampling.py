@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from windowpane.schedule.request import SamplingParams
@@ -21,12 +22,11 @@ def sampling_params(
     body: Sampling,
     tokenizer: Tokenizer | None,
     *,
-    choice: int,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The parameters of one choice. With a seed, each of several choices has its own: the seed, and those after it."""
+    """The parameters of the first choice; see `for_choice` for the others."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if stop and tokenizer is None:
         raise bad_request("stop strings need text and this model came without a tokenizer; use stop_token_ids", "stop")
@@ -49,12 +49,21 @@ def sampling_params(
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
             logit_bias=_logit_bias(body),
-            seed=None if body.seed is None else body.seed + choice,
+            seed=body.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
     except ValueError as error:
         raise named(error, body) from None
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """With a seed, each of several choices has its own: the seed, and those after it. All else is shared."""
+    if params.seed is None or choice == 0:
+        return params
+    other = copy(params)  # checked before, and a large logit_bias must not be copied for each
+    object.__setattr__(other, "seed", params.seed + choice)
+    return other
 
 
 def check_stream(body: Sampling) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+from starlette.responses import Response
 from starlette.types import Receive
 
 from windowpane.engine.engine import Engine
@@ -21,8 +23,9 @@ from windowpane.server.job import Job, Piece
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
 from windowpane.server.parsing import Parsers
-from windowpane.text import ChatTemplate, Tokenizer
+from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
 from windowpane.text.grammar import Grammars
+from windowpane.text.tokenizer import check_length
 
 T = TypeVar("T")
 
@@ -30,6 +33,7 @@ KEEP_ALIVE_S = 10.0  # a stream that has been silent for so long shows a sign of
 LAG_PROBE_S = 0.05
 
 log = logging.getLogger("windowpane.server")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class ClientGone(Exception):
@@ -58,6 +62,7 @@ class Service:
     draining: bool = False
     grammars: Grammars | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    special_tokens_in_content: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -120,20 +125,33 @@ class Service:
         """Templates, tokenizers and grammars may take a while: other streams must not wait for them."""
         return await asyncio.to_thread(work, *arguments)
 
+    def encode(self, text: str, param: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """The tokens of a text, refused before it is tokenized where there are surely more than the model takes."""
+        tokenizer = self.need_tokenizer(param)
+        try:
+            check_length(tokenizer, text, max_tokens or self.max_model_len)
+        except PromptTooLong as error:
+            raise self.too_long(str(error), param) from None
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def document(self, make: Callable[[], Mapping[str, Any]]) -> Response:
+        """An answer that may be large, made and encoded beside the event loop."""
+        return Response(await self.off_loop(lambda: _encoded(make())), media_type="application/json")
+
     def room(self, prompt_tokens: int, param: str) -> int:
         """New tokens that fit behind a prompt; at least one, or else the prompt is too long."""
         room = self.max_model_len + 1 - prompt_tokens
         if room < 1:
-            raise self._too_long(f"the prompt has {prompt_tokens} tokens", param)
+            raise self.too_long(f"the prompt has {prompt_tokens} tokens", param)
         return room
 
     def check_length(self, prompt_tokens: int, max_tokens: int, prompt_param: str) -> None:
         if max_tokens > self.room(prompt_tokens, prompt_param):
             total = prompt_tokens + max_tokens
             asked = f"{prompt_tokens} prompt tokens and {max_tokens} new ones make {total}"
-            raise self._too_long(asked, "max_tokens")
+            raise self.too_long(asked, "max_tokens")
 
-    def _too_long(self, asked: str, param: str) -> ApiError:
+    def too_long(self, asked: str, param: str) -> ApiError:
         message = f"this model's maximum context length is {self.max_model_len} tokens, and {asked}"
         return bad_request(message, param, "context_length_exceeded")
 
@@ -222,6 +240,11 @@ class Service:
         if self.draining:
             raise EngineDied("the server is shutting down")
         return await self.loop.ask(question)
+
+
+def _encoded(document: Mapping[str, Any]) -> bytes:
+    """JSON, piece by piece in Python: `json.dumps` would hold the interpreter's lock until the last of them."""
+    return "".join(_ENCODER.iterencode(document)).encode()
 
 
 def _unnamed(error: ValueError, id: str) -> str:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
@@ -32,6 +31,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+
+from windowpane.text.pattern import choice_pattern
 
 if TYPE_CHECKING:
     import llguidance
@@ -355,29 +356,3 @@ def _regex(pattern: str) -> dict[str, Any]:
 
     grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
     return grammar
-
-
-_SPECIAL_IN_PATTERNS = frozenset(r"\.+*?()|[]{}^$#&-~/")
-
-
-def choice_pattern(texts: Sequence[str]) -> str:
-    """One of these texts, with what they begin with alike written once: a list of 100,000 is still quick to follow."""
-    return _pattern(sorted(set(texts)), 0)
-
-
-def _pattern(ordered: Sequence[str], depth: int) -> str:
-    """Sorted texts that agree on their first `depth` characters, from there on."""
-    first, last = ordered[0], ordered[-1]
-    if len(ordered) == 1:
-        return _escaped(first[depth:])
-    begun = depth
-    while depth < len(first) and first[depth] == last[depth]:
-        depth += 1
-    may_end = len(first) == depth
-    branches = groupby(ordered[may_end:], key=lambda text: text[depth])
-    inner = "|".join(_pattern(list(branch), depth) for _, branch in branches)
-    return f"{_escaped(first[begun:depth])}({inner}){'?' if may_end else ''}"
-
-
-def _escaped(text: str) -> str:
-    return "".join("\\" + c if c in _SPECIAL_IN_PATTERNS else c for c in text)

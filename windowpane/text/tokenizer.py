@@ -7,7 +7,8 @@ so that a text is the tokens' bytes joined and read as UTF-8, and a stream can b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from windowpane.models.gguf import GgufHeader, is_gguf, read_header
 from windowpane.models.spec import ModelError
+from windowpane.text.pattern import choice_pattern
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,8 +25,29 @@ if TYPE_CHECKING:
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
 
 
+PROBED_CHARACTERS = 2**16
+CUT_TOKENS = 64  # a cut makes more tokens of a text, but hardly so many
+USUAL_CHARACTERS_PER_TOKEN = 8  # most texts have fewer
+
+
 class TextError(ValueError):
     """A tokenizer, chat template or stop rule cannot be used; the message says why and what works instead."""
+
+
+class PromptTooLong(TextError):
+    """A text surely has more tokens than it may; `at_least` says how many at the least."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the prompt has at least {at_least} tokens")
+        self.at_least = at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Token ids, and where in the text each of them begins."""
+
+    ids: list[int]
+    starts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +104,31 @@ class Tokenizer:
         """Token ids of `text` as nothing but text: what is spelled like a special token is spelled out."""
         return _encode(self._plain_backend, text, False)
 
+    def encode_with_offsets(self, text: str, as_text: bool = False) -> Encoding:
+        """As `encode` without the tokens that models want around text, or as `encode_text`."""
+        backend = self._plain_backend if as_text else self._backend
+        encoding = backend.encode_batch([text], add_special_tokens=False)[0]
+        return Encoding(encoding.ids, [start for start, _ in encoding.offsets])
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds what is spelled like a special token: the longest one at a place."""
+        spelled = [token.content for token in self._added.values() if token.special and token.content]
+        return re.compile(choice_pattern(spelled) if spelled else r"(?!)")
+
+    def split_special(self, text: str) -> Iterator[tuple[int, str, int | None]]:
+        """Parts of `text` with where they begin: special tokens with their ids, and what stands between them."""
+        at = 0
+        for found in self.special_pattern.finditer(text):
+            yield at, text[at : found.start()], None
+            yield found.start(), found.group(), self.token_id(found.group())
+            at = found.end()
+        yield at, text[at:], None
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        return max(len(self.token_bytes(i, False)) for i in range(self.id_count))
+
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         """Shares the model, and so costs next to nothing. Setting the flag on the backend itself would need a lock."""
@@ -120,6 +168,26 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         token = self.files.special_tokens.get(role)
         return None if token is None else self.token_id(token)
+
+
+def check_length(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> None:
+    """Raise PromptTooLong for a text that surely has more than `max_tokens`, without tokenizing all of it.
+
+    No token is longer than the longest. A text within that bound that is still large is tokenized piece by piece until
+    there are too many, some allowed for where it was cut.
+    """
+    if max_tokens is None or len(text) <= max_tokens:
+        return
+    size_bytes = len(text.encode(errors="replace"))
+    if size_bytes > max_tokens * tokenizer.longest_token_bytes:
+        raise PromptTooLong(-(-size_bytes // tokenizer.longest_token_bytes))
+    if len(text) <= PROBED_CHARACTERS + max_tokens * USUAL_CHARACTERS_PER_TOKEN:
+        return
+    tokens = 0
+    for start in range(0, len(text), PROBED_CHARACTERS):
+        tokens += len(tokenizer.encode(text[start : start + PROBED_CHARACTERS], add_special_tokens=False)) - CUT_TOKENS
+        if tokens > max_tokens:
+            raise PromptTooLong(tokens)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
