@@ -368,13 +368,15 @@ class _PromptLogprobs:
     slices: list[_HostLogprobs]
 
     def store(self) -> None:
-        """Add them to the request, unless it had them before it was preempted."""
+        """Add to the request what it does not have yet: a preempted one computes its prompt again, in other chunks."""
         known = self.request.prompt_logprobs
-        if self.start != len(known):
-            return
+        start = self.start
         for logprobs in self.slices:
-            tokens = self.request.prompt[len(known) : len(known) + logprobs.rows].tolist()
-            known += logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
+            tokens = self.request.prompt[start : start + logprobs.rows].tolist()
+            if start <= len(known) < start + logprobs.rows:
+                counts = [self.request.params.prompt_logprobs or 0] * len(tokens)
+                known += logprobs.read(tokens, counts)[len(known) - start :]
+            start += logprobs.rows
 
 
 def _check_grammar(request: Request) -> None:

@@ -234,8 +234,8 @@ class Draw:
     """Rows that are drawn alike: all of them with top-k or top-p, or none. Limits are columns, one per row.
 
     `top_k` is the vocabulary size where it is off. `widest` is the most tokens that a row can keep, None where rows
-    need not be sorted. `may_guess`: the likeliest `NUCLEUS_GUESS` tokens tell for every row whether they are enough; they
-    do not where a top-k beyond them decides what the probabilities add up to.
+    need not be sorted. `may_guess`: the likeliest `NUCLEUS_GUESS` tokens tell for every row whether they are enough;
+    they do not where a top-k beyond them decides what the probabilities add up to.
     """
 
     rows: NDArray[np.int64]
