@@ -280,7 +280,7 @@ class TestTools:
             ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among"),
             ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "format"),
             ({"tools": [{"type": "web_search"}]}, "tools.0"),
-            ({"functions": []}, "use tools instead"),
+            ({"functions": [{"name": "f"}]}, "use tools instead"),
         ],
     )
     def test_what_cannot_be_called_is_refused(self, calling: Running, fields: dict[str, Any], message: str) -> None:

@@ -427,6 +427,9 @@ def serve(
     max_body_bytes: Annotated[
         str, typer.Option(help="The largest request body, as in 8MiB.", rich_help_panel=SERVER)
     ] = "8MiB",
+    shutdown_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds that requests have to end after a signal.", rich_help_panel=SERVER)
+    ] = 300,
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line per request), warning or error.", rich_help_panel=SERVER)
     ] = "info",
@@ -443,6 +446,21 @@ def serve(
         bool,
         typer.Option("--enable-auto-tool-choice", help="Let the model decide to call tools.", rich_help_panel=TEXT),
     ] = False,
+    allow_special_tokens_in_content: Annotated[
+        bool,
+        typer.Option(
+            "--allow-special-tokens-in-content",
+            help="Let messages hold control tokens; else they are text.",
+            rich_help_panel=TEXT,
+        ),
+    ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults: auto (the model's generation_config.json) or vllm (none).",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = "auto",
     seed: Annotated[
         int, typer.Option(help="For requests that bring none, and random weights.", rich_help_panel=SAMPLING)
     ] = 0,
@@ -466,6 +484,9 @@ def serve(
             parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
             log_level=log_level,
             limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
+            special_tokens_in_content=allow_special_tokens_in_content,
+            generation_config=generation_config,
+            shutdown_timeout_s=shutdown_timeout,
         )
         return run_server(model, {**flags, "seed": seed}, options)
 

@@ -42,6 +42,7 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
+MIN_BODY_VALUES = 2**18  # that a body may hold, however short the model's context is
 MAX_TOKENIZED = 2**18  # tokens that /tokenize writes out, where the model does not take more
 
 
@@ -62,6 +63,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         responses=REFUSALS,
     )
     app.router.route_class = JsonRoute
+    app.state.max_body_values = max(MIN_BODY_VALUES, 2 * service.max_model_len)
     errors.install(app)
     _add_api(app, service)
     _add_tokenizer(app, service)
@@ -76,10 +78,10 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
     app.include_router(stats.router(snapshot))
     app.include_router(page.router())
-    app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
     if api_keys:
-        app.add_middleware(ApiKeys, keys=api_keys)
+        app.add_middleware(ApiKeys, keys=api_keys, refused=service.refused)
     return app
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import ApiError, bad_request
-from windowpane.server.job import Job
+from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
 from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
@@ -30,21 +29,23 @@ async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     service.check_model(body.model)
     service.admit(body.n or 1)  # early, so that who is turned away costs nothing
     _check(service, body)
-    job, parsers = await service.off_loop(_prepare, service, body, arrived)
+    job, parsers = await service.off_loop(
+        _prepare, service, body, job_id("chatcmpl", body.request_id, http.headers), arrived
+    )
     writer = ChatWriter(service, body, job, parsers)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
-    return await service.document(writer.document)
+    return await service.document(writer.document, job.headers)
 
 
-def _prepare(service: Service, body: ChatBody, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
+def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
     """All that takes time before the engine is asked."""
     choice = tool_choice(body, service.parsers)
     prompt = render(service, body, _variables(service, body), choice != "none")
     grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
     parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
-    return _job(service, body, prompt, grammar, parsers, arrived), parsers
+    return _job(service, body, prompt, grammar, parsers, id, arrived), parsers
 
 
 def _check(service: Service, body: ChatBody) -> None:
@@ -160,9 +161,9 @@ def _job(
     prompt: ChatPrompt,
     grammar: CompiledGrammar | None,
     parsers: Sequence[OutputParser | None],
+    id: str,
     arrived: float,
 ) -> Job:
-    id = body.request_id or f"chatcmpl-{uuid4().hex}"
     tokenizer = service.need_tokenizer("messages")
     tokens = service.tokens(prompt.token_ids, "messages")
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -173,6 +174,7 @@ def _job(
         body,
         service.tokenizer,
         max_tokens=max_tokens,
+        defaults=service.sampling_defaults,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     answers = []

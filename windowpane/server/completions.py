@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
 from windowpane.server.errors import bad_request
-from windowpane.server.job import Job, Piece
+from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
@@ -37,21 +36,22 @@ async def complete(service: Service, body: CompletionBody, http: HttpRequest) ->
     several = _several(body)
     service.admit(len(several) * (body.n or 1))  # early, so that who is turned away costs nothing
     _check(service, body)
-    job, prompts = await service.off_loop(_prepare, service, body, several, arrived)
+    id = job_id("cmpl", body.request_id, http.headers)
+    job, prompts = await service.off_loop(_prepare, service, body, several, id, arrived)
     writer = _Writer(service, body, job, prompts)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
-    return await service.document(writer.document)
+    return await service.document(writer.document, job.headers)
 
 
 def _prepare(
-    service: Service, body: CompletionBody, several: list[str] | list[list[int]], arrived: float
+    service: Service, body: CompletionBody, several: list[str] | list[list[int]], id: str, arrived: float
 ) -> tuple[Job, list[Prompt]]:
     """All that takes time before the engine is asked."""
     prompts = _prompts(service, body, several)
     grammar = grammar_of(body, service.grammars)
-    return _job(service, body, prompts, grammar, arrived), prompts
+    return _job(service, body, prompts, grammar, id, arrived), prompts
 
 
 def _check(service: Service, body: CompletionBody) -> None:
@@ -83,14 +83,16 @@ def _prompts(service: Service, body: CompletionBody, several: list[str] | list[l
     return prompts
 
 
-def _job(service: Service, body: CompletionBody, prompts: Sequence[Prompt], grammar: Any, arrived: float) -> Job:
-    id = body.request_id or f"cmpl-{uuid4().hex}"
+def _job(
+    service: Service, body: CompletionBody, prompts: Sequence[Prompt], grammar: Any, id: str, arrived: float
+) -> Job:
     # A prompt that is only to be scored still needs a step: the token that comes of it is not shown.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     params = sampling_params(
         body,
         service.tokenizer,
         max_tokens=max_tokens,
+        defaults=service.sampling_defaults,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
@@ -158,6 +160,14 @@ class _Writer:
             )
         return {**self._head, "choices": choices, "usage": usage(self._job, generates=not self._scores_only)}
 
+    def entries(self, pieces: list[Piece]) -> int:
+        per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
+        if not per_token:
+            return 0
+        requests = self._job.requests
+        echoed = sum(len(requests[p.choice].prompt) for p in pieces if self._echoed[p.choice] is not None)
+        return per_token * (len(pieces) + echoed)
+
     def first(self) -> bytes:
         return b""
 
@@ -201,7 +211,7 @@ class _Writer:
             document["usage"] = usage(self._job, generates=not self._scores_only)
         elif self._usage_last:
             document["usage"] = None
-        return event(document)
+        return event(document, len(scored) * (1 + (self._body.logprobs or 0)))
 
     def _reason(self, answer: Answer) -> str | None:
         return "length" if self._scores_only else finish_reason(answer.finish_reason)

@@ -143,7 +143,9 @@ def _place(error: Any) -> list[str]:
 
 def _is_a_form(part: object) -> bool:
     """Whether this part of a place is no field but one of the forms it may have, such as `list[str]` or a class."""
-    return isinstance(part, str) and (part in ("str", "bool", "int") or "[" in part or part[:1].isupper())
+    return isinstance(part, str) and (
+        part in ("str", "bool", "int", "constrained-str") or "[" in part or part[:1].isupper()
+    )
 
 
 def _unknown(where: Sequence[str]) -> str:

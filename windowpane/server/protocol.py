@@ -6,6 +6,7 @@ A field that is not declared is refused by name. Those that clients often send w
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_BIASES = 1024
+MAX_STOPS = 32
+MAX_STOP_TOKENS = 1024
 
 # Known to other servers and not honoured here, with what to do instead.
 UNSUPPORTED: dict[str, str] = {
@@ -56,7 +60,19 @@ UNSUPPORTED: dict[str, str] = {
 
 # What asks for nothing, and so may be sent.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "documents": ([],),
+    "extra_args": ({},),
+    "functions": ([],),
     "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "metadata": ({},),
+    "mm_processor_kwargs": ({},),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -88,7 +104,9 @@ def shallow(value: Any) -> Any:
 Document = Annotated[dict[str, Any], AfterValidator(shallow)]
 Count = Annotated[int, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(description="Text.")]
+Stop = Annotated[str, Field(max_length=256)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -101,13 +119,31 @@ class Body(BaseModel):
     def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if not _asks_for_nothing(cls, name, value)}
+        kept = {}
+        is_complete = True  # of several unknown fields one is enough to refuse a body
+        for name, value in fields.items():
+            is_known = name in cls._names()
+            if is_known or (is_complete and not cls._asks_for_nothing(name, value)):
+                kept[name] = value
+                is_complete &= is_known
+        return kept
+
+    @classmethod
+    @cache
+    def _names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None or value in NEUTRAL.get(name, ())
 
 
-def _asks_for_nothing(model: type[BaseModel], name: str, value: Any) -> bool:
-    if name in model.model_fields or name not in UNSUPPORTED:
-        return False
-    return value is None or value in NEUTRAL.get(name, ())
+class Echoed(Body):
+    """Part of an answer that a client sends back, with all that SDKs add to it: none of that is for the model."""
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return name in ("annotations", "provider_specific_fields") or value in (None, "", [], {})
 
 
 class StreamOptions(Body):
@@ -121,7 +157,7 @@ class StructuredOutputs(Body):
     json_schema: Document | str | bool | None = Field(None, alias="json", description="A JSON schema.")
     json_object: Literal[True] | None = Field(None, description="Any JSON object.")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Texts | None = Field(None, min_length=1)
     grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
 
 
@@ -151,10 +187,12 @@ class Sampling(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
+        None, max_length=MAX_BIASES
+    )
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
@@ -169,14 +207,14 @@ class Sampling(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Document | str | None = Field(None, description="The same as structured_outputs.json.")
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_choice: Texts | None = Field(None, min_length=1)
     guided_grammar: str | None = None
 
 
 class CompletionBody(Sampling):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     max_tokens: Count | None = Field(None, description="16 unless given; 0 only with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -188,23 +226,23 @@ class TextPart(Body):
     text: str
 
 
-class FunctionCall(Body):
+class FunctionCall(Echoed):
     name: str
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 
-class ToolCall(Body):
+class ToolCall(Echoed):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
 
 
-class Message(Body):
+class Message(Echoed):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = Field(None, description="The same as reasoning.")
@@ -235,8 +273,8 @@ class NamedTool(Body):
 class ChatFields(Body):
     """What a chat template is given."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: Document | None = None
     add_generation_prompt: bool | None = None
 
@@ -268,4 +306,4 @@ class TokenizeChat(ChatFields):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens

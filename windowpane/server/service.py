@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -13,13 +12,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from windowpane.engine.engine import Engine
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
 from windowpane.server.job import Job, Piece
+from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
 from windowpane.server.parsing import Parsers
@@ -33,7 +33,6 @@ KEEP_ALIVE_S = 10.0  # a stream that has been silent for so long shows a sign of
 LAG_PROBE_S = 0.05
 
 log = logging.getLogger("windowpane.server")
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class ClientGone(Exception):
@@ -63,6 +62,7 @@ class Service:
     grammars: Grammars | None = None
     parsers: Parsers = field(default_factory=Parsers)
     special_tokens_in_content: bool = False
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -134,9 +134,9 @@ class Service:
             raise self.too_long(str(error), param) from None
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def document(self, make: Callable[[], Mapping[str, Any]]) -> Response:
+    async def document(self, make: Callable[[], Any], headers: Mapping[str, str] | None = None) -> Response:
         """An answer that may be large, made and encoded beside the event loop."""
-        return Response(await self.off_loop(lambda: _encoded(make())), media_type="application/json")
+        return Response(await self.off_loop(lambda: slow_json(make())), 200, headers, "application/json")
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """New tokens that fit behind a prompt; at least one, or else the prompt is too long."""
@@ -199,6 +199,11 @@ class Service:
                 retry_after_s=self.loop.metrics.seconds_to_serve(waiting),
             )
 
+    def refused(self, scope: Scope, error: ApiError) -> None:
+        """Somebody was turned away at the door."""
+        self.loop.metrics.rejected_requests[error.code or "refused"] += 1
+        log.info("%s %s refused: %d %s", scope["method"], scope["path"], error.status_code, error.message)
+
     # -- running ---------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -240,11 +245,6 @@ class Service:
         if self.draining:
             raise EngineDied("the server is shutting down")
         return await self.loop.ask(question)
-
-
-def _encoded(document: Mapping[str, Any]) -> bytes:
-    """JSON, piece by piece in Python: `json.dumps` would hold the interpreter's lock until the last of them."""
-    return "".join(_ENCODER.iterencode(document)).encode()
 
 
 def _unnamed(error: ValueError, id: str) -> str:

@@ -63,8 +63,9 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        compiled = self._compiled  # a model without a template says so, and not that its template fails
         try:
-            return self._compiled.render(given)
+            return compiled.render(given)
         except jinja2.TemplateError as error:
             raise TextError(f"the chat template of {self._files.source} refuses these messages: {error}") from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

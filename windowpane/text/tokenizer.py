@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,12 +52,16 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a tokenizer comes with besides its vocabulary. `special_tokens` are texts by role, such as `bos_token`."""
+    """What a tokenizer comes with besides its vocabulary. `special_tokens` are texts by role, such as `bos_token`.
+
+    `sampling_defaults` are those of generation_config.json, by the API's names.
+    """
 
     source: str
     special_tokens: Mapping[str, str]
     stop_ids: frozenset[int]
     chat_template: str | None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -286,6 +290,7 @@ def _from_directory(path: Path) -> Tokenizer:
         special_tokens=special,
         stop_ids=frozenset(i for stop in stops for i in (stop if isinstance(stop, list) else [stop]) if i is not None),
         chat_template=_chat_template(path, config),
+        sampling_defaults=_sampling_defaults(path / "generation_config.json"),
     )
     return Tokenizer(backend, files)
 
@@ -301,6 +306,16 @@ def _put_bos_in_front(backend: tokenizers.Tokenizer, bos: str | None, source: st
         backend.post_processor = TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, index)]
         )
+
+
+def _sampling_defaults(path: Path) -> dict[str, float]:
+    """How its makers want a model sampled."""
+    config = _read_json(path)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    defaults = {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+    if "top_k" in defaults:
+        defaults["top_k"] = int(defaults["top_k"])
+    return defaults
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
