@@ -24,7 +24,7 @@ from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
 from windowpane.server.parsing import Parsers
 from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
-from windowpane.text.grammar import Grammars
+from windowpane.text.grammar import GrammarError, Grammars
 from windowpane.text.tokenizer import check_length
 
 T = TypeVar("T")
@@ -238,7 +238,8 @@ class Service:
         async with self.running(job, receive) as batches:
             async for _ in batches:
                 pass
-        raise_if_failed(job)
+        if (failure := failure_of(job)) is not None:
+            raise failure
 
     async def watch(self, question: Callable[[Engine], T]) -> T:
         """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""
@@ -251,10 +252,14 @@ def _unnamed(error: ValueError, id: str) -> str:
     return str(error).removeprefix(f"request {id}: ")
 
 
-def raise_if_failed(job: Job) -> None:
+def failure_of(job: Job) -> ApiError | None:
+    """Why a job failed, if it did. A grammar that turns out to be too complex is its sender's, not ours."""
     for request in job.requests:
         if request.finish_reason is FinishReason.FAILED:
-            raise failed(f"a step failed: {request.error}")
+            if isinstance(request.error, GrammarError):
+                return bad_request(str(request.error), code="invalid_value")
+            return failed(f"a step failed: {request.error}")
+    return None
 
 
 async def _until_gone(job: Job, receive: Receive) -> None:

@@ -10,11 +10,9 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from windowpane.schedule.request import FinishReason
-from windowpane.server.errors import failed
 from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
-from windowpane.server.service import ClientGone, Service
+from windowpane.server.service import ClientGone, Service, failure_of
 
 DONE = b"data: [DONE]\n\n"
 ENTRIES_AT_ONCE = 1000  # tokens and logprobs that are written on the event loop, in a few milliseconds
@@ -85,10 +83,8 @@ class EventStream(Response):
 
 def _failure(job: Job) -> bytes | None:
     """The headers are long gone, so that a failure can only be told as an event."""
-    for request in job.requests:
-        if request.finish_reason is FinishReason.FAILED:
-            return event(failed(f"a step failed: {request.error}").document())
-    return None
+    failure = failure_of(job)
+    return None if failure is None else event(failure.document())
 
 
 async def _send(send: Send, data: bytes, more: bool = True) -> None:
