@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -97,11 +98,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", summary="Continue text", response_class=Response, responses=STREAMS)
     async def completions(body: CompletionBody, http: Request) -> Response:
-        return await _answered(complete(service, body, http))
+        return await _answered(complete(service, body, http), service)
 
     @app.post("/v1/chat/completions", summary="Answer a chat", response_class=Response, responses=STREAMS)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
-        return await _answered(chat(service, body, http))
+        return await _answered(chat(service, body, http), service)
 
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
@@ -165,12 +166,16 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
-async def _answered(answer: Any) -> Response:
+async def _answered(answer: Any, service: Service) -> Response:
     try:
         response: Response = await answer
         return response
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; proxies log it so
+    except asyncio.CancelledError:
+        if not service.draining:
+            raise
+        return unavailable("the server was shut down before this answer was complete").response()
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

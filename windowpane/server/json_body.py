@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -34,7 +35,9 @@ class _JsonRequest(Request):
             raise bad_request(
                 f"the body has more than {most:,} values or escapes; send fewer or shorter prompts at once"
             )
-        document = strict_json(body)
+        document = _read(body)
+        if _may_have_lone_surrogates(body):
+            await asyncio.to_thread(_check_surrogates, document)
         await asyncio.sleep(0)  # checking takes as long again
         return document
 
@@ -46,8 +49,15 @@ def slow_json(document: Any) -> bytes:
 
 def strict_json(text: str | bytes) -> Any:
     """The document in `text`. Raises `ApiError` or ValueError for what is no JSON, or no text in any encoding."""
+    document = _read(text)
+    if _may_have_lone_surrogates(text):
+        _check_surrogates(document)
+    return document
+
+
+def _read(text: str | bytes) -> Any:
     try:
-        document = json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -56,20 +66,28 @@ def strict_json(text: str | bytes) -> Any:
         raise
     except ValueError:
         raise bad_request("the body has an integer of more than 4,300 digits") from None
-    if ("\\ud" in text.lower()) if isinstance(text, str) else (b"\\ud" in text.lower()):
-        _check_surrogates(document)
-    return document
 
 
 def _refuse_constant(name: str) -> None:
     raise json.JSONDecodeError(f"{name} is no JSON number", name, 0)
 
 
+# One half of a character, escaped, without the other. A backslash that is escaped itself looks the same.
+# It begins with what can be searched for quickly.
+_HALF = rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u.)[c-fC-F])"
+_HALF_IN_BYTES, _HALF_IN_TEXT = re.compile(_HALF), re.compile(_HALF.decode())
+
+
+def _may_have_lone_surrogates(text: str | bytes) -> bool:
+    found = _HALF_IN_TEXT.search(text) if isinstance(text, str) else _HALF_IN_BYTES.search(text)
+    return found is not None
+
+
 def _check_surrogates(document: Any) -> None:
     """Half of a character, escaped, is a string to Python but text to nobody."""
     try:
-        json.dumps(document, ensure_ascii=False).encode()
+        slow_json(document)
     except UnicodeEncodeError:
         raise bad_request("the body has a lone surrogate (an escape such as \\ud800), which is no character") from None
-    except RecursionError:
-        raise bad_request("the body is nested too deeply") from None
+    except (RecursionError, ValueError):  # numbers such as 1e999 are infinite, and refused by their fields
+        raise bad_request("the body is nested too deeply, or has numbers beyond all bounds") from None

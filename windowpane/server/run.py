@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import socket
@@ -87,6 +88,7 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
         app = make_app(service, options.api_keys)
         server_log.set_up(options.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        app.openapi()  # takes a while when it is first asked for
         gc.freeze()  # what is there now stays: a collection that looks at all of it would hold up every stream
         server = Server(http_config(app, options), service)
         if started.workers is not None:
@@ -97,7 +99,7 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
         finally:
             service.loop.stop()
             started.close()
-    return 1 if server.force_exit or service.loop.error is not None else 0
+    return 1 if server.force_exit or server.gave_up or service.loop.error is not None else 0
 
 
 def _defaults(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +174,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self.gave_up = False  # requests were cut off when --shutdown-timeout was over
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """To asyncio a backlog is also how many connections it accepts before it does anything else, so it is told a
@@ -180,6 +183,16 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(QUEUED_CONNECTIONS)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        watch = asyncio.create_task(self._give_up_later())
+        await super().shutdown(sockets)
+        watch.cancel()
+
+    async def _give_up_later(self) -> None:
+        await asyncio.sleep(self.config.timeout_graceful_shutdown or 0)
+        log.warning("--shutdown-timeout is over: %d requests are cut off", len(self._service.loop.jobs))
+        self.gave_up = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -73,6 +74,9 @@ class EventStream(Response):
                 await _send(send, (failure or encoder.last()) + DONE, more=False)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            if not self._service.draining:  # else the time to end was over, and what was sent is all there is
+                raise
 
     async def _encoded(self, batch: list[Piece]) -> bytes:
         """A prompt's logprobs, or all that a slow reader has not read, may be much."""
