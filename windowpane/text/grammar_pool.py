@@ -40,7 +40,7 @@ from windowpane.text.grammar_worker import (
 )
 
 COMPILE_CPU_S = 3.0
-MASK_CPU_S = 0.5  # of one step's masks, and what each of them adds to it:
+MASK_CPU_S = 0.3  # of one step's masks, and what each of them adds to it:
 MASK_ROW_CPU_S = 0.02
 SHARED_COMPILE_CPU_S = 0.02  # what took longer is never compiled while others wait for their masks
 WALL_S = 60.0  # for a machine that is so busy that processor time hardly passes
