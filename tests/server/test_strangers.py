@@ -21,7 +21,7 @@ import pytest
 from tests.server.harness import Running, running
 from tests.server.test_leaving import connect
 from tests.server.test_refusals import error_of
-from tests.text.test_hostile_grammars import chain, deep_rules, nested
+from tests.text.test_hostile_grammars import ENDLESS, chain, deep_rules, nested
 from tests.tiny_model import EOS, make_model
 from tests.tiny_model import TEMPLATE as PLAIN_TEMPLATE
 from windowpane.server import log as server_log
@@ -86,6 +86,16 @@ def test_a_choice_may_be_large(server: Running) -> None:
 def test_literals_spelled_like_special_tokens_are_text(server: Running) -> None:
     answer = server.chat(guided_json={"const": "<eos>"}, max_tokens=20).json()["choices"][0]
     assert (json.loads(answer["message"]["content"]), answer["finish_reason"]) == ("<eos>", "stop")
+
+
+def test_who_needs_no_grammar_does_not_wait_for_those_that_never_end(server: Running) -> None:
+    schemas = [{**ENDLESS, "title": str(i)} for i in range(8)]
+    asking = [server.post_in_thread("/v1/completions", {"prompt": "x", "guided_json": s}, {}) for s in schemas]
+    time.sleep(0.2)  # more than the event loop's own threads are taken now, on a machine with few cores
+    assert server.complete(prompt="x", max_tokens=1).status_code == 200
+    assert any(thread.is_alive() for thread in asking), "it waited for them"
+    for thread in asking:
+        thread.join()
 
 
 class TestChats:

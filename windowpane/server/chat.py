@@ -15,7 +15,7 @@ from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
 from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
-from windowpane.server.sampling import check_stream, for_choice, sampling_params
+from windowpane.server.sampling import check_stream, constraint_of, for_choice, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream
 from windowpane.text import ChatPrompt, PromptTooLong, TextError, chat_prompt
@@ -29,9 +29,10 @@ async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     service.check_model(body.model)
     service.admit(body.n or 1)  # early, so that who is turned away costs nothing
     _check(service, body)
-    job, parsers = await service.off_loop(
-        _prepare, service, body, job_id("chatcmpl", body.request_id, http.headers), arrived
-    )
+    constrained = constraint_of(body) is not None or body.tools is not None
+    prepare = service.beside_grammars if constrained else service.off_loop
+    id = job_id("chatcmpl", body.request_id, http.headers)
+    job, parsers = await prepare(_prepare, service, body, id, arrived)
     writer = ChatWriter(service, body, job, parsers)
     if body.stream:
         return EventStream(service, job, writer)

@@ -14,7 +14,7 @@ from windowpane.schedule.request import TokenLogprobs, Tokens
 from windowpane.server.errors import bad_request
 from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
-from windowpane.server.sampling import check_stream, for_choice, grammar_of, sampling_params
+from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream, event, to_json
 from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
@@ -37,7 +37,8 @@ async def complete(service: Service, body: CompletionBody, http: HttpRequest) ->
     service.admit(len(several) * (body.n or 1))  # early, so that who is turned away costs nothing
     _check(service, body)
     id = job_id("cmpl", body.request_id, http.headers)
-    job, prompts = await service.off_loop(_prepare, service, body, several, id, arrived)
+    prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
+    job, prompts = await prepare(_prepare, service, body, several, id, arrived)
     writer = _Writer(service, body, job, prompts)
     if body.stream:
         return EventStream(service, job, writer)

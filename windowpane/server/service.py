@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 KEEP_ALIVE_S = 10.0  # a stream that has been silent for so long shows a sign of life
 LAG_PROBE_S = 0.05
+GRAMMAR_THREADS = 16  # twice as many as compile at once: most find theirs in the cache
 
 log = logging.getLogger("windowpane.server")
 
@@ -63,6 +65,7 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     special_tokens_in_content: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -89,6 +92,7 @@ class Service:
         await asyncio.to_thread(self.loop.stop)
         if self.grammars is not None:
             await asyncio.to_thread(self.grammars.close)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _show_life(self) -> None:
         """Wake streams that have been silent for long: during a long prefill, proxies would hang up otherwise."""
@@ -124,6 +128,10 @@ class Service:
     async def off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         """Templates, tokenizers and grammars may take a while: other streams must not wait for them."""
         return await asyncio.to_thread(work, *arguments)
+
+    async def beside_grammars(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The same for work that may compile a grammar: who needs none must not wait for threads that do."""
+        return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work, *arguments)
 
     def encode(self, text: str, param: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         """The tokens of a text, refused before it is tokenized where there are surely more than the model takes."""
