@@ -183,6 +183,25 @@ class TestAnswers:
             assert (entry.token, len(entry.top)) == (prompt[at], 1)
             assert entry.logprob == pytest.approx(float(expected[prompt[at]]))
 
+    @pytest.mark.parametrize("steps", [1, 2, 3])
+    def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt(self, overlapped: bool, steps: int) -> None:
+        """The prompt is computed again in chunks that end elsewhere, since others decode no longer."""
+        prompt = [i % VOCAB for i in range(150)]
+        one = request("one", prompt, prompt_logprobs=0, max_tokens=3)
+        engine = engine_for(overlapped, budget=40)
+        for other in (request("other", [1], max_tokens=4), request("third", range(9), max_tokens=2), one):
+            engine.add(other)
+        for _ in range(steps):
+            engine.step()
+        engine.scheduler._preempt(next(slot for slot, r in engine.scheduler.running.items() if r is one))
+        while engine.has_work:
+            engine.step()
+        assert one.preemptions == 1
+        expected = [model_logits(tuple(prompt[:at])).log_softmax(-1)[prompt[at]] for at in range(1, 150)]
+        assert [entry.logprob for entry in one.prompt_logprobs[1:] if entry] == pytest.approx(
+            list(map(float, expected))
+        )
+
     def test_a_prompt_of_one_token_has_nothing_to_predict_it(self, overlapped: bool) -> None:
         one = request("one", [4], prompt_logprobs=3)
         run(engine_for(overlapped), one)

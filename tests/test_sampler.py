@@ -332,3 +332,63 @@ class TestParameters:
     def test_cannot_be_changed(self) -> None:
         with pytest.raises(AttributeError):
             SamplingParams().temperature = 2.0  # type: ignore[misc]
+
+
+FIELDS: dict[str, list[Any]] = {
+    "temperature": [0.7, 1.6],
+    "top_k": [3, 1500, 2500],
+    "top_p": [0.3, 0.97],
+    "min_p": [0.02],
+    "presence_penalty": [1.5],
+    "frequency_penalty": [-0.7],
+    "repetition_penalty": [1.3],
+    "logit_bias": [{5: 4.0, 2999: 9.0}],
+}
+
+
+def plain_reference(logits: torch.Tensor, one: Request) -> set[int]:
+    """Tokens that may be drawn, by the definitions alone: a row by itself, everything sorted, in double precision."""
+    p, row = one.params, logits.double().clone()
+    counts = torch.bincount(torch.tensor(one.output), minlength=len(row))
+    seen = (counts > 0) | torch.isin(torch.arange(len(row)), torch.tensor(one.prompt.tolist()))
+    row = torch.where(seen, torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty), row)
+    row -= p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
+    for token, bias in p.logit_bias.items():
+        row[token] += bias
+    order = (row / p.temperature).argsort(descending=True)
+    if p.top_k > 0:
+        order = order[: p.top_k]
+    probabilities = (row / p.temperature)[order].softmax(-1)
+    kept = probabilities.cumsum(-1) - probabilities < p.top_p
+    kept &= probabilities >= p.min_p * probabilities[0]
+    return set(order[kept].tolist())
+
+
+class TestMixedBatches:
+    """What a row draws depends on its own parameters and seed, whoever stands beside it."""
+
+    def test_pairs_of_fields_beside_one_another(self) -> None:
+        vocab = 3000
+        combinations: list[dict[str, Any]] = [{}]
+        for name, values in FIELDS.items():
+            combinations += [{name: value} for value in values]
+            for other, others in FIELDS.items():
+                if other > name:
+                    combinations += [{name: value, other: another} for value in values for another in others]
+        logits = random_logits(len(combinations), vocab, seed=5)
+        requests = [
+            request(prompt=[7, 8], output=[9, 9, 10], seed=i, **fields) for i, fields in enumerate(combinations)
+        ]
+        together = sample(logits, requests)
+        for row, one in enumerate(requests):
+            assert sample(logits[row : row + 1], [one]) == [together[row]], combinations[row]
+            assert together[row] in plain_reference(logits[row], one), combinations[row]
+
+    @pytest.mark.parametrize("top_k", [1025, 2000, 2999])
+    def test_a_large_top_k_beside_a_top_p_alone(self, top_k: int) -> None:
+        """The likeliest 1,024 tokens hold nearly all of a row's probability, or hardly any of it."""
+        logits = random_logits(400, 3000, seed=6) * torch.linspace(0.02, 1, 400).unsqueeze(1)
+        mine = [request(top_k=top_k, top_p=0.9, seed=i) for i in range(399)]
+        mate = request(top_p=0.2, seed=0)
+        together = sample(logits, [*mine, mate])
+        assert together[:-1] == [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(mine)]

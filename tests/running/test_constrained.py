@@ -199,6 +199,9 @@ class StuckMatcher:
         self._left -= 1
         self._matcher.accept(token)
 
+    def ask(self, *, may_stop: bool) -> None:
+        self._matcher.ask(may_stop=may_stop)
+
     def allowed(self, *, may_stop: bool) -> Any:
         if self._left <= 0:
             raise GrammarError("the grammar cannot go on: too complex")

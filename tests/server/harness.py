@@ -17,7 +17,7 @@ import uvicorn
 
 from windowpane.engine.start import start
 from windowpane.server.app import make_app
-from windowpane.server.run import ServerOptions, make_service
+from windowpane.server.run import ServerOptions, http_config, make_service
 from windowpane.server.service import Service
 
 FLAGS: dict[str, Any] = {
@@ -94,8 +94,7 @@ def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options
     chosen = ServerOptions(**options)
     service = make_service(start(model, FLAGS if flags is None else flags), chosen)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        config = uvicorn.Config(make_app(service, chosen.api_keys), log_config=None, access_log=False, lifespan="on")
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(http_config(make_app(service, chosen.api_keys), chosen))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         try:

@@ -12,7 +12,7 @@ import pytest
 from tests.server.harness import Running, running
 from tests.tiny_model import make_model
 from windowpane.server.parsing import Parsers
-from windowpane.text import message_ends
+from windowpane.text import chat_prompt
 
 USER = [{"role": "user", "content": "Hi"}]
 SYSTEM = {"role": "system", "content": "Answer in as few words as you can, and never in verse."}
@@ -117,10 +117,8 @@ class TestPrompts:
         tokenizer, template = server.service.tokenizer, server.service.template
         assert tokenizer is not None and template is not None
         messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
-        text = template.render(messages)
-        ids = tokenizer.encode(text, add_special_tokens=False)
         ends = [1 + len("system: S\n"), 1 + len("system: S\nuser: Hi\n")]  # after BOS; a token to a character
-        assert message_ends(template, tokenizer, messages, ids) == tuple(ends)
+        assert chat_prompt(template, tokenizer, messages).message_ends == tuple(ends)
 
     def test_and_the_engine_is_told(self, tmp_path: Path) -> None:
         template = (
@@ -282,7 +280,7 @@ class TestTools:
             ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among"),
             ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "format"),
             ({"tools": [{"type": "web_search"}]}, "tools.0"),
-            ({"functions": []}, "use tools instead"),
+            ({"functions": [{"name": "f"}]}, "use tools instead"),
         ],
     )
     def test_what_cannot_be_called_is_refused(self, calling: Running, fields: dict[str, Any], message: str) -> None:

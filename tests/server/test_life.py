@@ -123,6 +123,15 @@ class TestEnding:
                 assert server.end(signal.SIGTERM) == 1
             assert "cut off" in server.said
 
+    def test_so_does_the_end_of_its_patience(self, model: Path) -> None:
+        with serving(str(model), *SMALL, "--shutdown-timeout", "1") as server:
+            body = {**LONG, "n": 64, "logprobs": 20}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as got:
+                lines = got.iter_lines()
+                next(lines)
+                assert server.end(signal.SIGTERM) == 1
+            assert "--shutdown-timeout is over" in server.said and "Traceback" not in server.said
+
 
 class TestStarting:
     @pytest.mark.parametrize(
@@ -131,6 +140,8 @@ class TestStarting:
             (["--api-key", ""], "--api-key is empty"),
             (["--log-level", "loud"], "use debug, info, warning, error"),
             (["--max-queue", "0"], "--max-queue"),
+            (["--generation-config", "mine"], "use auto"),
+            (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
             (["--max-body-bytes", "much"], "much"),
             (["--enable-auto-tool-choice"], "add --tool-call-parser"),
             (["--tool-call-parser", "nonsense"], "there are hermes"),
@@ -175,3 +186,18 @@ def test_prompts_hold_decoding_up_for_a_fifth_of_a_second_unless_told_otherwise(
     monkeypatch.setattr(sys, "argv", ["windowpane", "serve", *SMALL, "--port", "0", *asked.split()])
     assert main() == 2
     assert [flags["max_itl_ms"] for flags in seen] == [given]
+
+
+@pytest.mark.parametrize(("asked", "given"), [("", 256), ("--max-num-seqs 300", 300)])
+def test_on_a_cpu_steps_are_small(monkeypatch: pytest.MonkeyPatch, asked: str, given: int) -> None:
+    """A prompt of any length holds up who comes after it for one of them."""
+    seen: list[dict[str, Any]] = []
+
+    def started(_model: str | None, flags: dict[str, Any], _console: object) -> None:
+        seen.append(flags)
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr(run, "start", started)
+    monkeypatch.setattr(sys, "argv", ["windowpane", "serve", "--device", "cpu", "--port", "0", *asked.split()])
+    assert main() == 2
+    assert [flags["max_num_batched_tokens"] for flags in seen] == [given]

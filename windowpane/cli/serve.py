@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from windowpane.cli.errors import UserError, user_errors
-from windowpane.cli.flags import SERVER, TEXT, EngineFlags, ModelToRun, Seed
+from windowpane.cli.flags import SAMPLING, SERVER, TEXT, EngineFlags, ModelToRun, Seed
 
 
 def serve(
@@ -50,6 +50,24 @@ def serve(
         bool,
         typer.Option("--enable-auto-tool-choice", help="Let the model decide to call tools.", rich_help_panel=TEXT),
     ] = False,
+    shutdown_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds that requests have to end after a signal.", rich_help_panel=SERVER)
+    ] = 300,
+    allow_special_tokens_in_content: Annotated[
+        bool,
+        typer.Option(
+            "--allow-special-tokens-in-content",
+            help="Let messages hold control tokens; else they are text.",
+            rich_help_panel=TEXT,
+        ),
+    ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults: auto (the model's generation_config.json) or vllm (none).",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = "auto",
     seed: Seed = 0,
     *,
     flags: EngineFlags,
@@ -71,6 +89,9 @@ def serve(
             parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
             log_level=log_level,
             limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
+            special_tokens_in_content=allow_special_tokens_in_content,
+            generation_config=generation_config,
+            shutdown_timeout_s=shutdown_timeout,
         )
         return run_server(model, {**flags.given(), "seed": seed}, options)
 

@@ -183,10 +183,12 @@ class Engine:
             for earlier in self._sent_steps:
                 if earlier is not sent:
                     earlier.advance_matchers()
+        may_stop = {row: bool(positions[row] >= len(r.prompt) + r.params.min_tokens) for row, r, _ in constrained}
+        for row, _, matcher in constrained:
+            matcher.ask(may_stop=may_stop[row])
         for row, request, matcher in constrained:
             try:
-                may_stop = bool(positions[row] >= len(request.prompt) + request.params.min_tokens)
-                masks[row] = matcher.allowed(may_stop=may_stop)
+                masks[row] = matcher.allowed(may_stop=may_stop[row])
             except Exception as error:
                 sent.stuck[request] = error
         return masks
@@ -370,13 +372,15 @@ class _PromptLogprobs:
     slices: list[_HostLogprobs]
 
     def store(self) -> None:
-        """Add them to the request, unless it had them before it was preempted."""
+        """Add to the request what it does not have yet: a preempted one computes its prompt again, in other chunks."""
         known = self.request.prompt_logprobs
-        if self.start != len(known):
-            return
+        start = self.start
         for logprobs in self.slices:
-            tokens = self.request.prompt[len(known) : len(known) + logprobs.rows].tolist()
-            known += logprobs.read(tokens, [self.request.params.prompt_logprobs or 0] * len(tokens))
+            tokens = self.request.prompt[start : start + logprobs.rows].tolist()
+            if start <= len(known) < start + logprobs.rows:
+                counts = [self.request.params.prompt_logprobs or 0] * len(tokens)
+                known += logprobs.read(tokens, counts)[len(known) - start :]
+            start += logprobs.rows
 
 
 def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> int | None:

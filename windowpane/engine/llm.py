@@ -14,7 +14,7 @@ import numpy as np
 from windowpane.engine.progress import busy
 from windowpane.engine.start import start
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
-from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer, message_ends
+from windowpane.text import ChatPrompt, ChatTemplate, TextError, Tokenizer, chat_prompt, load_tokenizer
 from windowpane.text.answer import Answer, Completion, with_stop_ids
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if _is_chat(prompt):
-            messages = cast("Sequence[Message]", prompt)
-            return self.tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
+            return self._chat_prompt(prompt).token_ids
         return [int(token) for token in cast("Sequence[int]", prompt)]
 
     @cached_property
@@ -112,7 +111,9 @@ class LLM:
         return ChatTemplate(self.tokenizer)
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        tokens = self.encode(prompt)
+        chat = self._chat_prompt(prompt) if _is_chat(prompt) else None
+        tokens = self.encode(prompt) if chat is None else chat.token_ids
+        caches = self.plan.sizing.config.enable_prefix_caching
         has_text = self._text_source is not None
         if has_text and not params.ignore_eos:
             params = replace(params, stop_token_ids=with_stop_ids(params.stop_token_ids, self.tokenizer))
@@ -122,17 +123,15 @@ class LLM:
             str(next(self._names)),
             np.array(tokens, dtype=np.int32),
             params,
-            message_ends=self._message_ends(prompt, tokens),
+            message_ends=chat.message_ends if chat is not None and caches else (),
         )
         self.engine.add(request)
         answer = Answer(request, self.tokenizer if has_text else None)
         self._answers[request] = answer
         return answer
 
-    def _message_ends(self, prompt: Prompt, tokens: list[int]) -> tuple[int, ...]:
-        if not _is_chat(prompt) or not self.plan.sizing.config.enable_prefix_caching:
-            return ()
-        return message_ends(self._chat_template, self.tokenizer, cast("Sequence[Message]", prompt), tokens)
+    def _chat_prompt(self, messages: Prompt) -> ChatPrompt:
+        return chat_prompt(self._chat_template, self.tokenizer, cast("Sequence[Message]", messages))
 
     def _step(self) -> None:
         """One step for everybody: several streams may be read in turn."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windowpane.device.transfer import to_device
-from windowpane.schedule.request import Request
+from windowpane.schedule.request import Request, SamplingParams
 
 NUCLEUS_GUESS = 1024  # on a CPU, top-p first looks at so many of the likeliest tokens before it sorts them all
 LOGPROB_ROWS = 256  # prompt logprobs are taken so many rows at a time: each needs a vocabulary of floats
@@ -142,8 +142,7 @@ class _Rows:
             to_device([[getattr(params[i], name)] for i in self.penalized], device, torch.float32)
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
         ]
-        biases = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
-        self.bias = tuple(to_device(column, device) for column in zip(*biases, strict=True)) or None
+        self.bias = _bias(params, device)
         stops = [
             (i, token, len(requests[i].prompt) + p.min_tokens)
             for i, p in enumerate(params)
@@ -151,10 +150,28 @@ class _Rows:
             for token in p.stop_token_ids
         ]
         self.stop_rows, self.stop_tokens, self.stop_until = np.array(stops, dtype=np.int64).reshape(-1, 3).T
-        self.adjusts = bool(self.penalized or biases or stops)
+        self.adjusts = bool(self.penalized or self.bias is not None or stops)
         self.logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
         self.logprob_index = to_device(self.logprob_rows, device, torch.int64)
         self.most_logprobs = max((params[i].logprobs or 0 for i in self.logprob_rows), default=0)
+
+
+def _bias(params: Sequence[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows, tokens and values of all biases. Choices share their dict, so that it is read once for all of them."""
+    rows_of: dict[int, list[int]] = {}
+    for row, p in enumerate(params):
+        if p.logit_bias:
+            rows_of.setdefault(id(p.logit_bias), []).append(row)
+    if not rows_of:
+        return None
+    rows, tokens, values = [], [], []
+    for same in rows_of.values():
+        bias = params[same[0]].logit_bias
+        rows.append(np.repeat(np.array(same, dtype=np.int64), len(bias)))
+        tokens.append(np.tile(np.fromiter(bias.keys(), dtype=np.int64), len(same)))
+        values.append(np.tile(np.fromiter(bias.values(), dtype=np.float32), len(same)))
+    at_rows, at_tokens, added = (to_device(np.concatenate(column), device) for column in (rows, tokens, values))
+    return at_rows, at_tokens, added
 
 
 class _History:
@@ -217,7 +234,8 @@ class Draw:
     """Rows that are drawn alike: all of them with top-k or top-p, or none. Limits are columns, one per row.
 
     `top_k` is the vocabulary size where it is off. `widest` is the most tokens that a row can keep, None where rows
-    need not be sorted.
+    need not be sorted. `may_guess`: the likeliest `NUCLEUS_GUESS` tokens tell for every row whether they are enough;
+    they do not where a top-k beyond them decides what the probabilities add up to.
     """
 
     rows: NDArray[np.int64]
@@ -228,6 +246,7 @@ class Draw:
     top_p: Tensor
     min_p: Tensor | None
     widest: int | None
+    may_guess: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request], rows: Sequence[int], sampler: Sampler) -> Draw:
@@ -248,6 +267,7 @@ class Draw:
             top_p=column([p.top_p if p.top_p < 1 else float("inf") for p in params]),
             min_p=column([float(p.min_p) for p in params]) if any(p.min_p for p in params) else None,
             widest=max(top_k) if sorts else None,
+            may_guess=not any(NUCLEUS_GUESS < k < sampler.vocab_size for k in top_k),
         )
 
 
@@ -278,7 +298,7 @@ def keep_likely(logits: Tensor, drawn: Draw) -> tuple[Tensor, Tensor | None]:
 def _top_k_top_p(scores: Tensor, drawn: Draw, width: int) -> tuple[Tensor, Tensor]:
     """The `width` highest scores and their tokens, cut by top-k and top-p."""
     vocab_size = scores.shape[-1]
-    if scores.device.type == "cpu" and NUCLEUS_GUESS < width == vocab_size:
+    if scores.device.type == "cpu" and drawn.may_guess and NUCLEUS_GUESS < width == vocab_size:
         # Sorting a large vocabulary is slow there, and a nucleus is nearly always small. Looking costs no wait.
         ordered, tokens = _top_k_top_p(scores, drawn, NUCLEUS_GUESS)
         if bool((ordered[:, -1] == NEVER).all()):  # every row has found its edge

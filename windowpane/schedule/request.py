@@ -133,6 +133,9 @@ class Matcher(Protocol):
     def accept(self, token: int) -> None:
         """The answer's next token."""
 
+    def ask(self, *, may_stop: bool) -> None:
+        """`allowed` will be called next, for this answer and perhaps others: they can be worked on together."""
+
     def allowed(self, *, may_stop: bool) -> NDArray[np.uint32]:
         """The tokens that may come next: bit i % 32 of word i // 32, and at least one. Ids beyond the end may not.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -43,6 +43,10 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
+MIN_BODY_VALUES = 2**18  # that a body may hold, however short the model's context is
+MAX_TOKENIZED = 2**18  # tokens that /tokenize writes out, where the model does not take more
+
+
 def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -60,6 +64,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         responses=REFUSALS,
     )
     app.router.route_class = JsonRoute
+    app.state.max_body_values = max(MIN_BODY_VALUES, 2 * service.max_model_len)
     errors.install(app)
     _add_api(app, service)
     _add_tokenizer(app, service)
@@ -74,10 +79,10 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
     app.include_router(stats.router(snapshot))
     app.include_router(page.router())
-    app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
     if api_keys:
-        app.add_middleware(ApiKeys, keys=api_keys)
+        app.add_middleware(ApiKeys, keys=api_keys, refused=service.refused)
     return app
 
 
@@ -93,37 +98,45 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", summary="Continue text", response_class=Response, responses=STREAMS)
     async def completions(body: CompletionBody, http: Request) -> Response:
-        return await _answered(complete(service, body, http))
+        return await _answered(complete(service, body, http), service)
 
     @app.post("/v1/chat/completions", summary="Answer a chat", response_class=Response, responses=STREAMS)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
-        return await _answered(chat(service, body, http))
+        return await _answered(chat(service, body, http), service)
 
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", summary="Text or a chat to token ids")
-    async def tokenize(body: TokenizeCompletion | TokenizeChat) -> dict[str, Any]:
+    @app.post("/tokenize", summary="Text or a chat to token ids", response_class=JSONResponse)
+    async def tokenize(body: TokenizeCompletion | TokenizeChat) -> Response:
         service.check_model(body.model)
         tokenizer = service.need_tokenizer("prompt")
-        if isinstance(body, TokenizeChat):
-            tokens = (await service.off_loop(render, service, body, {})).token_ids
-        else:
-            special = body.add_special_tokens is not False
-            tokens = await service.off_loop(partial(tokenizer.encode, body.prompt, add_special_tokens=special))
-        strings = [tokenizer.token_bytes(t, False).decode("utf-8", errors="replace") for t in tokens]
-        return {
-            "count": len(tokens),
-            "max_model_len": service.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings if body.return_token_strs else None,
-        }
 
-    @app.post("/detokenize", summary="Token ids to text")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        def document() -> dict[str, Any]:
+            if isinstance(body, TokenizeChat):
+                tokens = render(service, body, {}).token_ids
+            else:
+                special, most = body.add_special_tokens is not False, max(service.max_model_len, MAX_TOKENIZED)
+                tokens = service.encode(body.prompt, "prompt", special, most)
+            strings = [tokenizer.token_bytes(t, False).decode("utf-8", errors="replace") for t in tokens]
+            return {
+                "count": len(tokens),
+                "max_model_len": service.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings if body.return_token_strs else None,
+            }
+
+        return await service.document(document)
+
+    @app.post("/detokenize", summary="Token ids to text", response_class=JSONResponse)
+    async def detokenize(body: DetokenizeBody) -> Response:
         service.check_model(body.model)
         tokenizer = service.need_tokenizer("tokens")
-        ids = service.tokens(body.tokens, "tokens").tolist() if body.tokens else []
-        return {"prompt": await service.off_loop(partial(tokenizer.decode, ids, skip_special_tokens=False))}
+
+        def document() -> dict[str, Any]:
+            ids = service.tokens(body.tokens, "tokens").tolist() if body.tokens else []
+            return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
+
+        return await service.document(document)
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -153,12 +166,16 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
-async def _answered(answer: Any) -> Response:
+async def _answered(answer: Any, service: Service) -> Response:
     try:
         response: Response = await answer
         return response
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; proxies log it so
+    except asyncio.CancelledError:
+        if not service.draining:
+            raise
+        return unavailable("the server was shut down before this answer was complete").response()
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import hmac
 from binascii import Error as NotBase64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windowpane.server.errors import ApiError
 from windowpane.server.page import is_page
 
+Refused = Callable[[Scope, ApiError], None]  # told of whom is turned away here, before any route is found
 OPEN_PATHS = frozenset({"/health"})
 
 
@@ -25,8 +26,9 @@ class ApiKeys:
     for a password, which is the key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], refused: Refused) -> None:
         self._app = app
+        self._refused = refused
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,6 +42,7 @@ class ApiKeys:
             kind="authentication_error",
             code="invalid_api_key",
         )
+        self._refused(scope, error)
         response = error.response()
         # Only who opens a page is asked for a password; a script's request must not pop up a dialogue.
         response.headers["WWW-Authenticate"] = (
@@ -77,8 +80,9 @@ def _digest(key: bytes) -> bytes:
 class BodyLimit:
     """Refuses bodies beyond a size, by what they say of themselves and by what really comes."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, refused: Refused) -> None:
         self._app = app
+        self._refused = refused
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +91,9 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isdigit() or int(length) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+            error = self._too_large()
+            self._refused(scope, error)
+            await error.response()(scope, receive, send)
             return
         received = 0
 

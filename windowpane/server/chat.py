@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from windowpane.server.chat_writer import ChatWriter
-from windowpane.server.errors import bad_request
-from windowpane.server.job import Job
+from windowpane.server.errors import ApiError, bad_request
+from windowpane.server.job import Job, job_id
+from windowpane.server.json_body import strict_json
 from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
-from windowpane.server.protocol import ChatBody, ChatFields, Message
-from windowpane.server.sampling import check_stream, sampling_params
+from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
+from windowpane.server.sampling import check_stream, constraint_of, for_choice, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream
-from windowpane.text import TextError, message_ends
+from windowpane.text import ChatPrompt, PromptTooLong, TextError, chat_prompt
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import CompiledGrammar
 from windowpane.text.parsers import OutputParser, kept_special_ids
@@ -31,16 +29,24 @@ async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     service.check_model(body.model)
     with service.admitted(body.n or 1):  # first, so that who is turned away costs nothing
         _check(service, body)
-        choice = tool_choice(body, service.parsers)
-        prompt = await service.off_loop(render, service, body, _variables(service, body), choice != "none")
-        grammar = await service.off_loop(chat_grammar, body, choice, service.parsers, service.grammars, prompt.text)
-        parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
-        job = _job(service, body, prompt, grammar, parsers, arrived)
+        constrained = constraint_of(body) is not None or body.tools is not None
+        prepare = service.beside_grammars if constrained else service.off_loop
+        id = job_id("chatcmpl", body.request_id, http.headers)
+        job, parsers = await prepare(_prepare, service, body, id, arrived)
         writer = ChatWriter(service, body, job, parsers)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
-    return JSONResponse(writer.document())
+    return await service.document(writer.document, job.headers)
+
+
+def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
+    """All that takes time before the engine is asked."""
+    choice = tool_choice(body, service.parsers)
+    prompt = render(service, body, _variables(service, body), choice != "none")
+    grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
+    parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
+    return _job(service, body, prompt, grammar, parsers, id, arrived), parsers
 
 
 def _check(service: Service, body: ChatBody) -> None:
@@ -52,15 +58,6 @@ def _check(service: Service, body: ChatBody) -> None:
 
 
 # -- messages to a prompt ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """`message_ends` are the numbers of tokens after which a message ends."""
-
-    text: str
-    token_ids: list[int]
-    message_ends: tuple[int, ...]
 
 
 def render(service: Service, body: ChatFields, variables: Mapping[str, Any], with_tools: bool = True) -> ChatPrompt:
@@ -75,18 +72,32 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
             "no_chat_template",
         )
     messages = [_plain(message, index) for index, message in enumerate(body.messages)]
-    settings: dict[str, Any] = {**(body.chat_template_kwargs or {}), **variables}
-    if body.tools and with_tools:
-        settings["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    for name in ("messages", "add_generation_prompt"):
-        if name in settings:
+    variables = {**(body.chat_template_kwargs or {}), **variables}
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in variables:
             raise bad_request(f"chat_template_kwargs.{name} is a field of its own", "chat_template_kwargs")
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools and with_tools else None
+    if tools and not template.knows("tools"):
+        raise bad_request(
+            f'the chat template of {service.name} never reads tools; set tool_choice to "none", describe them in a '
+            "message, or start the server with a --chat-template that does",
+            "tools",
+        )
     try:
-        text = template.render(messages, add_generation_prompt=body.add_generation_prompt is not False, **settings)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return chat_prompt(
+            template,
+            tokenizer,
+            messages,
+            max_tokens=service.max_model_len,
+            special_tokens_in_content=service.special_tokens_in_content,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=tools,
+            variables=variables,
+        )
+    except PromptTooLong as error:
+        raise service.too_long(str(error), "messages") from None
     except (TextError, UnicodeError) as error:
         raise bad_request(str(error), "messages", "invalid_value") from None
-    return ChatPrompt(text, token_ids, message_ends(template, tokenizer, messages, token_ids, **settings))
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
@@ -121,7 +132,9 @@ def _text(message: Message) -> str:
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text or "{}")
+        arguments = shallow(strict_json(text or "{}"))
+    except ApiError as error:
+        raise bad_request(f"{where}: arguments: {error.message}", where) from None
     except ValueError as error:
         raise bad_request(f"{where}: arguments are not JSON: {error}", where) from None
     if not isinstance(arguments, dict):
@@ -149,27 +162,27 @@ def _job(
     prompt: ChatPrompt,
     grammar: CompiledGrammar | None,
     parsers: Sequence[OutputParser | None],
+    id: str,
     arrived: float,
 ) -> Job:
-    id = body.request_id or f"chatcmpl-{uuid4().hex}"
     tokenizer = service.need_tokenizer("messages")
     tokens = service.tokens(prompt.token_ids, "messages")
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None:
         max_tokens = service.room(len(tokens), "messages")
+    params = sampling_params(
+        body,
+        service.tokenizer,
+        max_tokens=max_tokens,
+        defaults=service.sampling_defaults,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
     answers = []
     for choice, parser in enumerate(parsers):
-        params = sampling_params(
-            body,
-            service.tokenizer,
-            choice=choice,
-            max_tokens=max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )
         request = service.request(
             f"{id}-{choice}",
             tokens,
-            params,
+            for_choice(params, choice),
             "messages",
             priority=body.priority or 0,
             message_ends=prompt.message_ends,

@@ -58,6 +58,9 @@ class ChatWriter:
 
     # -- chunk by chunk --------------------------------------------------------------------------------------------
 
+    def entries(self, pieces: list[Piece]) -> int:
+        return len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
+
     def first(self) -> bytes:
         """Who speaks, before the first word."""
         role = {"role": "assistant", "content": ""}
@@ -105,7 +108,7 @@ class ChatWriter:
             document["usage"] = usage(self._job)
         elif self._usage_last:
             document["usage"] = None
-        return event(document)
+        return event(document, len(scored) * (1 + (self._body.top_logprobs or 0)))
 
     def _logprobs(self, scored: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:

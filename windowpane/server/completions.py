@@ -6,16 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
 from windowpane.server.errors import bad_request
-from windowpane.server.job import Job, Piece
+from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
-from windowpane.server.sampling import check_stream, grammar_of, sampling_params
+from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import EventStream, event, to_json
 from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
@@ -37,14 +36,23 @@ async def complete(service: Service, body: CompletionBody, http: HttpRequest) ->
     several = _several(body)
     with service.admitted(len(several) * (body.n or 1)):  # first, so that who is turned away costs nothing
         _check(service, body)
-        prompts = await service.off_loop(_prompts, service, body, several)
-        grammar = await service.off_loop(grammar_of, body, service.grammars)
-        job = _job(service, body, prompts, grammar, arrived)
+        id = job_id("cmpl", body.request_id, http.headers)
+        prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
+        job, prompts = await prepare(_prepare, service, body, several, id, arrived)
         writer = _Writer(service, body, job, prompts)
     if body.stream:
         return EventStream(service, job, writer)
     await service.finished(job, http.receive)
-    return JSONResponse(writer.document())
+    return await service.document(writer.document, job.headers)
+
+
+def _prepare(
+    service: Service, body: CompletionBody, several: list[str] | list[list[int]], id: str, arrived: float
+) -> tuple[Job, list[Prompt]]:
+    """All that takes time before the engine is asked."""
+    prompts = _prompts(service, body, several)
+    grammar = grammar_of(body, service.grammars)
+    return _job(service, body, prompts, grammar, id, arrived), prompts
 
 
 def _check(service: Service, body: CompletionBody) -> None:
@@ -67,8 +75,7 @@ def _prompts(service: Service, body: CompletionBody, several: list[str] | list[l
     prompts = []
     for one in several:
         if isinstance(one, str):
-            tokenizer = service.need_tokenizer("prompt")
-            ids = tokenizer.encode(one, add_special_tokens=body.add_special_tokens is not False)
+            ids = service.encode(one, "prompt", body.add_special_tokens is not False)
             prompts.append(Prompt(service.tokens(ids, "prompt"), one))
         else:
             tokens = service.tokens(one, "prompt")
@@ -77,25 +84,26 @@ def _prompts(service: Service, body: CompletionBody, several: list[str] | list[l
     return prompts
 
 
-def _job(service: Service, body: CompletionBody, prompts: Sequence[Prompt], grammar: Any, arrived: float) -> Job:
-    id = body.request_id or f"cmpl-{uuid4().hex}"
+def _job(
+    service: Service, body: CompletionBody, prompts: Sequence[Prompt], grammar: Any, id: str, arrived: float
+) -> Job:
     # A prompt that is only to be scored still needs a step: the token that comes of it is not shown.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    params = sampling_params(
+        body,
+        service.tokenizer,
+        max_tokens=max_tokens,
+        defaults=service.sampling_defaults,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
     answers: list[Answer] = []
     for prompt in prompts:
         for choice in range(body.n or 1):
-            params = sampling_params(
-                body,
-                service.tokenizer,
-                choice=choice,
-                max_tokens=max_tokens,
-                logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if body.echo else None,
-            )
             request = service.request(
                 f"{id}-{len(answers)}",
                 prompt.tokens,
-                params,
+                for_choice(params, choice),
                 "prompt",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
@@ -152,6 +160,14 @@ class _Writer:
             )
         return {**self._head, "choices": choices, "usage": usage(self._job, generates=not self._scores_only)}
 
+    def entries(self, pieces: list[Piece]) -> int:
+        per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
+        if not per_token:
+            return 0
+        requests = self._job.requests
+        echoed = sum(len(requests[p.choice].prompt) for p in pieces if self._echoed[p.choice] is not None)
+        return per_token * (len(pieces) + echoed)
+
     def first(self) -> bytes:
         return b""
 
@@ -195,7 +211,7 @@ class _Writer:
             document["usage"] = usage(self._job, generates=not self._scores_only)
         elif self._usage_last:
             document["usage"] = None
-        return event(document)
+        return event(document, len(scored) * (1 + (self._body.logprobs or 0)))
 
     def _reason(self, answer: Answer) -> str | None:
         return "length" if self._scores_only else finish_reason(answer.finish_reason)

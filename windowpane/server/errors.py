@@ -129,8 +129,12 @@ def _explain(errors: Sequence[Any]) -> ApiError:
         return bad_request(_unknown(where), param, "unsupported_parameter")
     if param is None:
         return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
-    said = dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in first if _place(e) == where)
+    said = dict.fromkeys(_lower(e["msg"].removeprefix("Value error, ")) for e in first if _place(e) == where)
     return bad_request(f"{param}: {' or '.join(said)}", param, "invalid_value")
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _place(error: Any) -> list[str]:
@@ -139,7 +143,9 @@ def _place(error: Any) -> list[str]:
 
 def _is_a_form(part: object) -> bool:
     """Whether this part of a place is no field but one of the forms it may have, such as `list[str]` or a class."""
-    return isinstance(part, str) and (part in ("str", "bool", "int") or "[" in part or part[:1].isupper())
+    return isinstance(part, str) and (
+        part in ("str", "bool", "int", "constrained-str") or "[" in part or part[:1].isupper()
+    )
 
 
 def _unknown(where: Sequence[str]) -> str:

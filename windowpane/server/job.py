@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
 from windowpane.text.answer import Answer
+
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+def job_id(prefix: str, asked: str | None, headers: Mapping[str, str]) -> str:
+    """The id of an answer: what the body asks for, or made of the X-Request-Id that a client or proxy sent along."""
+    given = headers.get("x-request-id", "")
+    return asked or f"{prefix}-{given if _ID.fullmatch(given) else uuid4().hex}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,11 @@ class Job:
     client_gone: bool = False
     mailbox: Mailbox = field(default_factory=Mailbox)
     times: list[Times] = field(default_factory=list)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of its response."""
+        return {"X-Request-Id": self.id}
 
     @property
     def requests(self) -> list[Request]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -10,6 +12,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from windowpane.server.errors import bad_request
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class JsonRoute(APIRoute):
@@ -25,24 +29,72 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
-        try:
-            document = json.loads(body, parse_constant=_refuse_constant)
-        except RecursionError:
-            raise bad_request("the body is nested too deeply") from None
-        except UnicodeDecodeError as error:
-            raise bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-        if b"\\ud" in body.lower():
-            _check_surrogates(document)
+        most = self.app.state.max_body_values
+        # Reading holds the interpreter's lock, so the event loop: how long depends on the number of parts alone.
+        if sum(map(body.count, (b",", b"[", b"{"))) > most or body.count(b"\\") > most:
+            raise bad_request(
+                f"the body has more than {most:,} values or escapes; send fewer or shorter prompts at once"
+            )
+        await _let_others_run(body)
+        document = _read(body)
+        await _let_others_run(body)
+        if _may_have_lone_surrogates(body):
+            await asyncio.to_thread(_check_surrogates, document)
         return document
+
+
+async def _let_others_run(body: bytes) -> None:
+    """Between two things that each take milliseconds for a large body."""
+    if len(body) > 2**18:
+        await asyncio.sleep(0)
+
+
+def slow_json(document: Any) -> bytes:
+    """JSON, piece by piece in Python: `json.dumps` would hold the interpreter's lock until the last of them."""
+    return "".join(_ENCODER.iterencode(document)).encode()
+
+
+def strict_json(text: str | bytes) -> Any:
+    """The document in `text`. Raises `ApiError` or ValueError for what is no JSON, or no text in any encoding."""
+    document = _read(text)
+    if _may_have_lone_surrogates(text):
+        _check_surrogates(document)
+    return document
+
+
+def _read(text: str | bytes) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise bad_request("the body has an integer of more than 4,300 digits") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise json.JSONDecodeError(f"{name} is no JSON number", name, 0)
 
 
+# One half of a character, escaped, without the other. A backslash that is escaped itself looks the same.
+# It begins with what can be searched for quickly.
+_HALF = rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u.)[c-fC-F])"
+_HALF_IN_BYTES, _HALF_IN_TEXT = re.compile(_HALF), re.compile(_HALF.decode())
+
+
+def _may_have_lone_surrogates(text: str | bytes) -> bool:
+    found = _HALF_IN_TEXT.search(text) if isinstance(text, str) else _HALF_IN_BYTES.search(text)
+    return found is not None
+
+
 def _check_surrogates(document: Any) -> None:
     """Half of a character, escaped, is a string to Python but text to nobody."""
     try:
-        json.dumps(document, ensure_ascii=False).encode()
+        slow_json(document)
     except UnicodeEncodeError:
         raise bad_request("the body has a lone surrogate (an escape such as \\ud800), which is no character") from None
+    except (RecursionError, ValueError):  # numbers such as 1e999 are infinite, and refused by their fields
+        raise bad_request("the body is nested too deeply, or has numbers beyond all bounds") from None

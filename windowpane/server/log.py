@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,11 +14,19 @@ if TYPE_CHECKING:
 def set_up(level: str = "info") -> None:
     """Write the server's log to stderr, and only what goes wrong of the libraries' own."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("windowpane")
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+class _Printable(logging.Formatter):
+    """Paths and names come from strangers: what would steer a terminal is shown as what it is."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        message = super().formatMessage(record)
+        return message if message.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
 def log_job(log: logging.Logger, job: Job) -> None:
@@ -32,7 +41,8 @@ def describe(job: Job) -> str:
     cached = sum(request.cached_tokens for request in prompts)
     new = sum(len(request.prompt) for request in prompts) - cached
     generated = sum(len(request.output) for request in requests)
-    queue = max(((t.admitted or t.ended or t.submitted) - t.submitted for t in times), default=0.0)
+    # Who leaves the queue is told to the engine's thread, which has not ended it yet.
+    queue = max(((t.admitted or t.ended or time.monotonic()) - t.submitted for t in times), default=0.0)
     prefill = max((t.first_token - t.admitted for t in times if t.first_token and t.admitted), default=0.0)
     first = min((t.first_token for t in times if t.first_token), default=0.0)
     last = max((t.last_token for t in times if t.last_token), default=0.0)

@@ -6,13 +6,17 @@ A field that is not declared is refused by name. Those that clients often send w
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_BIASES = 1024
+MAX_STOPS = 32
+MAX_STOP_TOKENS = 1024
 
 # Known to other servers and not honoured here, with what to do instead.
 UNSUPPORTED: dict[str, str] = {
@@ -56,7 +60,19 @@ UNSUPPORTED: dict[str, str] = {
 
 # What asks for nothing, and so may be sent.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "documents": ([],),
+    "extra_args": ({},),
+    "functions": ([],),
     "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "metadata": ({},),
+    "mm_processor_kwargs": ({},),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -68,9 +84,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 
+MAX_DEPTH = 200  # of what bodies hold as they like: deeper values would exhaust whoever walks them
+
+
+def shallow(value: Any) -> Any:
+    """Refuses deep nesting, level by level: whatever recurses would fail on it first."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+Document = Annotated[dict[str, Any], AfterValidator(shallow)]
 Count = Annotated[int, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(description="Text.")]
+Stop = Annotated[str, Field(max_length=256)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -83,13 +119,31 @@ class Body(BaseModel):
     def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if not _asks_for_nothing(cls, name, value)}
+        kept = {}
+        is_complete = True  # of several unknown fields one is enough to refuse a body
+        for name, value in fields.items():
+            is_known = name in cls._names()
+            if is_known or (is_complete and not cls._asks_for_nothing(name, value)):
+                kept[name] = value
+                is_complete &= is_known
+        return kept
+
+    @classmethod
+    @cache
+    def _names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return value is None or value in NEUTRAL.get(name, ())
 
 
-def _asks_for_nothing(model: type[BaseModel], name: str, value: Any) -> bool:
-    if name in model.model_fields or name not in UNSUPPORTED:
-        return False
-    return value is None or value in NEUTRAL.get(name, ())
+class Echoed(Body):
+    """Part of an answer that a client sends back, with all that SDKs add to it: none of that is for the model."""
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        return name in ("annotations", "provider_specific_fields") or value in (None, "", [], {})
 
 
 class StreamOptions(Body):
@@ -100,17 +154,17 @@ class StreamOptions(Body):
 class StructuredOutputs(Body):
     """What the answer must look like. Exactly one of these."""
 
-    json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json", description="A JSON schema.")
+    json_schema: Document | str | bool | None = Field(None, alias="json", description="A JSON schema.")
     json_object: Literal[True] | None = Field(None, description="Any JSON object.")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Texts | None = Field(None, min_length=1)
     grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
 
 
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: Document | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -133,10 +187,12 @@ class Sampling(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
+        None, max_length=MAX_BIASES
+    )
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
@@ -149,16 +205,16 @@ class Sampling(Body):
     request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="The same as structured_outputs.json.")
+    guided_json: Document | str | None = Field(None, description="The same as structured_outputs.json.")
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_choice: Texts | None = Field(None, min_length=1)
     guided_grammar: str | None = None
 
 
 class CompletionBody(Sampling):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     max_tokens: Count | None = Field(None, description="16 unless given; 0 only with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -170,23 +226,23 @@ class TextPart(Body):
     text: str
 
 
-class FunctionCall(Body):
+class FunctionCall(Echoed):
     name: str
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 
-class ToolCall(Body):
+class ToolCall(Echoed):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
 
 
-class Message(Body):
+class Message(Echoed):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = Field(None, description="The same as reasoning.")
@@ -196,7 +252,7 @@ class Message(Body):
 class FunctionDefinition(Body):
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Document | None = None
     strict: bool | None = None
 
 
@@ -217,9 +273,9 @@ class NamedTool(Body):
 class ChatFields(Body):
     """What a chat template is given."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: Document | None = None
     add_generation_prompt: bool | None = None
 
 
@@ -250,4 +306,4 @@ class TokenizeChat(ChatFields):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -11,13 +13,17 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from rich.console import Console
 
+from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
 from windowpane.engine.start import Started, start
 from windowpane.parallel.launch import RanksLost
+from windowpane.schedule.request import SamplingParams
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app
+from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
 from windowpane.server.parsing import Parsers
@@ -35,6 +41,10 @@ ACCEPTED_AT_ONCE = 32
 # Somebody reads what a server decodes, so prompts may hold a step up for no longer, unless --max-itl-ms says otherwise.
 MAX_ITL_MS = 200.0
 
+# On a CPU, a step of the usual 8,192 tokens takes a minute or more, and whoever comes meanwhile waits for its end.
+CPU_BATCHED_TOKENS = 256
+
+GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger("windowpane.server")
@@ -52,6 +62,10 @@ class ServerOptions:
     parsers: Parsers = field(default_factory=Parsers)
     log_level: str = "info"
     limits: Limits = field(default_factory=Limits)
+    special_tokens_in_content: bool = False
+    generation_config: str = "auto"
+    shutdown_timeout_s: int = 300
+    patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -60,21 +74,25 @@ class ServerOptions:
             raise ValueError("--api-key is empty, which would let everybody in; leave it out, or give a key")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"--log-level {self.log_level!r} is not known; use {', '.join(LOG_LEVELS)}")
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ValueError(
+                f"--generation-config {self.generation_config!r} is not known; use auto (the model's "
+                "generation_config.json) or vllm (the API's own defaults)"
+            )
 
 
 def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -> int:
     """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
     console = Console(stderr=True)
     with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
-        started = start(model, {"max_itl_ms": MAX_ITL_MS, **flags}, console)
+        started = start(model, {**_defaults(flags), **flags}, console)
         service = make_service(started, options, console)
         app = make_app(service, options.api_keys)
         server_log.set_up(options.log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="on", ws="none", backlog=ACCEPTED_AT_ONCE
-        )
-        server = Server(config, service)
+        app.openapi()  # takes a while when it is first asked for
+        gc.freeze()  # what is there now stays: a collection that looks at all of it would hold up every stream
+        server = Server(http_config(app, options), service)
         if started.workers is not None:
             started.workers.when_lost(server.end_without_ranks)
         _greet(console, service, listener.getsockname(), bool(options.api_keys))
@@ -83,7 +101,27 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
         finally:
             service.loop.stop()
             started.close()
-    return 1 if server.force_exit or service.loop.error is not None else 0
+    return 1 if server.force_exit or server.gave_up or service.loop.error is not None else 0
+
+
+def _defaults(flags: Mapping[str, Any]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"max_itl_ms": MAX_ITL_MS}
+    if resolve_device(flags.get("device") or "auto").type == "cpu":
+        defaults["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, flags.get("max_num_seqs") or 0)
+    return defaults
+
+
+def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=connection_with(options.patience),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_graceful_shutdown=options.shutdown_timeout_s,
+    )
 
 
 def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
@@ -104,7 +142,26 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         grammars=None if tokenizer is None else Grammars(tokenizer),
         parsers=options.parsers,
         limits=options.limits,
+        special_tokens_in_content=options.special_tokens_in_content,
+        sampling_defaults=_sampling_defaults(tokenizer, options, console),
     )
+
+
+def _sampling_defaults(
+    tokenizer: Tokenizer | None, options: ServerOptions, console: Console | None
+) -> Mapping[str, float]:
+    """Those of the model's own file. A wrong value is the operator's business, not the next client's."""
+    if tokenizer is None or options.generation_config == "vllm" or not tokenizer.files.sampling_defaults:
+        return {}
+    defaults = tokenizer.files.sampling_defaults
+    try:
+        SamplingParams(**defaults)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise TextError(f"generation_config.json: {error}; --generation-config vllm ignores it") from None
+    if console is not None:
+        named = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        console.print(f"Unless requests say otherwise (generation_config.json): {named}", highlight=False)
+    return defaults
 
 
 def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
@@ -119,6 +176,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self.gave_up = False  # requests were cut off when --shutdown-timeout was over
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """To asyncio a backlog is also how many connections it accepts before it does anything else, so it is told a
@@ -127,6 +185,16 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(QUEUED_CONNECTIONS)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        watch = asyncio.create_task(self._give_up_later())
+        await super().shutdown(sockets)
+        watch.cancel()
+
+    async def _give_up_later(self) -> None:
+        await asyncio.sleep(self.config.timeout_graceful_shutdown or 0)
+        log.warning("--shutdown-timeout is over: %d requests are cut off", len(self._service.loop.jobs))
+        self.gave_up = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

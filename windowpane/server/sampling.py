@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from windowpane.schedule.request import SamplingParams
@@ -21,19 +23,24 @@ def sampling_params(
     body: Sampling,
     tokenizer: Tokenizer | None,
     *,
-    choice: int,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    defaults: Mapping[str, float] = MappingProxyType({}),
 ) -> SamplingParams:
-    """The parameters of one choice. With a seed, each of several choices has its own: the seed, and those after it."""
+    """The parameters of the first choice; see `for_choice` for the others. `defaults` hold where the body is silent."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if stop and tokenizer is None:
         raise bad_request("stop strings need text and this model came without a tokenizer; use stop_token_ids", "stop")
     stop_token_ids = tuple(body.stop_token_ids or ())
     if tokenizer is not None and not body.ignore_eos:
         stop_token_ids = with_stop_ids(stop_token_ids, tokenizer)
-    temperature = 1.0 if body.temperature is None else body.temperature
+
+    def chosen(name: str, otherwise: float) -> Any:
+        value = getattr(body, name)
+        return defaults.get(name, otherwise) if value is None else value
+
+    temperature = chosen("temperature", 1.0)
     try:
         return SamplingParams(
             max_tokens=max_tokens,
@@ -42,19 +49,28 @@ def sampling_params(
             stop=tuple(stop),
             ignore_eos=body.ignore_eos or False,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_k=body.top_k or 0,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=body.min_p or 0.0,
+            top_k=chosen("top_k", 0),
+            top_p=chosen("top_p", 1.0),
+            min_p=chosen("min_p", 0.0),
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            repetition_penalty=chosen("repetition_penalty", 1.0),
             logit_bias=_logit_bias(body),
-            seed=None if body.seed is None else body.seed + choice,
+            seed=body.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
     except ValueError as error:
         raise named(error, body) from None
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """With a seed, each of several choices has its own: the seed, and those after it. All else is shared."""
+    if params.seed is None or choice == 0:
+        return params
+    other = copy(params)  # checked before, and a large logit_bias must not be copied for each
+    object.__setattr__(other, "seed", params.seed + choice)
+    return other
 
 
 def check_stream(body: Sampling) -> None:

@@ -5,29 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-from starlette.types import Receive
+from starlette.responses import Response
+from starlette.types import Receive, Scope
 
 from windowpane.engine.engine import Engine, outside_vocabulary
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import BeyondModelLen, RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, unavailable
 from windowpane.server.job import Job, Piece
+from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
 from windowpane.server.parsing import Parsers
-from windowpane.text import ChatTemplate, Tokenizer
-from windowpane.text.grammar import Grammars
+from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
+from windowpane.text.grammar import GrammarError, Grammars
+from windowpane.text.tokenizer import check_length
 
 T = TypeVar("T")
 
 KEEP_ALIVE_S = 10.0  # a stream that has been silent for so long shows a sign of life
 LAG_PROBE_S = 0.05
+GRAMMAR_THREADS = 16  # twice as many as compile at once: most find theirs in the cache
 
 log = logging.getLogger("windowpane.server")
 
@@ -58,6 +63,9 @@ class Service:
     draining: bool = False
     grammars: Grammars | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    special_tokens_in_content: bool = False
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
     _being_made: int = 0  # requests that have their places but are not submitted yet
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -83,6 +91,9 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self.loop.stop)
+        if self.grammars is not None:
+            await asyncio.to_thread(self.grammars.close)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _show_life(self) -> None:
         """Wake streams that have been silent for long: during a long prefill, proxies would hang up otherwise."""
@@ -119,19 +130,31 @@ class Service:
         """Templates, tokenizers and grammars may take a while: other streams must not wait for them."""
         return await asyncio.to_thread(work, *arguments)
 
+    async def beside_grammars(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The same for work that may compile a grammar: who needs none must not wait for threads that do."""
+        return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work, *arguments)
+
+    def encode(self, text: str, param: str, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """The tokens of a text, refused before it is tokenized where there are surely more than the model takes."""
+        tokenizer = self.need_tokenizer(param)
+        try:
+            check_length(tokenizer, text, max_tokens or self.max_model_len)
+        except PromptTooLong as error:
+            raise self.too_long(str(error), param) from None
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def document(self, make: Callable[[], Any], headers: Mapping[str, str] | None = None) -> Response:
+        """An answer that may be large, made and encoded beside the event loop."""
+        return Response(await self.off_loop(lambda: slow_json(make())), 200, headers, "application/json")
+
     def room(self, prompt_tokens: int, param: str) -> int:
         """New tokens that fit behind a prompt; at least one, or else the prompt is too long."""
         room = self.engine.scheduler.room(prompt_tokens)
         if room < 1:
-            raise self._too_long(prompt_tokens, 1, param)
+            raise self.too_long(f"the prompt has {prompt_tokens} tokens", param)
         return room
 
-    def _too_long(self, prompt_tokens: int, max_tokens: int, prompt_param: str) -> ApiError:
-        if self.engine.scheduler.room(prompt_tokens) < 1:
-            asked, param = f"the prompt has {prompt_tokens} tokens", prompt_param
-        else:
-            total = prompt_tokens + max_tokens
-            asked, param = f"{prompt_tokens} prompt tokens and {max_tokens} new ones make {total}", "max_tokens"
+    def too_long(self, asked: str, param: str) -> ApiError:
         message = f"this model's maximum context length is {self.max_model_len} tokens, and {asked}"
         return bad_request(message, param, "context_length_exceeded")
 
@@ -151,7 +174,10 @@ class Service:
         try:
             self.engine.check(request)
         except BeyondModelLen:
-            raise self._too_long(len(prompt), params.max_tokens, prompt_param) from None
+            self.room(len(prompt), prompt_param)  # raises where the prompt alone is too long
+            total = len(prompt) + params.max_tokens
+            asked = f"{len(prompt)} prompt tokens and {params.max_tokens} new ones make {total}"
+            raise self.too_long(asked, "max_tokens") from None
         except RequestTooLong as error:
             raise bad_request(_unnamed(error, id), prompt_param, "context_length_exceeded") from None
         except ValueError as error:
@@ -196,6 +222,11 @@ class Service:
                 retry_after_s=self.loop.metrics.seconds_to_serve(waiting),
             )
 
+    def refused(self, scope: Scope, error: ApiError) -> None:
+        """Somebody was turned away at the door."""
+        self.loop.metrics.rejected_requests[error.code or "refused"] += 1
+        log.info("%s %s refused: %d %s", scope["method"], scope["path"], error.status_code, error.message)
+
     # -- running ---------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -230,7 +261,8 @@ class Service:
         async with self.running(job, receive) as batches:
             async for _ in batches:
                 pass
-        raise_if_failed(job)
+        if (failure := failure_of(job)) is not None:
+            raise failure
 
     async def watch(self, question: Callable[[Engine], T]) -> T:
         """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""
@@ -243,10 +275,14 @@ def _unnamed(error: ValueError, id: str) -> str:
     return str(error).removeprefix(f"request {id}: ")
 
 
-def raise_if_failed(job: Job) -> None:
+def failure_of(job: Job) -> ApiError | None:
+    """Why a job failed, if it did. A grammar that turns out to be too complex is its sender's, not ours."""
     for request in job.requests:
         if request.finish_reason is FinishReason.FAILED:
-            raise failed(f"a step failed: {request.error}")
+            if isinstance(request.error, GrammarError):
+                return bad_request(str(request.error), code="invalid_value")
+            return failed(f"a step failed: {request.error}")
+    return None
 
 
 async def _until_gone(job: Job, receive: Receive) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -10,19 +11,20 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from windowpane.schedule.request import FinishReason
-from windowpane.server.errors import failed
 from windowpane.server.job import Job, Piece
-from windowpane.server.service import ClientGone, Service
+from windowpane.server.json_body import slow_json
+from windowpane.server.service import ClientGone, Service, failure_of
 
 DONE = b"data: [DONE]\n\n"
+ENTRIES_AT_ONCE = 1000  # tokens and logprobs that are written on the event loop, in a few milliseconds
 SIGN_OF_LIFE = b": the engine is at work\n\n"
 
 log = logging.getLogger("windowpane.server")
 
 
-def event(document: Mapping[str, Any]) -> bytes:
-    return b"data: " + to_json(document) + b"\n\n"
+def event(document: Mapping[str, Any], entries: int = 0) -> bytes:
+    """`entries` is about how many tokens and logprobs it names."""
+    return b"data: " + (to_json(document) if entries <= ENTRIES_AT_ONCE else slow_json(document)) + b"\n\n"
 
 
 def to_json(document: Any) -> bytes:
@@ -31,6 +33,9 @@ def to_json(document: Any) -> bytes:
 
 class Encoder(Protocol):
     """What a job says as the events of one endpoint."""
+
+    def entries(self, pieces: list[Piece]) -> int:
+        """How many tokens and logprobs these pieces will name, about."""
 
     def first(self) -> bytes:
         """Before anything has come."""
@@ -48,7 +53,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, service: Service, job: Job, encoder: Encoder) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **job.headers})
         del self.headers["content-length"]
         self._service = service
         self._job = job
@@ -63,20 +68,27 @@ class EventStream(Response):
                 async for batch in batches:
                     if not batch:
                         await _send(send, SIGN_OF_LIFE)
-                    elif data := encoder.encode(batch):
+                    elif data := await self._encoded(batch):
                         await _send(send, data)
                 failure = _failure(job)
                 await _send(send, (failure or encoder.last()) + DONE, more=False)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            if not self._service.draining:  # else the time to end was over, and what was sent is all there is
+                raise
+
+    async def _encoded(self, batch: list[Piece]) -> bytes:
+        """A prompt's logprobs, or all that a slow reader has not read, may be much."""
+        if self._encoder.entries(batch) <= ENTRIES_AT_ONCE:
+            return self._encoder.encode(batch)
+        return await self._service.off_loop(self._encoder.encode, batch)
 
 
 def _failure(job: Job) -> bytes | None:
     """The headers are long gone, so that a failure can only be told as an event."""
-    for request in job.requests:
-        if request.finish_reason is FinishReason.FAILED:
-            return event(failed(f"a step failed: {request.error}").document())
-    return None
+    failure = failure_of(job)
+    return None if failure is None else event(failure.document())
 
 
 async def _send(send: Send, data: bytes, more: bool = True) -> None:

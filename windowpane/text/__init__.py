@@ -1,8 +1,18 @@
 """Text in and out: tokenizer, chat template, incremental detokenizer and stop rules. Torch-free."""
 
-from windowpane.text.chat import ChatTemplate, message_ends
+from windowpane.text.chat import ChatPrompt, ChatTemplate, chat_prompt
 from windowpane.text.detokenizer import Detokenizer
 from windowpane.text.stops import StopStrings
-from windowpane.text.tokenizer import TextError, Tokenizer, load_tokenizer
+from windowpane.text.tokenizer import PromptTooLong, TextError, Tokenizer, load_tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "TextError", "Tokenizer", "load_tokenizer", "message_ends"]
+__all__ = [
+    "ChatPrompt",
+    "ChatTemplate",
+    "Detokenizer",
+    "PromptTooLong",
+    "StopStrings",
+    "TextError",
+    "Tokenizer",
+    "chat_prompt",
+    "load_tokenizer",
+]

@@ -1,32 +1,36 @@
 """What an answer may be: a JSON schema, a regular expression, one of several texts, a grammar.
 
-The work is llguidance's. `Grammars` compiles them for one tokenizer. A `CompiledGrammar` is what a request carries: the
-engine asks its matcher, token by token, what may come next, and samples nothing else.
+The work is llguidance's, in processes of its own (`grammar_pool`). `Grammars` compiles for one tokenizer. A
+`CompiledGrammar` is what a request carries: the engine asks its matcher, token by token, what may come next, and
+samples nothing else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from windowpane.text.grammar_pool import GrammarError, GrammarPool, PooledGrammar
+from windowpane.text.grammar_worker import Source, Words
 from windowpane.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    import llguidance
+__all__ = ["CompiledGrammar", "GrammarError", "Grammars", "Thought", "json_rules"]
 
 # Between the parts of a JSON text. Bounded: a model that has begun to write spaces may never stop.
 JSON_WHITESPACE = r"[ \t\r\n]{1,40}"
 AFTER_THOUGHT = r"[ \n]{0,4}"
-
-
-class GrammarError(ValueError):
-    """A grammar cannot be used; the message says why."""
+# Of what a request may send. Beyond them the library itself gives up, or takes long to find that it must.
+MAX_SOURCE_BYTES = 2**18
+MAX_CHOICE_BYTES = 2**23
+MAX_DEPTH = 100
+EXACT_INTEGERS = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +48,29 @@ class Thought:
 class Grammars:
     """Compiles grammars for one tokenizer.
 
-    The first one prepares the vocabulary: up to two seconds for 262,144 tokens, which `prepare` spends ahead of time.
-    Others take about a millisecond. With a `thought` every answer may begin with one, and only the rest is constrained.
+    The first one starts a process and prepares the vocabulary there: up to two seconds for 262,144 tokens, which
+    `prepare` spends ahead of time. Others take a millisecond or two, and one that was compiled before next to nothing.
+    With a `thought` every answer may begin with one, and only the rest is constrained.
     """
 
     def __init__(self, tokenizer: Tokenizer, thought: Thought | None = None) -> None:
         self._tokenizer = tokenizer
         self._thought = thought
+        self._pool = GrammarPool(partial(_words, tokenizer), lambda text: tokenizer.encode_text(text))
 
     def after(self, thought: Thought | None) -> Grammars:
         """The same, for answers that may begin with a thought."""
         other = Grammars(self._tokenizer, thought)
-        other._vocabulary = self._vocabulary
+        other._pool = self._pool
         return other
 
     def prepare(self) -> None:
         """Make the vocabulary ready, if it is not."""
-        _ = self._vocabulary
+        self._pool.start()
+
+    def close(self) -> None:
+        """End the processes. They also end when this object goes, or the program."""
+        self._pool.close()
 
     def from_response_format(self, response_format: Mapping[str, Any]) -> CompiledGrammar | None:
         """By the OpenAI API's `response_format`; None where that is plain text."""
@@ -83,34 +93,25 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> CompiledGrammar:
         """JSON by a schema (or its text). Keywords that cannot be enforced are errors, never ignored."""
-        return self._compile({"json_schema": json_rules(schema)}, "the JSON schema")
+        return self._compile("json_schema", json.dumps(json_rules(schema)), "the JSON schema")
 
     def regex(self, pattern: str) -> CompiledGrammar:
         """Text that a regular expression matches as a whole. There is no look-around."""
-        from llguidance import LLMatcher
-
-        grammars = json.loads(LLMatcher.grammar_from_regex(_text(pattern, "a regex")))["grammars"]
-        return self._compile(grammars[0], f"the regex {_short(pattern)}")
+        return self._compile("regex", _text(pattern, "a regex"), f"the regex {_short(pattern)}")
 
     def lark(self, text: str) -> CompiledGrammar:
         """A grammar in llguidance's variant of Lark, or in GBNF (EBNF with `::=`, as llama.cpp writes it)."""
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            lark = any_to_lark(_text(text, "a grammar"))
-        except Exception as error:  # the converter raises several kinds, and plain ones
-            raise GrammarError(f"the grammar cannot be read: {error}") from None
-        return self.from_rules(lark, "the grammar")
+        return self._compile("user_lark", _text(text, "a grammar"), "the grammar")
 
     def choice(self, texts: Sequence[str]) -> CompiledGrammar:
-        """One of several texts."""
+        """One of several texts, 100,000 of them if need be."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise GrammarError(f"a choice is a list of texts that are not empty, not {texts!r}")
-        return self.from_rules("start: " + " | ".join(map(json.dumps, texts)), "the choice")
+            raise GrammarError(f"a choice is a list of texts that are not empty, not {_short(repr(texts))}")
+        return self._compile("choice", tuple(texts), "the choice")
 
     def from_rules(self, lark: str, what: str) -> CompiledGrammar:
         """Rules that are ours, not a user's; `what` names them in errors."""
-        return self._compile({"lark_grammar": lark}, what)
+        return self._compile("lark_grammar", lark, what)
 
     def marker(self, text: str) -> str:
         """A marker as grammars write it: special tokens by their number, others as the text they are."""
@@ -118,19 +119,23 @@ class Grammars:
         is_special = token is not None and not self._tokenizer.token_bytes(token, skip_special_tokens=True)
         return f"<[{token}]>" if is_special else json.dumps(text)
 
-    def _compile(self, answer: dict[str, Any], what: str) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        grammars = [{**answer, "name": "answer"}]
-        if self._thought is not None:
-            grammars.insert(0, {"name": "thought", "lark_grammar": self._thought_rules(self._thought)})
-        limits = LLParserLimits(verbose_errors=False)
-        first = LLMatcher(self._vocabulary, json.dumps({"grammars": grammars}), log_level=0, limits=limits)
-        if not first.is_error():
-            first.compute_bitmask()  # finds what is too complex to follow
-        if first.is_error():
-            raise GrammarError(f"{what} cannot be used: {_reason(first.get_error())}")
-        return CompiledGrammar(first, frozenset(self._tokenizer.stop_ids))
+    def _compile(self, kind: Any, text: str | tuple[str, ...], what: str) -> CompiledGrammar:
+        if find_spec("llguidance") is None:
+            raise GrammarError('structured output needs llguidance: pip install "windowpane[engine]"')
+        if not self._tokenizer.stop_ids:
+            raise GrammarError(
+                f"{self._tokenizer.files.source} names no stop token, and a constrained answer ends with one; "
+                "set eos_token_id in its generation_config.json"
+            )
+        size, most = (len(text), MAX_SOURCE_BYTES) if isinstance(text, str) else (sum(map(len, text)), MAX_CHOICE_BYTES)
+        if size > most:
+            raise GrammarError(f"{what} cannot be used: it has {size:,} characters, and at most {most:,} are taken")
+        thought = None if self._thought is None else self._thought_rules(self._thought)
+        try:
+            pooled = self._pool.compile(Source(kind, text, thought))
+        except GrammarError as error:
+            raise GrammarError(f"{what} cannot be used: {error}") from None
+        return CompiledGrammar(self._pool, pooled, frozenset(self._tokenizer.stop_ids))
 
     def _thought_rules(self, thought: Thought) -> str:
         end = self.marker(thought.end)
@@ -139,77 +144,48 @@ class Grammars:
         whole = "inside GAP" if thought.is_open else f"({self.marker(thought.start)} inside GAP)?"
         return f"start: {whole} @answer\n{inside}\nGAP: /{AFTER_THOUGHT}/"
 
-    @cached_property
-    def _vocabulary(self) -> llguidance.LLTokenizer:
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError:
-            raise GrammarError('structured output needs llguidance: pip install "windowpane[engine]"') from None
-        if not self._tokenizer.stop_ids:
-            raise GrammarError(
-                f"{self._tokenizer.files.source} names no stop token, and a constrained answer ends with one; "
-                "set eos_token_id in its generation_config.json"
-            )
-        words = _Words(self._tokenizer)
-        return LLTokenizer(TokenizerWrapper(words), eos_token=sorted(self._tokenizer.stop_ids))
-
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar ready for requests, any number of them."""
 
-    _first: llguidance.LLMatcher
+    _pool: GrammarPool
+    _pooled: PooledGrammar
     stop_ids: frozenset[int]
 
     def matcher(self) -> AnswerMatcher:
-        return AnswerMatcher(self._first.deep_copy(), self.stop_ids)
+        return AnswerMatcher(self._pool, self._pooled)
 
 
 class AnswerMatcher:
     """Where one answer stands in its grammar (`request.Matcher`)."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, stop_ids: frozenset[int]) -> None:
-        self._matcher = matcher
-        self._stop_ids = stop_ids
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the answer may end here."""
-        return self._matcher.is_accepting()
+    def __init__(self, pool: GrammarPool, pooled: PooledGrammar) -> None:
+        self._pool = pool
+        self._answer = pool.answer(pooled)
+        self._is_asked = False
 
     def accept(self, token: int) -> None:
-        self._matcher.consume_token(token)  # one that does not fit is told by `allowed`
+        self._answer.tokens.append(token)  # one that does not fit is told by `allowed`
+
+    def ask(self, *, may_stop: bool) -> None:
+        self._pool.ask(self._answer, may_stop)
+        self._is_asked = True
 
     def allowed(self, *, may_stop: bool) -> NDArray[np.uint32]:
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot go on: {_reason(self._matcher.get_error())}")
-        if may_stop or not self._matcher.is_accepting():
-            return words
-        others = words.copy()
-        for stop in self._stop_ids:
-            others[stop // 32] &= ~np.uint32(1 << stop % 32)
-        return others if others.any() else words
+        if not self._is_asked:
+            self.ask(may_stop=may_stop)
+        self._is_asked = False
+        return self._pool.take(self._answer)
 
 
-class _Words:
-    """A tokenizer as llguidance wants it: every token's bytes, and which tokens are no text."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        ids = range(tokenizer.id_count)
-        texts = [tokenizer.token_bytes(i) for i in ids]
-        self.special_token_ids = [i for i in ids if not texts[i] and tokenizer.token_bytes(i, False)]
-        for i in self.special_token_ids:
-            texts[i] = tokenizer.token_bytes(i, False)
-        self.tokens = texts
-        self.bos_token_id = tokenizer.bos_id
-        self.eos_token_id = min(tokenizer.stop_ids)
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            raise TypeError("text, not bytes")  # so it learns that only whole characters can be encoded
-        return self._tokenizer.encode(text, add_special_tokens=False)
+def _words(tokenizer: Tokenizer) -> Words:
+    ids = range(tokenizer.id_count)
+    texts = [tokenizer.token_bytes(i) for i in ids]
+    special = [i for i in ids if not texts[i] and tokenizer.token_bytes(i, False)]
+    for i in special:
+        texts[i] = tokenizer.token_bytes(i, False)
+    return Words(texts, special, tokenizer.bos_id, sorted(tokenizer.stop_ids))
 
 
 def json_rules(schema: Mapping[str, Any] | str) -> dict[str, Any]:
@@ -217,11 +193,32 @@ def json_rules(schema: Mapping[str, Any] | str) -> dict[str, Any]:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GrammarError(f"the JSON schema is no JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise GrammarError(f"a JSON schema is an object, not {type(schema).__name__}")
+    _check(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, "lenient": False}}
+
+
+def _check(schema: Mapping[str, Any]) -> None:
+    """Refuse what the library would read otherwise than it is written: deep nesting, and numbers that it rounds."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        inner = [value for container in level for value in _parts(container)]
+        for value in inner:
+            if isinstance(value, int) and abs(value) > EXACT_INTEGERS:
+                raise GrammarError(f"the JSON schema has {_short(str(value))}, and integers beyond 2⁵³ are not exact")
+        level = [value for value in inner if isinstance(value, Mapping | list)]
+        if not level:
+            return
+    raise GrammarError(f"the JSON schema is nested more than {MAX_DEPTH} deep")
+
+
+def _parts(container: Any) -> Iterable[Any]:
+    if isinstance(container, Mapping):
+        return (value for name, value in container.items() if name not in ("default", "examples", "example"))
+    return container  # type: ignore[no-any-return]
 
 
 def _text(value: object, what: str) -> str:
@@ -232,9 +229,3 @@ def _text(value: object, what: str) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "…")
-
-
-def _reason(message: str) -> str:
-    """The library's words, without the state of its parser."""
-    reason = message.split("<state>")[0].replace("<non-verbose/>", "").strip()
-    return "no text fits it" if reason == "NoExtensionBias" else reason

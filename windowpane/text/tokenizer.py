@@ -7,14 +7,16 @@ so that a text is the tokens' bytes joined and read as UTF-8, and a stream can b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windowpane.models.config import ModelError
 from windowpane.models.gguf import GgufHeader, is_gguf, read_header
+from windowpane.text.pattern import choice_pattern
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,18 +25,43 @@ if TYPE_CHECKING:
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
 
 
+PROBED_CHARACTERS = 2**16
+CUT_TOKENS = 64  # a cut makes more tokens of a text, but hardly so many
+USUAL_CHARACTERS_PER_TOKEN = 8  # most texts have fewer
+
+
 class TextError(ValueError):
     """A tokenizer, chat template or stop rule cannot be used; the message says why and what works instead."""
 
 
+class PromptTooLong(TextError):
+    """A text surely has more tokens than it may; `at_least` says how many at the least."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the prompt has at least {at_least} tokens")
+        self.at_least = at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Token ids, and where in the text each of them begins."""
+
+    ids: list[int]
+    starts: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a tokenizer comes with besides its vocabulary. `special_tokens` are texts by role, such as `bos_token`."""
+    """What a tokenizer comes with besides its vocabulary. `special_tokens` are texts by role, such as `bos_token`.
+
+    `sampling_defaults` are those of generation_config.json, by the API's names.
+    """
 
     source: str
     special_tokens: Mapping[str, str]
     stop_ids: frozenset[int]
     chat_template: str | None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -75,8 +102,49 @@ class Tokenizer:
         Special tokens written out in `text` are found either way. A chat template writes its own BOS, so its result is
         encoded without `add_special_tokens`.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _encode(self._backend, text, add_special_tokens)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of `text` as nothing but text: what is spelled like a special token is spelled out."""
+        return _encode(self._plain_backend, text, False)
+
+    def encode_with_offsets(self, text: str, as_text: bool = False) -> Encoding:
+        """As `encode` without the tokens that models want around text, or as `encode_text`."""
+        backend = self._plain_backend if as_text else self._backend
+        encoding = backend.encode_batch([text], add_special_tokens=False)[0]
+        return Encoding(encoding.ids, [start for start, _ in encoding.offsets])
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds what is spelled like a special token: the longest one at a place."""
+        spelled = [token.content for token in self._added.values() if token.special and token.content]
+        return re.compile(choice_pattern(spelled) if spelled else r"(?!)")
+
+    def split_special(self, text: str) -> Iterator[tuple[int, str, int | None]]:
+        """Parts of `text` with where they begin: special tokens with their ids, and what stands between them."""
+        at = 0
+        for found in self.special_pattern.finditer(text):
+            yield at, text[at : found.start()], None
+            yield found.start(), found.group(), self.token_id(found.group())
+            at = found.end()
+        yield at, text[at:], None
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        return max(len(self.token_bytes(i, False)) for i in range(self.id_count))
+
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """Shares the model, and so costs next to nothing. Setting the flag on the backend itself would need a lock."""
+        import tokenizers
+
+        plain = tokenizers.Tokenizer(self._backend.model)
+        plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        plain.add_tokens([token for _, token in sorted(self._added.items())])
+        if plain.get_added_tokens_decoder().keys() != self._added.keys():  # the file numbers them otherwise
+            plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, from its beginning; bytes that are no UTF-8 become U+FFFD."""
@@ -104,6 +172,32 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         token = self.files.special_tokens.get(role)
         return None if token is None else self.token_id(token)
+
+
+def check_length(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> None:
+    """Raise PromptTooLong for a text that surely has more than `max_tokens`, without tokenizing all of it.
+
+    No token is longer than the longest. A text within that bound that is still large is tokenized piece by piece until
+    there are too many, some allowed for where it was cut.
+    """
+    if max_tokens is None or len(text) <= max_tokens:
+        return
+    size_bytes = len(text.encode(errors="replace"))
+    if size_bytes > max_tokens * tokenizer.longest_token_bytes:
+        raise PromptTooLong(-(-size_bytes // tokenizer.longest_token_bytes))
+    if len(text) <= PROBED_CHARACTERS + max_tokens * USUAL_CHARACTERS_PER_TOKEN:
+        return
+    tokens = 0
+    for start in range(0, len(text), PROBED_CHARACTERS):
+        tokens += len(tokenizer.encode(text[start : start + PROBED_CHARACTERS], add_special_tokens=False)) - CUT_TOKENS
+        if tokens > max_tokens:
+            raise PromptTooLong(tokens)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """`encode` holds the interpreter's lock all along, and a megabyte takes a second; `encode_batch` lets go of it."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 class _Spelling:
@@ -196,6 +290,7 @@ def _from_directory(path: Path) -> Tokenizer:
         special_tokens=special,
         stop_ids=frozenset(i for stop in stops for i in (stop if isinstance(stop, list) else [stop]) if i is not None),
         chat_template=_chat_template(path, config),
+        sampling_defaults=_sampling_defaults(path / "generation_config.json"),
     )
     return Tokenizer(backend, files)
 
@@ -211,6 +306,16 @@ def _put_bos_in_front(backend: tokenizers.Tokenizer, bos: str | None, source: st
         backend.post_processor = TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, index)]
         )
+
+
+def _sampling_defaults(path: Path) -> dict[str, float]:
+    """How its makers want a model sampled."""
+    config = _read_json(path)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    defaults = {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+    if "top_k" in defaults:
+        defaults["top_k"] = int(defaults["top_k"])
+    return defaults
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:

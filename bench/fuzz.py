@@ -1,0 +1,246 @@
+"""Clients that mean harm against a real server, beside one that only reads a stream.
+
+Starts `windowpane serve` on a tiny random model in a process of its own. Clients send what tests/server/hostile.py
+makes up. A victim streams answers all the time; how long it waits between two pieces is compared with the time before
+the others came. Fails on an answer of 5xx, a request that hangs, a server that ends, an event loop that is late by more
+than it may, or memory that is still live when all have gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import machine_line
+from tests.server.hostile import Attack, attack
+from tests.tiny_model import TEMPLATE, make_model
+
+FLAGS = ["--load-format", "dummy", "--device", "cpu", "--port", "0", "--max-num-seqs", "16", "--log-level", "warning"]
+FLAGS += ["--kv-cache-memory-bytes", "16MiB", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+HANGS_S = 120.0  # many of the requests that came before may each take their few seconds
+ALONE_S = 3.0
+LAG = "windowpane:event_loop_lag_seconds"
+
+
+class Served:
+    """A server process, and what it says of itself. `said` is its log."""
+
+    def __init__(self, folder: Path) -> None:
+        model = make_model(folder / "tiny", chat_template="{{ '!' if tools }}" + TEMPLATE)
+        code = "import sys; from windowpane.cli.main import main; sys.exit(main())"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", str(model), *FLAGS], stderr=subprocess.PIPE, text=True
+        )
+        self.said: list[str] = []
+        self._up = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._up.wait(120) or not (found := re.search(r"http://127\.0\.0\.1:\d+", "".join(self.said))):
+            raise RuntimeError(f"the server did not start: {''.join(self.said)}")
+        self.url = found[0]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if "curl " in line:
+                self._up.set()
+        self._up.set()
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=HANGS_S).text
+
+    def late(self, limit_s: float) -> int:
+        """How often the event loop was later than this, which is one of the histogram's bounds."""
+        buckets = dict(re.findall(rf'^{LAG}_bucket{{le="([^"]+)".*?}} (\S+)$', self.metrics(), re.MULTILINE))
+        return int(float(buckets["+Inf"]) - float(buckets[str(limit_s)]))
+
+    def live(self) -> float:
+        """Bytes of the arena that are live, and requests that run or wait."""
+        text = self.metrics()
+        found = re.findall(r'^windowpane:kv_bytes{.*state="live".*} (\S+)$', text, re.MULTILINE)
+        found += re.findall(r"^windowpane:num_requests_(?:running|waiting){.*} (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return -1
+        finally:
+            self._reader.join(10)
+            if self.process.stderr is not None:
+                self.process.stderr.close()
+
+
+@dataclass
+class Findings:
+    statuses: Counter[int] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    alone_gaps_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    late: int = 0
+    seconds: float = 0.0
+
+
+def send(client: httpx.Client, one: Attack, findings: Findings, what: str) -> None:
+    try:
+        with client.stream(one.method, one.path, content=one.content, headers=one.headers) as answer:
+            findings.statuses[answer.status_code] += 1
+            if one.leaves_early:
+                next(answer.iter_raw(), b"")
+                text = ""
+            else:
+                text = answer.read().decode(errors="replace")
+            if answer.status_code >= 500:
+                findings.failures.append(f"{what}: {answer.status_code} {text[:200]} to {one}")
+    except httpx.TimeoutException:
+        findings.failures.append(f"{what}: no answer within {HANGS_S} s to {one}")
+    except httpx.TransportError as error:
+        findings.failures.append(f"{what}: {type(error).__name__} {error} to {one}")
+
+
+def harm(url: str, seed: int, until: float, findings: Findings) -> None:
+    with httpx.Client(base_url=url, timeout=HANGS_S) as client:
+        number = 0
+        while time.monotonic() < until and len(findings.failures) < 20:
+            one = attack(Random(seed * 1_000_003 + number))
+            send(client, one, findings, f"client {seed} request {number}")
+            number += 1
+
+
+def read_streams(url: str, done: threading.Event, gaps_s: list[float], findings: Findings) -> None:
+    """The victim: one stream after the other, and how long it waits between two pieces of each."""
+    body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True, "seed": 1}
+    with httpx.Client(base_url=url, timeout=HANGS_S) as client:
+        while not done.is_set():
+            try:
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    last = None
+                    for _ in answer.iter_raw():
+                        now = time.monotonic()
+                        if last is not None:
+                            gaps_s.append(now - last)
+                        last = now
+                        if done.is_set():
+                            break
+            except httpx.TransportError as error:
+                findings.failures.append(f"the victim: {type(error).__name__} {error}")
+                return
+
+
+def fuzz(served: Served, seconds: float, clients: int, seed: int, lag_limit_s: float) -> Findings:
+    findings = Findings()
+    _watch(served, findings.alone_gaps_s, findings, lambda: time.sleep(ALONE_S))
+    late_before = served.late(lag_limit_s)
+    began = time.monotonic()
+
+    def attack_all() -> None:
+        until = began + seconds
+        threads = [
+            threading.Thread(target=harm, args=(served.url, seed * 1000 + i, until, findings)) for i in range(clients)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    _watch(served, findings.gaps_s, findings, attack_all)
+    findings.seconds = time.monotonic() - began
+    _look_back(served, findings, late_before, lag_limit_s)
+    return findings
+
+
+def _watch(served: Served, gaps_s: list[float], findings: Findings, work: Any) -> None:
+    done = threading.Event()
+    victim = threading.Thread(target=read_streams, args=(served.url, done, gaps_s, findings))
+    victim.start()
+    work()
+    done.set()
+    victim.join()
+
+
+def _look_back(served: Served, findings: Findings, late_before: int, lag_limit_s: float) -> None:
+    if served.process.poll() is not None:
+        findings.failures.append(f"the server ended with {served.process.returncode}: {''.join(served.said[-20:])}")
+        return
+    findings.late = served.late(lag_limit_s) - late_before
+    give_up = time.monotonic() + 30
+    while served.live() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    if left := served.live():
+        findings.failures.append(f"{left:.0f} bytes or requests are live after all have gone")
+    if traces := [line for line in served.said if "Traceback" in line]:
+        findings.failures.append(f"{len(traces)} tracebacks in the log: {''.join(served.said)[-3000:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--lag-limit-s", type=float, default=0.1, help="a bound of the server's histogram")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        served = Served(Path(folder))
+        try:
+            findings = fuzz(served, args.minutes * 60, args.clients, args.seed, args.lag_limit_s)
+        finally:
+            code = served.stop()
+    if code != 0:
+        findings.failures.append(f"the server ended with exit code {code}: {''.join(served.said)[-2000:]}")
+    if findings.late:
+        findings.failures.append(f"the event loop was later than {args.lag_limit_s} s {findings.late} times")
+    report(args, findings)
+    return 1 if findings.failures else 0
+
+
+def report(args: argparse.Namespace, findings: Findings) -> None:
+    def milliseconds(gaps_s: list[float], share: int) -> float:
+        return round(1e3 * statistics.quantiles(gaps_s, n=100)[share - 1], 1) if len(gaps_s) > 1 else 0.0
+
+    result = {
+        "seed": args.seed,
+        "clients": args.clients,
+        "minutes": round(findings.seconds / 60, 1),
+        "requests": sum(findings.statuses.values()),
+        "statuses": dict(sorted(findings.statuses.items())),
+        "victim_gap_p50_ms": [milliseconds(findings.alone_gaps_s, 50), milliseconds(findings.gaps_s, 50)],
+        "victim_gap_p99_ms": [milliseconds(findings.alone_gaps_s, 99), milliseconds(findings.gaps_s, 99)],
+        "victim_gap_max_ms": [round(1e3 * max(gaps, default=0)) for gaps in (findings.alone_gaps_s, findings.gaps_s)],
+        "times_late": findings.late,
+        "failures": len(findings.failures),
+    }
+    table = Table(title=f"{args.clients} hostile clients; gaps alone, and beside them\n{machine_line()}")
+    table.add_column("")
+    table.add_column("", justify="right")
+    for name, value in result.items():
+        table.add_row(name.replace("_", " "), str(value))
+    Console().print(table)
+    for failure in findings.failures:
+        print(failure)
+    print(json.dumps({"bench": "fuzz", **result}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

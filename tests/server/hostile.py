@@ -1,0 +1,316 @@
+"""Requests that mean harm: every endpoint and field, with values, schemas, grammars and patterns made to break things.
+
+What is made depends on the random generator alone, so that a seed and a number find a request again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Attack:
+    method: str
+    path: str
+    content: bytes = b""
+    headers: dict[str, str] = field(default_factory=lambda: dict(JSON))
+    leaves_early: bool = False  # the client hangs up after the first bytes of the answer
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path} {self.content[:300]!r}"
+
+
+def attack(random: Random) -> Attack:
+    kinds = [_completion, _completion, _chat, _chat, _constrained, _constrained, _tools, _tokenize, _detokenize]
+    return random.choice([*kinds, _place, _garbage])(random)
+
+
+# -- endpoints -----------------------------------------------------------------------------------------------------
+
+
+def _completion(random: Random) -> Attack:
+    body: dict[str, Any] = {"prompt": _text(random), "max_tokens": random.randrange(1, 12)}
+    return _post(random, "/v1/completions", _spoiled(random, body))
+
+
+def _chat(random: Random) -> Attack:
+    body: dict[str, Any] = {"messages": _messages(random), "max_tokens": random.randrange(1, 12)}
+    return _post(random, "/v1/chat/completions", _spoiled(random, body))
+
+
+def _constrained(random: Random) -> Attack:
+    constraint = random.choice(
+        [
+            lambda: {"guided_json": random.choice([_schema, _schema_text])(random)},
+            lambda: {"response_format": {"type": "json_schema", "json_schema": {"schema": _schema(random)}}},
+            lambda: {"structured_outputs": {"json": _schema(random)}},
+            lambda: {"guided_regex": _pattern(random)},
+            lambda: {"guided_grammar": _grammar(random)},
+            lambda: {"guided_choice": _choice(random)},
+        ]
+    )()
+    body = {"prompt": _text(random), "max_tokens": random.randrange(1, 24), **constraint}
+    if random.random() < 0.3:
+        body = _spoiled(random, body)
+    return _post(random, "/v1/completions", body)
+
+
+def _tools(random: Random) -> Attack:
+    functions = [{"name": f"f{i}", "parameters": _schema(random)} for i in range(random.randrange(1, 4))]
+    body: dict[str, Any] = {
+        "messages": _messages(random),
+        "max_tokens": random.randrange(1, 24),
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": random.choice(["auto", "required", "none", {"type": "function", "function": {"name": "f0"}}]),
+    }
+    return _post(random, "/v1/chat/completions", body)
+
+
+def _tokenize(random: Random) -> Attack:
+    body = {"prompt": _text(random)} if random.random() < 0.5 else {"messages": _messages(random)}
+    return _post(random, "/tokenize", {**body, "return_token_strs": random.random() < 0.5})
+
+
+def _detokenize(random: Random) -> Attack:
+    return _post(random, "/detokenize", {"tokens": random.choice([_tokens(random), _value(random)])})
+
+
+def _place(random: Random) -> Attack:
+    paths = ["/health", "/metrics", "/stats", "/version", "/openapi.json", "/", "/docs", "/v1/models", "/v1/models/x"]
+    paths += ["/%1b%5b2J", "/v1/models/%00", "/v1/completions", "/../../etc/passwd", "/" + "a" * 5000]
+    headers = (
+        {"Accept": "text/event-stream"} if random.random() < 0.2 else {"X-Request-Id": "x" * random.randrange(200)}
+    )
+    return Attack(random.choice(["GET", "GET", "HEAD", "PUT", "DELETE"]), random.choice(paths), b"", headers, True)
+
+
+def _garbage(random: Random) -> Attack:
+    good = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "\\ud83d\\ude00"}], "max_tokens": 2})
+    made = bytearray(good.encode())
+    for _ in range(random.randrange(4)):
+        made[random.randrange(len(made))] = random.randrange(256)
+    depth = random.choice([50, 500, 5000, 100_000])
+    wrong = [bytes(made), bytes(made[: random.randrange(len(made))]), b"[" * depth, b'{"a":' * depth, b"", b"null"]
+    wrong += [b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\\ud800"}', b"\xff\xfe", b'{"prompt": NaN}']
+    path = random.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+    return Attack("POST", path, random.choice(wrong))
+
+
+def _post(random: Random, path: str, body: dict[str, Any]) -> Attack:
+    if random.random() < 0.3 and path.startswith("/v1"):
+        body["stream"] = True
+    ascii_only = random.random() < 0.5
+    content = json.dumps(body, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    return Attack("POST", path, content, dict(JSON), leaves_early=random.random() < 0.15)
+
+
+# -- fields --------------------------------------------------------------------------------------------------------
+
+NUMBERS: list[Any] = [
+    *(0, 1, -1, 2, 3, 0.5, 1.0, 128, 129, 1e-320, 1e308, -1e308, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**40),
+]
+FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *(
+        "logit_bias",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "ignore_eos",
+    ),
+    *(
+        "min_tokens",
+        "max_tokens",
+        "priority",
+        "cache_salt",
+        "user",
+        "request_id",
+        "response_format",
+        "logprobs",
+        "echo",
+    ),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "add_special_tokens"),
+    *("chat_template_kwargs", "add_generation_prompt", "top_logprobs", "tool_choice", "reasoning_effort", "best_of"),
+    *(
+        "stream_options",
+        "model",
+        "tools",
+        "parallel_tool_calls",
+        "max_completion_tokens",
+        "suffix",
+        "store",
+        "nonsense",
+    ),
+)
+
+
+def _spoiled(random: Random, body: dict[str, Any]) -> dict[str, Any]:
+    """With a few fields of any kind, right ones and wrong ones."""
+    fitting: dict[str, Callable[[], Any]] = {
+        "n": lambda: random.choice([1, 2, 3, 128]),
+        "temperature": lambda: random.choice([0, 0.7, 1e-9, 50]),
+        "top_p": lambda: random.choice([1e-9, 0.5, 1]),
+        "top_k": lambda: random.choice([-1, 0, 1, 2**31]),
+        "logprobs": lambda: random.choice([0, 20, True]),
+        "echo": lambda: True,
+        "seed": lambda: random.choice(NUMBERS),
+        "logit_bias": lambda: {str(i): random.uniform(-100, 100) for i in range(random.choice([1, 250, 2000]))},
+        "stop": lambda: [_text(random)[:20] or "x" for _ in range(random.choice([1, 4, 40]))],
+        "stop_token_ids": lambda: _tokens(random),
+        "chat_template_kwargs": lambda: {
+            name: _value(random) for name in random.sample(["self", "tokenizer", "prompt", "messages", "tools", "x"], 2)
+        },
+        "cache_salt": lambda: "ü" * random.randrange(300),
+    }
+    for name in random.sample(FIELDS, random.randrange(5)):
+        is_fitting = name in fitting and random.random() < 0.6
+        body[name] = fitting[name]() if is_fitting else _value(random)
+    return body
+
+
+def _value(random: Random, depth: int = 0) -> Any:
+    kinds: list[Callable[[], Any]] = [
+        lambda: random.choice(NUMBERS),
+        lambda: random.choice([None, True, False, "", [], {}]),
+        lambda: _text(random)[:200],
+        lambda: _schema(random),
+    ]
+    if depth < 3:
+        kinds.append(lambda: [_value(random, depth + 1) for _ in range(random.randrange(4))])
+        kinds.append(lambda: {_text(random)[:10]: _value(random, depth + 1) for _ in range(random.randrange(4))})
+    return random.choice(kinds)()
+
+
+def _text(random: Random) -> str:
+    texts = ["", "a", "Hello there", "<eos><bos>\n", "\x1b[2J\x00", "é\u200d\U0001f600", "{{ 1/0 }}", "\U000f0000𠀀"]
+    text = random.choice(texts)
+    if random.random() < 0.03:
+        text += "word " * random.choice([100, 10_000, 200_000])
+    return text
+
+
+def _tokens(random: Random) -> list[Any]:
+    strange = random.choice(NUMBERS) if random.random() < 0.3 else 1
+    return [random.choice([0, 5, 65, 257, strange]) for _ in range(random.choice([1, 9, 3000]))]
+
+
+def _messages(random: Random) -> list[dict[str, Any]]:
+    count = random.choice([1, 1, 2, 5, 400]) if random.random() < 0.1 else random.choice([1, 2, 3])
+    messages: list[dict[str, Any]] = []
+    for _ in range(count):
+        role = random.choice(["user", "assistant", "system", "tool"])
+        message: dict[str, Any] = {"role": role, "content": _text(random)}
+        if role == "assistant" and random.random() < 0.3:
+            arguments = random.choice(
+                ['{"a": 1}', '{"a":' * 1000, '{"a": "\\ud800"}', "[]", "", '{"a":' * 300 + "1" + "}" * 300]
+            )
+            message["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        if random.random() < 0.1:
+            message[random.choice(["annotations", "name", "refusal", "audio", "x"])] = _value(random)
+        messages.append(message)
+    return messages
+
+
+# -- what answers must look like -----------------------------------------------------------------------------------
+
+
+def _schema(random: Random, depth: int = 0) -> dict[str, Any]:
+    if depth == 0 and random.random() < 0.25:
+        return random.choice([_chain, _nested, _patterns, _loops, _wide])(random)
+    kind = random.choice(["string", "integer", "number", "object", "array", "anyOf", "enum", "const", "odd"])
+    if kind == "string":
+        limits = {
+            name: random.choice([*NUMBERS[:8], 10**9]) for name in ("minLength", "maxLength") if random.random() < 0.3
+        }
+        return {"type": "string", **limits, **({"pattern": _pattern(random)} if random.random() < 0.3 else {})}
+    if kind in ("integer", "number"):
+        names = ("minimum", "maximum", "exclusiveMinimum", "multipleOf")
+        return {"type": kind, **{name: random.choice(NUMBERS) for name in names if random.random() < 0.3}}
+    if kind == "object" and depth < 4:
+        members = {_text(random)[:8] + str(i): _schema(random, depth + 1) for i in range(random.randrange(4))}
+        return {"type": "object", "properties": members, "required": list(members)[: random.randrange(4)]}
+    if kind == "array" and depth < 4:
+        return {"type": "array", "items": _schema(random, depth + 1), "maxItems": random.choice([0, 3, 10**6, -1])}
+    if kind == "anyOf" and depth < 4:
+        return {random.choice(["anyOf", "oneOf", "allOf"]): [_schema(random, depth + 1) for _ in range(2)]}
+    if kind == "enum":
+        return {"enum": [random.choice([*NUMBERS, "<eos>", None, _text(random)[:30]]) for _ in range(3)]}
+    if kind == "const":
+        return {"const": random.choice(["<eos>", "", 1e308, [1, {"a": None}], True])}
+    return {
+        random.choice(["type", "$ref", "not", "uniqueItems", "properties"]): random.choice(["#", 5, None, {}, True])
+    }
+
+
+def _schema_text(random: Random) -> str:
+    return random.choice([json.dumps(_schema(random)), '{"not":' * 985 + "{}" + "}" * 985, "{", "5", "[]", ""])
+
+
+def _chain(random: Random) -> dict[str, Any]:
+    length = random.choice([10, 800, 3000])
+    links: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {"type": "string"}}}
+
+
+def _nested(random: Random) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(random.choice([20, 60, 120, 300])):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def _patterns(random: Random) -> dict[str, Any]:
+    count = random.randrange(2, 18)
+    return {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(1, count)]}
+
+
+def _loops(random: Random) -> dict[str, Any]:
+    return random.choice([{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}}, {"anyOf": [{"$ref": "#"}] * 3}])
+
+
+def _wide(random: Random) -> dict[str, Any]:
+    count = random.choice([100, 2000])
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+PATTERNS = (
+    *(r"(a{1000}){1000}", r"((((a+)+)+)+)+b", r"(?=a)b", r"\p{L}{1,500}", r"[^\x00-\x{10ffff}]", "(" * 500, "a" * 5000),
+    *(r"(a|b)*a(a|b){200}", r"(.*a){20}", r"\d{0,99999}", r"(?i)ß+", "[", r"\1", r".*.*.*.*.*=.*", "(a?){30}a{30}"),
+    *("x" * 2**20, "[a-f]{2,9}", "yes|no", r"\d{4}-\d{2}"),
+)
+
+
+def _pattern(random: Random) -> str:
+    return random.choice(PATTERNS)
+
+
+GRAMMARS = (
+    *(
+        "start: start start | start",
+        'start: "a" start | ""',
+        "start: ",
+        "root ::= root",
+        'root ::= "a" | ' + "(" * 2000,
+    ),
+    *('start: "x"{1,99999999}', "start: /(a{1000}){1000}/", "start: <eos>", 'root ::= ("a"*)*', "start: undefined"),
+    *('start: %json {"type": "integer"}', "start: A\nA: /" + "a?" * 500 + "/", "%%%", 'root ::= [a-z]+ "!"'),
+)
+
+
+def _grammar(random: Random) -> str:
+    count = random.choice([5, 300, 4000])
+    rules = "\n".join(f'a{i}: a{i + 1} "x"' for i in range(count))
+    return random.choice([*GRAMMARS, f'start: a0\n{rules}\na{count}: "y"'])
+
+
+def _choice(random: Random) -> list[str]:
+    count = random.choice([1, 3, 3000])
+    return [random.choice(["", "<eos>", "a"]) + str(i) * random.choice([1, 30]) for i in range(count)] + [_text(random)]
