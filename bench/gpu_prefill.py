@@ -52,7 +52,7 @@ def attention_flops(layer: Attention, start: int, stop: int) -> int:
 
 
 def window_of(layer: Attention) -> int | None:
-    return Mask(layer.cache.retention).window_tokens
+    return Mask.of(layer.cache.retention).window_tokens
 
 
 def chunk_flops(spec: ModelSpec, start: int, stop: int) -> dict[str, int]:

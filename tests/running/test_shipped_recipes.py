@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from windowpane.kv.retention import Full
 from windowpane.models import load, shipped_names
-from windowpane.models.blocks import Decoder, GatedMLP
+from windowpane.models.blocks import LAYER, Attention, Block, Decoder, GatedMLP, Norm
 from windowpane.models.config import ModelError
 from windowpane.models.rope import Rope
 from windowpane.models.running import FAMILIES, runnable
+from windowpane.models.spec import ModelSpec
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps")
 ROPES = ("rope_theta", "rope_parameters")
@@ -108,8 +111,6 @@ def test_llama_3_1_stretches_slow_rotations() -> None:
 
 
 def test_unknown_activations_and_rotations_are_planned_and_not_run() -> None:
-    from dataclasses import replace
-
     spec = load("llama-3.1-8b")
     decoder = described("llama-3.1-8b")
     block = decoder.layers[0].blocks[1]
@@ -118,3 +119,34 @@ def test_unknown_activations_and_rotations_are_planned_and_not_run() -> None:
     layers = (replace(decoder.layers[0], blocks=(decoder.layers[0].blocks[0], odd)), *decoder.layers[1:])
     with pytest.raises(ModelError, match="hidden_act: 'relu2' cannot be run yet; known: silu"):
         runnable(replace(spec, decoder=replace(decoder, layers=layers)))
+
+
+def with_first_layer(blocks: tuple[Block, ...]) -> ModelSpec:
+    """Qwen3 8B with another first layer."""
+    spec, decoder = load("qwen3-8b"), described("qwen3-8b")
+    layers = (replace(decoder.layers[0], blocks=blocks), *decoder.layers[1:])
+    return replace(spec, decoder=replace(decoder, layers=layers))
+
+
+def test_what_not_every_lowering_has_is_refused() -> None:
+    attends, feeds = described("qwen3-8b").layers[0].blocks
+    assert isinstance(attends.mixer, Attention) and attends.mixer.q_norm is not None
+    layer_normed = replace(attends.mixer.q_norm, kind=LAYER)
+    latent = replace(attends.mixer, cache=replace(attends.mixer.cache, latent=True))
+    assert latent.rope is not None
+    hostile = {
+        "layer 0 has its attention behind another block": (feeds, attends),
+        "otherwise than by their RMS": (replace(attends, mixer=replace(attends.mixer, q_norm=layer_normed)), feeds),
+        "layer 0 norms queries otherwise than keys": (
+            replace(attends, mixer=replace(attends.mixer, q_norm=replace(attends.mixer.q_norm, eps=1.0))),
+            feeds,
+        ),
+        "rotates pairs that are not half a head apart": (
+            replace(attends, mixer=replace(latent, rope=latent.rope.with_interleaved_pairs())),
+            feeds,
+        ),
+        "a norm between blocks has no weight": (replace(attends, before=Norm(1e-6)), feeds),
+    }
+    for message, blocks in hostile.items():
+        with pytest.raises(ModelError, match=message):
+            runnable(with_first_layer(blocks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windowpane.kv.retention import Chunk, Full, Window
+from windowpane.kv.retention import Chunk, Cross, Full, TokenRetention, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,13 @@ class Mask:
 
     sees: Full | Window | Chunk
     spans: tuple[range, ...] = ()
+
+    @classmethod
+    def of(cls, retention: TokenRetention) -> Mask:
+        """That of a decoder's layer, which sees what it keeps."""
+        if isinstance(retention, Cross):
+            raise ValueError(f"{retention.name}: encoder tokens are no part of the sequence")
+        return cls(retention)
 
     def seen(self, position: int) -> range:
         """What the token at `position` sees. It is one range, since its past and its span both contain it."""

@@ -140,7 +140,8 @@ class Parameters:
         index = torch.tensor(order, device=linear.weight.device)
         rotated = attention.query_width + (attention.cache.kv_heads * len(order) if attention.owns_kv else 0)
         self._linears[attention.qkv] = linear.with_outputs_permuted(index, rotated)
-        for norm in (attention.q_norm, attention.k_norm):
+        # A layer that shares KV has its owner's norm of keys.
+        for norm in (attention.q_norm, attention.k_norm if attention.owns_kv else None):
             weight = self.norm(norm)
             if norm is not None and weight is not None:
                 self._norms[norm] = weight.view(-1, len(order))[:, index].reshape(-1)

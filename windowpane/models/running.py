@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windowpane.models.blocks import Decoder, GatedMLP, PerLayerInput
+from windowpane.models.blocks import RMS, Attention, Decoder, GatedMLP, Norm, PerLayerInput
 from windowpane.models.config import ModelError
 from windowpane.models.rope import KINDS
 from windowpane.models.spec import ModelSpec
@@ -29,4 +29,27 @@ def runnable(spec: ModelSpec) -> Decoder:
     activations = {m.activation for m in mixers if isinstance(m, GatedMLP | PerLayerInput)}
     for activation in sorted(activations - set(ACTIVATIONS)):
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
+    problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]
+    if problems or not all(norm is None or norm.weight for norm in _block_norms(decoder)):
+        raise ModelError(f"{spec.name} cannot be run yet: {(*problems, 'a norm between blocks has no weight')[0]}")
     return decoder
+
+
+def _problem(attention: Attention, decoder: Decoder) -> str | None:
+    """What no lowering has, or not every one."""
+    at = f"layer {attention.layer}"
+    if attention not in decoder.layers[attention.layer].blocks[0].mixers():
+        return f"{at} has its attention behind another block"
+    norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+    if any(norm.kind != RMS or norm.weight is None for norm in norms):
+        return f"{at} norms queries and keys without a weight, or otherwise than by their RMS"
+    if len({(norm.eps, norm.across_heads) for norm in norms}) > 1:
+        return f"{at} norms queries otherwise than keys"
+    if attention.cache.latent and (attention.rope is None or attention.rope.dim_order() is not None):
+        return f"{at} makes K and V from one projection and rotates pairs that are not half a head apart"
+    return None
+
+
+def _block_norms(decoder: Decoder) -> list[Norm | None]:
+    blocks = [block for layer in decoder.layers for block in layer.blocks]
+    return [decoder.norm, *(norm for block in blocks for norm in (block.before, block.after))]

@@ -78,7 +78,7 @@ class GpuLayer:
                 block.mixer.keep(normed, state)
                 state.narrow()
                 # Behind the positions: attention looks those up before the launch ahead of it has ended.
-                hidden, normed = hidden[wanted], (normed if normed is not hidden else hidden)[wanted]
+                hidden, normed = hidden[wanted], normed[wanted]
                 if not len(hidden):
                     return hidden, normed
             hidden, normed = block(hidden, normed, state)

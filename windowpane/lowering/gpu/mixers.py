@@ -162,7 +162,7 @@ class GpuAttention:
             self.view,
             context.tables.reading[stored.group],
             described.query_heads,
-            Mask(cache.retention),  # type: ignore[arg-type]
+            Mask.of(cache.retention),
             Scores(described.scale, described.softcap),
             rope,
         )
@@ -350,7 +350,8 @@ class GpuSum:
         return [mixer for _, mixer in self._branches]
 
     def _branch(self, x: torch.Tensor, block: Block, mixer: Any, state: GpuStepState) -> torch.Tensor:
-        return self._normed(mixer(self._normed(x, block.before), state), block.after)
+        mixed = self._normed(mixer(self._normed(x, block.before), state), block.after)
+        return mixed if block.multiplier == 1.0 else mixed * block.multiplier
 
     def _normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
         return x if norm is None else self._ops.norm(x, self._parameters.norm(norm), norm)

@@ -34,7 +34,7 @@ OVERLAPPING_LAUNCHES = (9, 0)
 class GpuModel:
     """`max_rows` is the most sequences that decode in one step; `use_hopper` False keeps to the plain kernels.
 
-    Projections that are put into another order are taken out of `parameters`, so that they do not take memory twice.
+    Attention's projections are taken out of `parameters`: those in another order do not take their memory twice.
     """
 
     def __init__(
@@ -141,7 +141,10 @@ class GpuModel:
         pages, dtype = context.pages, context.dtype
         if use_hopper:
             views = [(a, context.view(a.cache.layer)) for a in self.decoder.attentions]
-            rows = [(plain_view(v, dtype) if v.code else v, heads_of(v, a.query_heads, _mask(a))) for a, v in views]
+            rows = [
+                (plain_view(v, dtype) if v.code else v, heads_of(v, a.query_heads, Mask.of(a.cache.retention)))
+                for a, v in views
+            ]
             context.prefill_scratch = hopper_scratch(rows, max_model_len, pages.device)
         decoded_bytes = decoded_past_bytes(pages.layout, str(dtype).removeprefix("torch."), max_model_len)
         context.decoded = torch.empty(decoded_bytes, dtype=torch.uint8, device=pages.device)
@@ -151,7 +154,3 @@ class GpuModel:
 def _attentions(layer: GpuLayer) -> list[GpuAttention]:
     mixers = [m for b in layer.blocks for m in (b.mixer.mixers() if isinstance(b.mixer, GpuSum) else [b.mixer])]
     return [mixer for mixer in mixers if isinstance(mixer, GpuAttention)]
-
-
-def _mask(attention: object) -> Mask:
-    return Mask(attention.cache.retention)  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ class AttentionMixer:
         self.described, self._context, self._ops = described, context, context.ops
         self.qkv, self.out = parameters.linear(described.qkv), parameters.linear(described.out)
         self.q_norm, self.k_norm = parameters.head_norms(described)
-        self.mask, self.scores = Mask(described.cache.retention), Scores(described.scale, described.softcap)  # type: ignore[arg-type]
+        self.mask, self.scores = Mask.of(described.cache.retention), Scores(described.scale, described.softcap)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         described, width = self.described, self.described.query_width
@@ -222,8 +222,9 @@ class Branch:
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         mixed: torch.Tensor = self.mixer(self.normed(x), state)
-        after = self.described.after
-        return mixed if after is None else self._ops.norm(mixed, self.after, after)
+        after, multiplier = self.described.after, self.described.multiplier
+        mixed = mixed if after is None else self._ops.norm(mixed, self.after, after)
+        return mixed if multiplier == 1.0 else mixed * multiplier
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         before = self.described.before

@@ -16,7 +16,7 @@ from windowpane.lowering.linear import Linear, Parameters
 from windowpane.lowering.reference.mixers import Branch, Context, StepState, write_present
 from windowpane.lowering.reference.ops import Ops
 from windowpane.lowering.rope import RopeTables
-from windowpane.models.blocks import Block, Decoder, Layer
+from windowpane.models.blocks import Decoder, Layer
 from windowpane.schedule.step import Step
 
 LayerCall = Callable[[torch.Tensor, StepState], torch.Tensor]
@@ -94,16 +94,13 @@ class ReferenceLayer:
 
 
 class ResidualBlock(Branch):
-    def __init__(self, described: Block, context: Context) -> None:
-        super().__init__(described, context)
-        self._multiplier = described.multiplier
+    """A block on the residual stream."""
 
     def add_to(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
         after = self.described.after
-        if after is not None and self.after is not None and self._multiplier == 1.0:
+        if after is not None and self.after is not None and self.described.multiplier == 1.0:
             return self._ops.add_normed(hidden, self.mixer(self.normed(hidden), state), self.after, after)
-        mixed = self(hidden, state)
-        return hidden + (mixed if self._multiplier == 1.0 else mixed * self._multiplier)
+        return hidden + self(hidden, state)
 
 
 class PerLayerValues:
