@@ -11,9 +11,9 @@ Ampere GA100 and GA102, Ada, Hopper, Blackwell, RTX Blackwell) and the CUDA tabl
 dense (never the doubled "with sparsity" figure) tensor-core bf16 with fp32 accumulation at boost clock; fp16 on cards
 before Ampere, which have no bf16.
 
-AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. ROCm reports the whole
-of an Instinct's HBM. Of unified memory macOS lets the GPU have about three quarters (`recommendedMaxWorkingSetSize`),
-which is what stands here; a DGX Spark's 121.69 GiB are what CUDA reports, and the operating system lives in them too.
+AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. Their totals assume that ROCm reports the whole
+of an Instinct's HBM, and that macOS lets the GPU have three quarters of unified memory (`recommendedMaxWorkingSetSize`);
+neither was checked. A DGX Spark's 121.69 GiB are what CUDA reports, and the operating system lives in them too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _CARDS = (
     _card("b200", "B200 SXM 180 GB", 178.35, 8000, 2250, (10, 0)),
     # The data sheet's 288 GB, less what a B200's driver keeps of its own.
     _card("b300", "B300 SXM 288 GB", 267.60, 8000, 2250, (10, 3)),
-    # Unified memory, shared with the operating system. Source: the DGX Spark data sheet.
+    # Unified memory, shared with the operating system; its total as users' logs show it. Rates were not checked.
     _card("gb10", "GB10 (DGX Spark)", 121.69, 273, 125, (12, 1)),
     # Workstation. Sources: the product data sheets; RTX Blackwell PRO white paper.
     _card("a6000", "RTX A6000", 47.53, 768, 154.8, (8, 6)),
@@ -91,11 +91,11 @@ _CARDS = (
     _card("5070-ti", "GeForce RTX 5070 Ti", 15.47, 896, 87.9, (12, 0)),
     _card("5080", "GeForce RTX 5080", 15.47, 960, 112.6, (12, 0)),
     _card("5090", "GeForce RTX 5090", 31.37, 1792, 209.5, (12, 0)),
-    # AMD Instinct. Sources: the product data sheets (dense bf16); CDNA 3 and CDNA 4 white papers.
+    # AMD Instinct: published sizes and dense bf16 rates, not checked against a card.
     _card("mi300x", "Instinct MI300X 192 GB", 191.98, 5300, 1307.4, None),
     _card("mi325x", "Instinct MI325X 256 GB", 255.98, 6000, 1307.4, None),
     _card("mi355x", "Instinct MI355X 288 GB", 287.98, 8000, 2516.6, None),
-    # Apple. Sources: the technical specifications; fp16 at twice the published fp32 rate.
+    # Apple: published sizes and rates, fp16 at twice fp32, not checked against a chip.
     _card("m4-pro-48gb", "Apple M4 Pro 48 GB", 36, 273, 18.4, None),
     _card("m4-max-64gb", "Apple M4 Max 64 GB", 48, 546, 36.9, None),
     _card("m4-max-128gb", "Apple M4 Max 128 GB", 96, 546, 36.9, None),
