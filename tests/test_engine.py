@@ -287,7 +287,7 @@ class TestFailing:
         run(engine, after)
         assert after.output == solo(after.prompt, after.params)
 
-    @pytest.mark.parametrize("line", range(3, 1200, 31))
+    @pytest.mark.parametrize("line", [*range(3, 1200, 31), *range(1040, 1088, 3)])
     def test_an_interrupt_at_any_line_leaves_the_engine_usable(self, overlapped: bool, line: int) -> None:
         engine = engine_for(overlapped, budget=32, keep=True)
         run_without_idle_check(engine, request("before", range(40), max_tokens=3))

@@ -112,6 +112,8 @@ class Engine:
         return self._land() if self._sent_steps else []
 
     def _overlapped_step(self) -> list[TokenOutput]:
+        if len(self._sent_steps) > 1:  # an interrupt came between sending one off and landing the one before
+            return self._land()
         failed = any(sent.error is not None for sent in self._sent_steps)  # nothing is built on such a step
         scheduled = not failed and self._schedule()
         if self._sent_steps and (len(self._sent_steps) > 1 or not scheduled):

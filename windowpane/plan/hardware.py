@@ -11,9 +11,10 @@ Ampere GA100 and GA102, Ada, Hopper, Blackwell, RTX Blackwell) and the CUDA tabl
 dense (never the doubled "with sparsity" figure) tensor-core bf16 with fp32 accumulation at boost clock; fp16 on cards
 before Ampere, which have no bf16.
 
-AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. Their totals assume that ROCm reports the whole
-of an Instinct's HBM, and that macOS lets the GPU have three quarters of unified memory (`recommendedMaxWorkingSetSize`);
-neither was checked. A DGX Spark's 121.69 GiB are what CUDA reports, and the operating system lives in them too.
+AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. Their totals assume
+that ROCm reports the whole of an Instinct's HBM, and that macOS lets the GPU have three quarters of unified memory
+(`recommendedMaxWorkingSetSize`); neither was checked. A DGX Spark's 121.69 GiB are what CUDA reports, and the operating
+system lives in them too.
 """
 
 from __future__ import annotations
