@@ -27,7 +27,7 @@ FLAGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
 }
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 class Running:
