@@ -104,14 +104,10 @@ class KVPages:
         columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
         offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
         return _Reads(
-            offsets=self._tensor(offsets.reshape(-1)),
-            shape=blocks.shape,
-            starts=self._tensor(starts),
-            stops=self._tensor(stops),
-            most_tokens=int((stops - starts).max()),
-            first_positions=self._tensor(first_blocks * block),
-            block_tokens=block,
-        )
+            offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
+            stops=self._tensor(stops), most_tokens=int((stops - starts).max()),
+            first_positions=self._tensor(first_blocks * block), block_tokens=block,
+        )  # fmt: skip
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from windowpane.models.packing import (
-    BLOCK_INPUTS,
-    BLOCK_UNITS,
-    MIDDLE_OF_INT4,
-    VALUES_PER_UNIT,
-    PackedForm,
-)
+from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS, MIDDLE_OF_INT4, VALUES_PER_UNIT, PackedForm
 
 # What a product expands at once: 16 MiB in float32.
 TILE_VALUES = 4 * 1024**2
@@ -250,10 +244,7 @@ def stack(weights: Sequence[_Single]) -> Weight:
     first = packed[0]
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in packed if w.zeros is not None])
     return replace(
-        first,
-        units=torch.cat([w.units for w in packed]),
-        scales=torch.cat([w.scales for w in packed]),
-        zeros=zeros,
+        first, units=torch.cat([w.units for w in packed]), scales=torch.cat([w.scales for w in packed]), zeros=zeros
     )
 
 

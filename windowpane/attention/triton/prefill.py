@@ -83,14 +83,9 @@ def prefill_tiles(segments: Sequence[Sequence[int]] | NDArray[np.int32], tile_to
 
 
 def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: PagedLayer,
-    segments: torch.Tensor,
-    tiles: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segments: torch.Tensor, tiles: torch.Tensor,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Causal attention of chunks. q and out [rows, query heads, dim], k and v [tokens, KV heads, dim] of the step.
 
     segments [n, 6], int32: (slot, start, stop, row, q_row, q_count). A segment is tokens [start, stop) of a slot, at

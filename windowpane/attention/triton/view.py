@@ -60,20 +60,11 @@ class LayerView:
                 f"layer {cache.layer}: K of {cache.key_dim} and V of {cache.value_dim} dims have no kernel"
             )
         return cls(
-            cache.kv_heads,
-            cache.key_dim,
-            group.block_tokens,
-            max(columns, 1),
-            not group.grows,
-            piece.data_offsets,
-            piece.stripe,
-            group.stripes,
-            TORCH_DTYPES.get(fmt.name, torch.int16),
-            CODES.get(fmt.name, 0),
-            piece.row_bytes[0] // WORD_BYTES,
-            piece.scale_offsets,
+            cache.kv_heads, cache.key_dim, group.block_tokens, max(columns, 1), not group.grows, piece.data_offsets,
+            piece.stripe, group.stripes, TORCH_DTYPES.get(fmt.name, torch.int16), CODES.get(fmt.name, 0),
+            piece.row_bytes[0] // WORD_BYTES, piece.scale_offsets,
             tuple(layer_scales or (1.0,) * len(piece.data_offsets)),
-        )
+        )  # fmt: skip
 
     @property
     def latent(self) -> bool:
@@ -176,7 +167,7 @@ def section(ARENA, offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def soft_capped(s, CAP: tl.constexpr):
-    """Scores in powers of two, which stay below the cap: cap x tanh(s / cap). From 2^126 on tanh is 1; NaN stays NaN."""
+    """Scores in powers of two, which stay below the cap: cap x tanh(s / cap). From 2^126 tanh is 1; NaN stays NaN."""
     if CAP > 0:
         s *= 2 / CAP
         s = CAP * _LOG2E * (1 - 2 / (tl.exp2(tl.where(s > 126, 126.0, s)) + 1))

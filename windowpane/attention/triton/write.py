@@ -101,14 +101,9 @@ def _write_kernel(
 
 
 def write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    arena: torch.Tensor,
-    view: LayerView,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, view: LayerView, rows: torch.Tensor, offsets: torch.Tensor,
     within: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Store `k[rows]` and `v[rows]` at their pages. k and v are [tokens, KV heads, dim]; lists are int32 [n].
 
     Of a latent, k is the stored vector n and v is not looked at. Entries with a row below 0 are padding and store

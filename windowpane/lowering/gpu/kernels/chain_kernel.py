@@ -33,14 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.lowering.gpu.kernels.chain_forms import (
-    ARE_LEFT,
-    ARE_THERE,
-    IS_GATED,
-    IS_LONG,
-    PIECE,
-    PORTIONS,
-)
+from windowpane.lowering.gpu.kernels.chain_forms import ARE_LEFT, ARE_THERE, IS_GATED, IS_LONG, PIECE, PORTIONS
 from windowpane.lowering.gpu.kernels.chain_inputs import hold_pieces, load_pieces, piece_layout, pieces_of, store_pieces
 from windowpane.lowering.gpu.kernels.chain_left import forget, take
 from windowpane.lowering.gpu.kernels.chain_portions import (

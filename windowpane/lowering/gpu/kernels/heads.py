@@ -42,27 +42,13 @@ _NOWHERE = (None, None, None, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def prepare_heads(
-    projected: torch.Tensor,
-    positions: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    v_norm: bool,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
-    pair_distance: int,
-    eps: float,
-    latent: bool,
-    page_write: PageWrite | None = None,
-    slots: torch.Tensor | None = None,
-    view: LayerView | None = None,
-    coded: CodedRows | None = None,
-    balance: torch.Tensor | None = None,
-    transform_values: bool = False,
+    projected: torch.Tensor, positions: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *, v_norm: bool, angles: tuple[torch.Tensor, torch.Tensor] | None, pair_distance: int, eps: float, latent: bool,
+    page_write: PageWrite | None = None, slots: torch.Tensor | None = None, view: LayerView | None = None,
+    coded: CodedRows | None = None, balance: torch.Tensor | None = None, transform_values: bool = False,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
 
     Heads lie in that order: queries, then keys and values, or one latent for both. q or k and v may have no heads.
@@ -92,47 +78,16 @@ def prepare_heads(
     layer_scales, row_words = (view.layer_scales, view.row_words) if view else ((1.0,), 0)
     buffers = (None,) * 4 if coded is None else (coded.k, coded.v, coded.k_scales, coded.v_scales)
     _heads_kernel[(rows, query_parts + kv_parts * (1 if latent else 2))](
-        projected,
-        positions,
-        q_norm,
-        k_norm,
-        cos,
-        sin,
-        q,
-        k,
-        v,
-        projected.stride(0),
-        pairs if cos is None else cos.stride(0),
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        eps,
+        projected, positions, q_norm, k_norm, cos, sin, q, k, v, projected.stride(0),
+        pairs if cos is None else cos.stride(0), q.stride(0), k.stride(0), v.stride(0), eps,
         *(_NOWHERE if page_write is None else page_write.arguments(slots)),
-        *buffers,
-        layer_scales[0],
-        layer_scales[-1],
-        balance,
-        QUERY_HEADS=query_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        PAIRS=pairs,
-        DISTANCE=distance,
-        HEADS=heads,
-        V_NORM=v_norm,
-        LATENT=latent,
-        UNIT_BYTES=OFFSET_UNIT_BYTES,
-        KV_DTYPE=ELEMENTS[k.dtype],
-        CODE=code,
-        PER_ROW=view is not None and bool(view.scale_offsets),
-        ROW=row_words,
-        WORDS=dim // (4 if code == INT4 else 2),
-        GROUP=max(query_heads // view.kv_heads, 1) if view else 1,
-        BALANCED_HEADS=view.kv_heads if view else 0,
-        TRANSFORM_VALUES=transform_values,
-        PDL=pdl,
-        num_warps=LONE_WARPS if rows == 1 else WARPS,
-        launch_pdl=pdl,
-    )
+        *buffers, layer_scales[0], layer_scales[-1], balance,
+        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, DISTANCE=distance, HEADS=heads, V_NORM=v_norm,
+        LATENT=latent, UNIT_BYTES=OFFSET_UNIT_BYTES, KV_DTYPE=ELEMENTS[k.dtype], CODE=code,
+        PER_ROW=view is not None and bool(view.scale_offsets), ROW=row_words, WORDS=dim // (4 if code == INT4 else 2),
+        GROUP=max(query_heads // view.kv_heads, 1) if view else 1, BALANCED_HEADS=view.kv_heads if view else 0,
+        TRANSFORM_VALUES=transform_values, PDL=pdl, num_warps=LONE_WARPS if rows == 1 else WARPS, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit

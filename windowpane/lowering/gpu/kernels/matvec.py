@@ -92,14 +92,9 @@ def gated_matvec(
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gelu: bool | None,
-    pdl: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
     launch: Launch | None,
-) -> None:
+) -> None:  # fmt: skip
     """`gelu` None: not gated."""
     (rows, inputs), outputs = x.shape, len(weight)
     launch = launch or plan_launch(rows, outputs, inputs)
@@ -111,25 +106,10 @@ def _launch(
         lanes, vector = 32 * launch.warps, _LOAD_BYTES // weight.element_size()
         kernel, step, tiling = _sums_kernel, lanes * vector, {"LANES": lanes, "VECTOR": vector}
     kernel[(triton.cdiv(outputs, weight_rows),)](
-        x,
-        weight,
-        bias,
-        out,
-        x.stride(0),
-        weight.stride(0),
-        out.stride(0),
-        outputs,
-        inputs,
-        ROWS=rows,
-        WEIGHT_ROWS=weight_rows,
-        IS_WHOLE=inputs % step == 0,
-        GATED=gelu is not None,
-        GELU=bool(gelu),
-        PDL=pdl,
-        num_warps=launch.warps,
-        launch_pdl=pdl,
-        **tiling,
-    )
+        x, weight, bias, out, x.stride(0), weight.stride(0), out.stride(0), outputs, inputs, ROWS=rows,
+        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=gelu is not None, GELU=bool(gelu), PDL=pdl,
+        num_warps=launch.warps, launch_pdl=pdl, **tiling,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -119,26 +119,16 @@ def packed_linear(
 
 
 def packed_gated(
-    x: torch.Tensor,
-    gate_up: PackedWeight,
-    out: torch.Tensor,
-    activation: str,
-    *,
-    launch: Launch | Shares | None = None,
+    x: torch.Tensor, gate_up: PackedWeight, out: torch.Tensor, activation: str, *, launch: Launch | Shares | None = None
 ) -> None:
     """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ), for at most SPLIT_ROWS rows; `gate_up` is stacked."""
     _launch(x, gate_up, None, out, is_gelu(activation), False, launch)
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gelu: bool | None,
-    pdl: bool,
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
     launch: Launch | Shares | None,
-) -> None:
+) -> None:  # fmt: skip
     """`gelu` None: not gated."""
     x = weight.in_order(x)
     launch = choose_launch(x, weight, out) if launch is None else launch
