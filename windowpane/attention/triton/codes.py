@@ -6,8 +6,6 @@ threads. 16-bit operands are made two at a time by the instructions below; there
 they run on any card with bfloat16.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

@@ -10,8 +10,6 @@ all of is ended by it.
     programs  |. . . .|. . . .|. . .|     one of the two, so no slot is taken twice
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from functools import cache

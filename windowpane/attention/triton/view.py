@@ -1,7 +1,5 @@
 """Where the rows of one layer lie: what every kernel here is told about the arena, and how it finds a token's page."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """All int4 products between two layers' attention for one row, from the host's side: which layers, and the launch."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The forms of weights on their way, for the launch that has all products between two layers' attention."""
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl

@@ -1,6 +1,6 @@
 """Activations of one row as the tensor cores for bytes take them (`chain_kernel`)."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
 

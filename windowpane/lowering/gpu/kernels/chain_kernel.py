@@ -23,7 +23,7 @@ Programs do not count each other: what they leave behind a product says for itse
 There are two places for it, of which launches use one in turn and clear the other.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc,no-redef"
 # mypy: disable-error-code="var-annotated"
 
 from __future__ import annotations

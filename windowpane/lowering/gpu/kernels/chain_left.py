@@ -6,7 +6,7 @@ stores of two bytes that are seen whole, and by others without being asked to. P
 Hopper does it.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 

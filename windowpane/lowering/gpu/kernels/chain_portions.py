@@ -1,6 +1,6 @@
 """Portions of int4 weights: asked for, brought to registers and multiplied (`chain_kernel`)."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """From one fused projection to queries, keys and values: norms, rotation, and the way into pages, in one launch."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

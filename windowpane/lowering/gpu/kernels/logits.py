@@ -1,7 +1,5 @@
 """What happens to logits on their way to a token."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

@@ -4,7 +4,7 @@ A program has a few rows of the weight to itself and walks along its inputs, one
 sum is shared between programs, so that results do not depend on timing.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -66,27 +66,17 @@ def plan_launch(rows: int, outputs: int, inputs: int) -> Launch:
 
 
 def matvec(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    pdl: bool = False,
-    launch: Launch | None = None,
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None,
+    *, pdl: bool = False, launch: Launch | None = None,
+) -> None:  # fmt: skip
     """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32."""
     _launch(x, weight, bias, out, None, pdl, launch)
 
 
 def gated_matvec(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    out: torch.Tensor,
-    activation: str,
-    *,
-    pdl: bool = False,
-    launch: Launch | None = None,
-) -> None:
+    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, activation: str,
+    *, pdl: bool = False, launch: Launch | None = None,
+) -> None:  # fmt: skip
     """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ). `gate_up` is one above the other: [2 × width, inputs]."""
     _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
 

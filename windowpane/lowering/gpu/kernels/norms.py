@@ -1,7 +1,5 @@
 """RMS norms, and the residual additions between them."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

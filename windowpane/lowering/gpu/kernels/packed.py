@@ -7,7 +7,7 @@ Few rows: `split`. More rows: `tiled`. So many that a dequantised matrix and cuB
 No sum depends on timing.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -106,14 +106,9 @@ def slice_outputs(outputs: int, most: int) -> int:
 
 
 def packed_linear(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    pdl: bool = False,
-    launch: Launch | Shares | None = None,
-) -> None:
+    x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None = None,
+    *, pdl: bool = False, launch: Launch | Shares | None = None,
+) -> None:  # fmt: skip
     """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias by a kernel that reads units; sums in float32."""
     _launch(x, weight, bias, out, None, pdl, launch)
 

@@ -1,6 +1,6 @@
 """Quantized weights in registers: what the units, scales and zero points of a block mean, for kernels."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
