@@ -14,7 +14,7 @@ Inputs are read by TMA and sums past the L1 cache: where launches overlap, it ma
 before has read.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -64,10 +64,12 @@ prmt.b32 $3, high, high, 0x3232;
 
 
 @gluon.jit
-def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work):
+def _bring_weights(units, scales, weight_tiles, share):
     """For each block of the piece. Scales come 16 bytes at a time, the least that TMA copies and from where it may
     begin: those of two blocks.
     """
+    unit_tiles, scale_tiles = weight_tiles
+    full, empty, tiles, blocks, work = share
     STAGES: gl.constexpr = unit_tiles.type.shape[0]
     first = piece_start(gl.program_id(0), gl.num_programs(0), work)
     last = piece_start(gl.program_id(0) + 1, gl.num_programs(0), work)
@@ -83,9 +85,9 @@ def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, b
 
 
 @gluon.jit
-def _bring_inputs(
-    x, more_x, x_tiles, more_x_tiles, full, empty, tiles, blocks, work, EXTRA: gl.constexpr, PDL: gl.constexpr
-):
+def _bring_inputs(x, more_x, input_tiles, share, EXTRA: gl.constexpr, PDL: gl.constexpr):
+    x_tiles, more_x_tiles = input_tiles
+    full, empty, tiles, blocks, work = share
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     if PDL:
@@ -141,10 +143,15 @@ def _operand(units, words, tile, block, DTYPE: gl.constexpr, ROWS: gl.constexpr)
 
 @gluon.jit
 def _multiply(
-    which: gl.constexpr, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles, buffer, full,
-    empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    which: gl.constexpr, results, BIAS, weight_tiles, input_tiles, buffer, share, shape, EXTRA: gl.constexpr,
+    DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Half `which` of the program's tiles: 2 × 64 outputs."""
+    out, OUT, SUMS, FLAGS = results
+    unit_tiles, scale_tiles = weight_tiles
+    x_tiles, more_x_tiles = input_tiles
+    full, empty, tiles, blocks, work = share
+    rows, outputs, out_stride = shape
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -260,25 +267,15 @@ def int4_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)  # weights and inputs
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
+    weights, inputs = (unit_tiles, scale_tiles), (x_tiles, more_x_tiles)
+    share = (full, empty, tiles, blocks, work)
+    results, shape = (out, OUT, SUMS, FLAGS), (rows, outputs, out_stride)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    0, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles,
-                    buffers.index(0), full, empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA, DTYPE, PDL,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    1, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles,
-                    buffers.index(1), full, empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA, DTYPE, PDL,
-                ),
-            ),
-            (_bring_weights, (units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work)),
-            (_bring_inputs, (x, more_x, x_tiles, more_x_tiles, full, empty, tiles, blocks, work, EXTRA, PDL)),
+            (_multiply, (0, results, BIAS, weights, inputs, buffers.index(0), share, shape, EXTRA, DTYPE, PDL)),
+            (_multiply, (1, results, BIAS, weights, inputs, buffers.index(1), share, shape, EXTRA, DTYPE, PDL)),
+            (_bring_weights, (units, scales, weights, share)),
+            (_bring_inputs, (x, more_x, inputs, share, EXTRA, PDL)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1], [240, 24, 24],
     )  # fmt: skip
