@@ -151,11 +151,14 @@ def _softmax(s, m, norm, scale_log2, TOKENS: tl.constexpr, CAP: tl.constexpr):
     return p, tl.expand_dims(alpha, TOKENS), m_new, norm * alpha + tl.sum(p, TOKENS)
 
 
-@triton.jit(
-    # A decoded past has another table in every step.
+# A decoded past has another table in every step.
+_jit = triton.jit(
     do_not_specialize=["table_stride", "columns", "stripe"],
     do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "TILES"],
 )
+
+
+@_jit
 def _pair_kernel(
     Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
     table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,
@@ -200,11 +203,7 @@ def _pair_kernel(
     tl.store(OUT + out_at, (acc / norm[:, None]).to(OUT.dtype.element_ty), mask=asks[:, None])
 
 
-@triton.jit(
-    # A decoded past has another table in every step.
-    do_not_specialize=["table_stride", "columns", "stripe"],
-    do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "TILES"],
-)
+@_jit
 def _latent_kernel(
     Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
     table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,

@@ -120,22 +120,12 @@ class JoinedLayer:
         attends, feeds = self._layer.blocks
         attention, mlp, described = self._attention, feeds.mixer, self._attention.described
         tensors = {
-            "before_attention": attends.before,
-            "qkv": attention.qkv.weight,
-            "qkv_bias": attention.qkv.bias,
-            "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm,
-            "out": attention.out.weight,
-            "out_bias": attention.out.bias,
-            "after_attention": attends.after,
-            "before_mlp": feeds.before,
-            "gate_up": mlp.gate_up.weight,
-            "gate_up_bias": mlp.gate_up.bias,
-            "down": mlp.down.weight,
-            "down_bias": mlp.down.bias,
-            "after_mlp": feeds.after,
-            "sinks": attention.scores.sinks,
-        }
+            "before_attention": attends.before, "qkv": attention.qkv.weight, "qkv_bias": attention.qkv.bias,
+            "q_norm": attention.q_norm, "k_norm": attention.k_norm, "out": attention.out.weight,
+            "out_bias": attention.out.bias, "after_attention": attends.after, "before_mlp": feeds.before,
+            "gate_up": mlp.gate_up.weight, "gate_up_bias": mlp.gate_up.bias, "down": mlp.down.weight,
+            "down_bias": mlp.down.bias, "after_mlp": feeds.after, "sinks": attention.scores.sinks,
+        }  # fmt: skip
         norm = next(n for n in (feeds.described.before, feeds.described.after) if n is not None)
         return _Layer(
             **{name: address(tensor) for name, tensor in tensors.items()},

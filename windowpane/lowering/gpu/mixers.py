@@ -149,15 +149,9 @@ class GpuAttention:
         if cache.latent:
             assert angles is not None and self.k_norm is not None
             rope = (*angles, self.k_norm)
-        self.paged = PagedLayer(
-            pages.arena,
-            self.view,
-            context.tables.reading[stored.group],
-            described.query_heads,
-            Mask(cache.retention),  # type: ignore[arg-type]
-            Scores(described.scale, described.softcap),
-            rope,
-        )
+        mask, scores = Mask(cache.retention), Scores(described.scale, described.softcap)  # type: ignore[arg-type]
+        table = context.tables.reading[stored.group]
+        self.paged = PagedLayer(pages.arena, self.view, table, described.query_heads, mask, scores, rope)
         self.chunk_attention = make_chunk_attention(self.paged, context.prefill_scratch, context.decoded, dtype)
 
     def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
@@ -327,11 +321,8 @@ class GpuSum:
 
 
 MIXERS: dict[type[Mixer], Callable[[Any, GpuContext], Any]] = {
-    Attention: GpuAttention,
-    GatedMLP: GpuMlp,
-    PerLayerInput: GpuPerLayer,
-    Sum: GpuSum,
-}
+    Attention: GpuAttention, GatedMLP: GpuMlp, PerLayerInput: GpuPerLayer, Sum: GpuSum,
+}  # fmt: skip
 
 
 def make_mixer(block: Block, context: GpuContext) -> Any:

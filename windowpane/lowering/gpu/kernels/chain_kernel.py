@@ -23,8 +23,7 @@ Programs do not count each other: what they leave behind a product says for itse
 There are two places for it, of which launches use one in turn and clear the other.
 """
 
-# mypy: disable-error-code="assignment,misc,no-redef"
-# mypy: disable-error-code="var-annotated"
+# mypy: disable-error-code="assignment,misc,no-redef,var-annotated"
 
 from __future__ import annotations
 

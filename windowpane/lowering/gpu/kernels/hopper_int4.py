@@ -31,7 +31,7 @@ from windowpane.lowering.gpu.kernels.hopper_sums import (
     store_directly,
     store_tile,
 )
-from windowpane.lowering.gpu.kernels.unpacking import TAKE_INT4
+from windowpane.lowering.gpu.kernels.unpacking import TAKE_INT4, four_of
 
 # Taking 8 more than the magic number away is exact, and the product with the scale is rounded as in a dequantised
 # matrix.
@@ -118,24 +118,15 @@ def _operand(units, words, tile, block, DTYPE: gl.constexpr, ROWS: gl.constexpr)
     u = units.index(tile).load(operand)
     even, odd = gl.split(words.index(tile).load(own))
     word = gl.convert_layout(gl.where(block % 2 == 0, even, odd), gl.SliceLayout(1, operand))
-    spread = gl.inline_asm_elementwise(
-        _SPREAD, "=r,=r,=r,=r,l", [word],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+    spread = gl.inline_asm_elementwise(_SPREAD, "=r,=r,=r,=r,l", [word], dtype=four_of(gl.int32), is_pure=True, pack=1)
     s0, _u = gl.broadcast(gl.expand_dims(spread[0], 1), u)
     s1, _u = gl.broadcast(gl.expand_dims(spread[1], 1), u)
     s2, _u = gl.broadcast(gl.expand_dims(spread[2], 1), u)
     s3, _u = gl.broadcast(gl.expand_dims(spread[3], 1), u)
-    if DTYPE == gl.bfloat16:  # noqa: SIM300 - a parameter, whatever its case
-        w = gl.inline_asm_elementwise(
-            _DECODE_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        w = gl.inline_asm_elementwise(
-            _DECODE_FLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+    DECODE: gl.constexpr = _DECODE_BFLOAT16 if DTYPE == gl.bfloat16 else _DECODE_FLOAT16  # noqa: SIM300
+    w = gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3], dtype=four_of(DTYPE), is_pure=True, pack=2
+    )
     # Input 32 · span + unit: registers change their names, nothing moves.
     spans = gl.join(gl.join(w[0], w[1]), gl.join(w[2], w[3]))
     return gl.convert_layout(gl.reshape(gl.permute(spans, (0, 3, 2, 1)), [64, 128]), operand)

@@ -7,8 +7,6 @@ Few rows: `split`. More rows: `tiled`. So many that a dequantised matrix and cuB
 No sum depends on timing.
 """
 
-# mypy: disable-error-code="assignment"
-
 from __future__ import annotations
 
 import torch
@@ -24,19 +22,9 @@ from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import DEQUANTIZED_BYTES
 
 __all__ = [
-    "MOST_ROWS",
-    "SPLIT_ROWS",
-    "Launch",
-    "Shares",
-    "choose_launch",
-    "dequantize_into",
-    "dequantized_product",
-    "packed_gated",
-    "packed_linear",
-    "packed_product",
-    "plan_launch",
-    "slice_outputs",
-]
+    "MOST_ROWS", "SPLIT_ROWS", "Launch", "Shares", "choose_launch", "dequantize_into", "dequantized_product",
+    "packed_gated", "packed_linear", "packed_product", "plan_launch", "slice_outputs",
+]  # fmt: skip
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
 MOST_ROWS = 256
