@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.attention.triton.codes import INT4, encode, turn
+from windowpane.attention.triton.codes import INT4, encode, to_basis
 from windowpane.attention.triton.view import ELEMENTS, LayerView, rotate, section
 from windowpane.attention.triton.write import CodedRows
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
@@ -50,13 +50,13 @@ def prepare_heads(
     """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
 
     Heads lie in that order: queries, then keys and values, or one latent for both. q or k and v may have no heads.
-    `angles` are cos and sin, float32 [positions, R]: dims [0, R) turn with those `pair_distance` further on. Of a
+    `angles` are cos and sin, float32 [positions, R]: dims [0, R) rotate with those `pair_distance` further. Of a
     latent, v is its norm in v's dtype and k is rebuilt from that, as past keys are from pages.
 
     With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
 
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
-    coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and turned into it
+    coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and transformed
     here, values only with `transform_values`: weights can do it for them.
 
     `pdl` lets the launch begin while the one before it ends, and look up positions, slots and pages by then: between
@@ -134,10 +134,10 @@ def _halves(row, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def _turned(low, high, factors, inside, DIM: tl.constexpr, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
+def _balanced(low, high, factors, inside, DIM: tl.constexpr, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
     """Queries or keys into the basis that keys are coded in."""
     low_factor, high_factor = _load_pairs(factors, inside, DISTANCE)
-    return _halves(turn(_row(low * low_factor, high * high_factor, DIM), DIM), PIECES, DISTANCE)
+    return _halves(to_basis(_row(low * low_factor, high * high_factor, DIM), DIM), PIECES, DISTANCE)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _heads_kernel(
     """A few heads of one row: of queries, keys (or latents) or values.
 
     Heads come as [heads, pieces, DISTANCE], once for the first and once for the second dims of pairs. A piece is two
-    pair distances wide; only the first has dims that turn.
+    pair distances wide; only the first has dims that rotate.
     """
     if PDL:
         gdc_launch_dependents()
@@ -191,7 +191,7 @@ def _heads_kernel(
     dims = tl.broadcast_to((pieces + tl.arange(0, DISTANCE)[None, :])[None], [HEADS, PIECES, DISTANCE])
     at = head * DIM + dims
 
-    # Where a row goes and how it turns was known before this layer: it is looked up while the projection is made.
+    # Where a row goes and how it rotates was known before this layer: it is looked up while the projection is made.
     position = tl.load(POSITIONS + row)
     is_stored = position >= 0
     position = tl.maximum(position, 0)
@@ -231,13 +231,13 @@ def _heads_kernel(
             low, high = rotate(low, high, cos, sin)
         if BALANCE is not None:
             low, high = _rounded(low, high, DTYPE)
-            low, high = _turned(low, high, BALANCE + head // GROUP * DIM + dims, inside, DIM, PIECES, DISTANCE)
+            low, high = _balanced(low, high, BALANCE + head // GROUP * DIM + dims, inside, DIM, PIECES, DISTANCE)
         _store_pairs(Q + row * q_stride + at, low, high, inside, DISTANCE, DTYPE)
     elif is_value:
         if V_NORM:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
         if TRANSFORM_VALUES:
-            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
+            low, high = _halves(to_basis(_row(low, high, DIM), DIM), PIECES, DISTANCE)
         if CODE > 0:
             low, high = _coded(
                 low, high, v_words, v_scales_at, words_at, place, line_inside, v_layer_scale, DIM, WORDS, CODE, PER_ROW
@@ -269,7 +269,7 @@ def _heads_kernel(
             low, high = rotate(low, high, cos, sin)
         low, high = _rounded(low, high, DTYPE)
         if BALANCE is not None:
-            low, high = _turned(
+            low, high = _balanced(
                 low, high, BALANCE + (BALANCED_HEADS + head) * DIM + dims, inside, DIM, PIECES, DISTANCE
             )
             low, high = _rounded(low, high, DTYPE)
