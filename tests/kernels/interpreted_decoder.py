@@ -86,7 +86,7 @@ def chain_in_torch(chains: list[Links]) -> None:
         attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch, *, pdl: bool
     ) -> torch.Tensor:
         chains.append(links)
-        assert scratch.left.shape == (2, 2 * hidden.shape[1] + links.down.inputs)
+        assert scratch.results.shape == (2, 2 * hidden.shape[1] + links.down.inputs)
         assert links.following is None or len(links.following) <= scratch.most_following
         following, after = in_torch(attended, hidden, links, hidden.dtype)
         hidden.copy_(after)

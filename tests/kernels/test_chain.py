@@ -191,5 +191,5 @@ def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
     assert [link for link, _ in chains] == [found[i] for i in (0, 1, 2, 4)]
     (_, a), (_, b), (_, c), (_, d) = chains
     assert a is c and b is d and a is not b
-    assert all(scratch.left.shape == (2, 2 * 5376 + link.down.inputs) for link, scratch in chains)
+    assert all(scratch.results.shape == (2, 2 * 5376 + link.down.inputs) for link, scratch in chains)
     assert {scratch.most_following for _, scratch in chains} == {18432}, "of layers that have a chain"

@@ -15,19 +15,22 @@ import torch.nn.functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
-    from windowpane.lowering.reference.ops import Ops
-
-    _rms_norm = Ops().norm
     from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
     from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
     from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
     from windowpane.lowering.gpu.kernels.matvec import Launch, gated_matvec, matvec
     from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
+    from windowpane.lowering.reference.ops import Ops
     from windowpane.lowering.rope import Rope, rotate
+    from windowpane.models.blocks import Norm
 
 EPS = 1e-6
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
 UNTOUCHED = 0xA5
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return Ops().norm(x, weight, Norm(eps))
 
 
 def test_fused_kernels_agree_with_plain_torch_in_the_interpreter():
@@ -99,7 +102,7 @@ def heads(projected: torch.Tensor, first: int, count: int, dim: int) -> torch.Te
     return projected[:, first * dim : (first + count) * dim].reshape(len(projected), count, dim)
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+def rotated(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
     cos, sin = rope.table(64, torch.device("cpu"), torch.float32)
     at = positions.clamp(min=0).long()
     return rotate(x, cos[at][:, None], sin[at][:, None])
@@ -132,7 +135,7 @@ def check_heads_of_pairs() -> None:
             if q_norm:
                 wants = [_rms_norm(x, weight, EPS) for x, weight in zip(wants, w, strict=True)]
             if rotates:
-                wants = [turned(x, positions, rope) for x in wants]
+                wants = [rotated(x, positions, rope) for x in wants]
             close(q, wants[0])
             close(k, wants[1])
             value = heads(projected, query_heads + kv_heads, kv_heads, dim)
@@ -158,8 +161,8 @@ def check_heads_of_which_a_quarter_turns() -> None:
         angles=(cos[:, :pairs].contiguous(), sin[:, :pairs].contiguous()),
         **given,
     )
-    close(q, turned(heads(projected, 0, 1, dim), positions, rope))
-    close(k, turned(heads(projected, 1, 1, dim), positions, rope))
+    close(q, rotated(heads(projected, 0, 1, dim), positions, rope))
+    close(k, rotated(heads(projected, 1, 1, dim), positions, rope))
 
 
 def check_heads_of_a_latent() -> None:
@@ -190,8 +193,8 @@ def check_heads_of_a_latent() -> None:
         latent=True,
     )
     latent = _rms_norm(before[:, query_heads:], None, EPS)
-    close(q, turned(_rms_norm(before[:, :query_heads], q_norm, EPS), positions, rope)[:, :, order])
-    close(k, turned(latent * k_norm, positions, rope)[:, :, order])
+    close(q, rotated(_rms_norm(before[:, :query_heads], q_norm, EPS), positions, rope)[:, :, order])
+    close(k, rotated(latent * k_norm, positions, rope)[:, :, order])
     close(v, latent[:, :, order])
 
 

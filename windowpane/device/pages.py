@@ -104,14 +104,10 @@ class KVPages:
         columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
         offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
         return _Reads(
-            offsets=self._tensor(offsets.reshape(-1)),
-            shape=blocks.shape,
-            starts=self._tensor(starts),
-            stops=self._tensor(stops),
-            most_tokens=int((stops - starts).max()),
-            first_positions=self._tensor(first_blocks * block),
-            block_tokens=block,
-        )
+            offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
+            stops=self._tensor(stops), most_tokens=int((stops - starts).max()),
+            first_positions=self._tensor(first_blocks * block), block_tokens=block,
+        )  # fmt: skip
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -156,12 +152,8 @@ class LayerPages:
         self.kv_format = spec.kv_format
         self.is_coded = spec.kv_format.name not in TORCH_DTYPES
         self.dtype = torch.int16 if self.is_coded else TORCH_DTYPES[spec.kv_format.name]  # as it lies in memory
-        self.block_tokens = spec.block_tokens
-        self.retention = spec.retention
-        self._pages = pages
-        self._group = group
-        self._stripe = piece.stripe
-        self._dims = piece.cache.row_dims
+        self.block_tokens, self.retention = spec.block_tokens, spec.retention
+        self._pages, self.group, self._stripe, self._dims = pages, group, piece.stripe, piece.cache.row_dims
         shape = (piece.cache.kv_heads, spec.block_tokens)
         widths = [codecs.row_words(spec.kv_format, dim) if self.is_coded else dim for dim in self._dims]
         self._views = [
@@ -180,10 +172,6 @@ class LayerPages:
         self._largest = [0.0] * len(self._dims)
         self._kv_heads = piece.cache.kv_heads
         self._squares = [torch.zeros(self._kv_heads, self._dims[0])] * 2  # of queries and keys, in a warm-up pass
-
-    @property
-    def group(self) -> int:
-        return self._group
 
     def past(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Tokens [start, stop): K and V, or one latent, each [heads, tokens, dim]."""
@@ -213,11 +201,11 @@ class LayerPages:
         return self._views[part].stride(2)
 
     def decoding_reads(self, step: Step, sees: LooksBack) -> _Reads:
-        return self._pages.decoding_reads(self._group, self._stripe, sees, step)
+        return self._pages.decoding_reads(self.group, self._stripe, sees, step)
 
     def decoding_writes(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Page offset and row of each decoding token."""
-        return self._pages.decoding_writes(self._group, self._stripe, step)
+        return self._pages.decoding_writes(self.group, self._stripe, step)
 
     @property
     def keeps_every_token(self) -> bool:
@@ -254,13 +242,13 @@ class LayerPages:
         """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
         positions = np.arange(start, start + len(rows[0]))
         offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
-        within = torch.from_numpy(positions % self.block_tokens).to(self._pages.device)
+        within = self._pages._tensor(positions % self.block_tokens)
         for part, values in enumerate(rows):
             self._store(part, offsets, within, values)
 
     def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
         """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
-        for tail in self._pages.tails.get((self._group, slot), ()):
+        for tail in self._pages.tails.get((self.group, slot), ()):
             positions = np.arange(tail.start, tail.stop)
             blocks = positions // self.block_tokens - tail.start // self.block_tokens
             offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
@@ -349,9 +337,8 @@ class LayerPages:
         return np.flatnonzero([self.first_written(p, p + 1) <= p for p in positions.tolist()])
 
     def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
-        columns = blocks % self._pages.columns(self._group)
-        entries = tables[self._group][slot, columns, self._stripe].astype(np.int64)
-        return torch.from_numpy(entries).to(self._pages.device)
+        columns = blocks % self._pages.columns(self.group)
+        return self._pages._tensor(tables[self.group][slot, columns, self._stripe].astype(np.int64))
 
 
 def _zeros(size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from windowpane.models.packing import (
-    BLOCK_INPUTS,
-    BLOCK_UNITS,
-    MIDDLE_OF_INT4,
-    VALUES_PER_UNIT,
-    PackedForm,
-)
+from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS, MIDDLE_OF_INT4, VALUES_PER_UNIT, PackedForm
 
 # What a product expands at once: 16 MiB in float32.
 TILE_VALUES = 4 * 1024**2
@@ -250,22 +244,15 @@ def stack(weights: Sequence[_Single]) -> Weight:
     first = packed[0]
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in packed if w.zeros is not None])
     return replace(
-        first,
-        units=torch.cat([w.units for w in packed]),
-        scales=torch.cat([w.scales for w in packed]),
-        zeros=zeros,
+        first, units=torch.cat([w.units for w in packed]), scales=torch.cat([w.scales for w in packed]), zeros=zeros
     )
 
 
 def permute_outputs(weight: Weight, order: torch.Tensor) -> Weight:
     """Every `len(order)` outputs in this order: heads, each of whose dims move alike."""
     if isinstance(weight, JoinedWeight):
-        # Heads are not cut between parts, so that each part permutes by itself.
-        return JoinedWeight(tuple(_permute_outputs(part, order) for part in weight.parts))
-    return _permute_outputs(weight, order)
-
-
-def _permute_outputs(weight: _Single, order: torch.Tensor) -> _Single:
+        # Heads are not cut between parts, so that each part permutes by itself. Parts are single weights.
+        return JoinedWeight(tuple(permute_outputs(part, order) for part in weight.parts))  # type: ignore[misc]
     index = _in_every_head(order, len(weight))
     return weight[index] if isinstance(weight, torch.Tensor) else weight.permute_outputs(index)
 
@@ -273,11 +260,7 @@ def _permute_outputs(weight: _Single, order: torch.Tensor) -> _Single:
 def permute_inputs(weight: Weight, order: torch.Tensor) -> Weight:
     """As `permute_outputs`, for every `len(order)` inputs."""
     if isinstance(weight, JoinedWeight):
-        return JoinedWeight(tuple(_permute_inputs(part, order) for part in weight.parts))
-    return _permute_inputs(weight, order)
-
-
-def _permute_inputs(weight: _Single, order: torch.Tensor) -> _Single:
+        return JoinedWeight(tuple(permute_inputs(part, order) for part in weight.parts))  # type: ignore[misc]
     index = _in_every_head(order, weight.shape[1])
     return weight[:, index] if isinstance(weight, torch.Tensor) else weight.permute_inputs(index)
 

@@ -44,8 +44,8 @@ def _yarn(rope: Rope, found: torch.Tensor) -> torch.Tensor:
     """YaRN (arXiv 2309.00071): pairs that rotate often are kept, those that rotate rarely are stretched by `factor`."""
 
     def pair_with(rotations: float) -> float:
-        turns = rope.original_positions / (rotations * 2 * math.pi)
-        return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
+        periods = rope.original_positions / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(periods) / (2 * math.log(rope.theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:

@@ -6,8 +6,6 @@ its softmax, the other keeps the tensor cores busy. K and V tiles have two buffe
 TMA. Within a warp group, scores of the next tile go to the tensor cores ahead of P.V of this one.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -24,9 +22,8 @@ from windowpane.attention.hopper.tiles import copy_from_pages, load_entries
 
 
 @gluon.jit
-def _copy_tile(
-    arena, edges, present, entries, head, kv_heads, j, start, edge_tile, bar, tiles, buf, BLOCK_TOKENS: gl.constexpr
-):
+def _copy_tile(source, entries, head, kv_heads, j, start, edge_tile, bar, buf, BLOCK_TOKENS: gl.constexpr):
+    arena, edges, present, tiles = source
     TILE: gl.constexpr = tiles.type.shape[1]
     DIM: gl.constexpr = tiles.type.shape[2]
     mbarrier.expect(bar, TILE * DIM * 2)
@@ -41,16 +38,15 @@ def _copy_tile(
 
 
 @gluon.jit
-def _produce(
-    q, k_arena, v_arena, k_edges, v_edges, k_present, v_present, table, q_boxes, k_tiles, v_tiles, bars, head, kv_heads,
-    first_token, first_tile, n_tiles, start, edge_tile, columns, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
-):  # fmt: skip
-    TILE: gl.constexpr = k_tiles.type.shape[1]
-    DIM: gl.constexpr = k_tiles.type.shape[2]
+def _produce(q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr):
+    """`keys` and `values`: pages, edges, the present, and the tiles in shared memory that they are copied to."""
+    TILE: gl.constexpr = keys[3].type.shape[1]
+    DIM: gl.constexpr = keys[3].type.shape[2]
     TOKENS: gl.constexpr = q_boxes.type.shape[1]
     GROUP: gl.constexpr = q_boxes.type.shape[2]
     PAGES: gl.constexpr = TILE // BLOCK_TOKENS
     q_full, k_full, k_empty, v_full, v_empty = bars
+    head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns = place
     mbarrier.expect(q_full, 128 * DIM * 2)
     for i in gl.static_range(2):
         tma.async_copy_global_to_shared(q, [first_token + i * TOKENS, head * GROUP, 0], q_full, q_boxes.index(i))
@@ -62,15 +58,9 @@ def _produce(
         buf = i % 2
         phase = (i // 2 & 1) ^ 1
         mbarrier.wait(k_empty.index(buf), phase)
-        _copy_tile(
-            k_arena, k_edges, k_present, entries, head, kv_heads, j, start, edge_tile, k_full.index(buf), k_tiles, buf,
-            BLOCK_TOKENS,
-        )  # fmt: skip
+        _copy_tile(keys, entries, head, kv_heads, j, start, edge_tile, k_full.index(buf), buf, BLOCK_TOKENS)
         mbarrier.wait(v_empty.index(buf), phase)
-        _copy_tile(
-            v_arena, v_edges, v_present, entries, head, kv_heads, j, start, edge_tile, v_full.index(buf), v_tiles, buf,
-            BLOCK_TOKENS,
-        )  # fmt: skip
+        _copy_tile(values, entries, head, kv_heads, j, start, edge_tile, v_full.index(buf), buf, BLOCK_TOKENS)
         entries = next_entries
 
 
@@ -92,13 +82,13 @@ def _softmax(s, m, norm, position, first_query, j, window, scale_log2, TOKENS: g
 
 
 @gluon.jit
-def _attend(
-    out, q_box, k_tiles, v_tiles, bars, head, first_token, first_query, first_tile, n_tiles, window, scale_log2
-):
+def _attend(q_box, out, tiles, bars, head, first_token, first_query, seen):
     """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
 
     The first is token `first_token` of those that ask, at position `first_query`.
     """
+    k_tiles, v_tiles = tiles
+    first_tile, n_tiles, window, scale_log2 = seen
     TILE: gl.constexpr = k_tiles.type.shape[1]
     DIM: gl.constexpr = k_tiles.type.shape[2]
     TOKENS: gl.constexpr = q_box.type.shape[0]
@@ -189,31 +179,14 @@ def pair_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
+    keys, values = (k_arena, k_edges, k_present, k_tiles), (v_arena, v_edges, v_present, v_tiles)
+    place = (head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns)
+    tiles, seen = (k_tiles, v_tiles), (first_tile, n_tiles, window, scale_log2)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    out, q_boxes.index(0), k_tiles, v_tiles, bars, head, first_token, first_query, first_tile, n_tiles,
-                    window, scale_log2,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    out, q_boxes.index(1), k_tiles, v_tiles, bars, head, first_token + TOKENS, first_query + TOKENS,
-                    first_tile, n_tiles, window, scale_log2,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    q, k_arena, v_arena, k_edges, v_edges, k_present, v_present, table, q_boxes, k_tiles, v_tiles,
-                    bars, head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns, BLOCK_TOKENS,
-                    STRIPES,
-                ),
-            ),
+            (_attend, (q_boxes.index(0), out, tiles, bars, head, first_token, first_query, seen)),
+            (_attend, (q_boxes.index(1), out, tiles, bars, head, first_token + TOKENS, first_query + TOKENS, seen)),
+            (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip

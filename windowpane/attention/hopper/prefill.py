@@ -1,7 +1,5 @@
 """Prefill on Hopper from the host's side: one segment and one layer to a call."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call"
-
 from __future__ import annotations
 
 import torch

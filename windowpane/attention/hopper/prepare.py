@@ -1,7 +1,5 @@
 """What the prefill kernels need besides pages and activations, made once per segment and layer, in plain Triton."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch

@@ -9,7 +9,7 @@ Tile j has the tokens from position j * TILE on. It comes from pages where all o
 activations where all of it is present, and otherwise from a copy that `prepare.copy_edges` has made.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ Latent: the tile is n. K differs from it only in the 128 rotary dims, which come
 instead of two.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -28,10 +26,10 @@ from windowpane.attention.hopper.tiles import copy_from_page, copy_quarter, load
 
 @gluon.jit
 def _copy_tile(
-    arena, edges, present, entry, head, kv_heads, j, start, bar, tiles, buf, which: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr,
-):  # fmt: skip
+    source, entry, head, kv_heads, j, start, bar, tiles, buf, which: gl.constexpr, BLOCK_TOKENS: gl.constexpr
+):
     """Producer `which`'s quarter of tile j. An arena row is 4 x 256 bytes."""
+    arena, edges, present = source
     if j * 64 >= start:
         copy_quarter(present, j * 64 - start, head * 512, bar, tiles, buf, which)
     elif j * 64 + 64 > start:
@@ -42,11 +40,12 @@ def _copy_tile(
 
 @gluon.jit
 def _produce(
-    which: gl.constexpr, sources, buffers, bars, head, kv_heads, first_token, n_tiles, start, columns, rotated_rows,
-    BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr, LATENT: gl.constexpr,
+    which: gl.constexpr, sources, buffers, bars, place, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
+    LATENT: gl.constexpr,
 ):  # fmt: skip
-    q, k_arena, v_arena, k_edges, v_edges, k_present, v_present, rotated, table = sources
+    q, keys, values, rotated, table = sources
     q_box, tiles, rotated_tile = buffers
+    head, kv_heads, first_token, _first_query, n_tiles, start, columns, rotated_rows = place
     GROUP: gl.constexpr = q_box.type.shape[1]
     PAGES: gl.constexpr = 64 // BLOCK_TOKENS
     PAGE: gl.constexpr = which * PAGES // 4
@@ -61,25 +60,16 @@ def _produce(
         if LATENT:
             buf = j % 2
             mbarrier.wait(empty.index(buf), (j // 2 & 1) ^ 1)
-            _copy_tile(
-                k_arena, k_edges, k_present, entry, head, kv_heads, j, start, full.index(buf), tiles, buf, which,
-                BLOCK_TOKENS,
-            )  # fmt: skip
+            _copy_tile(keys, entry, head, kv_heads, j, start, full.index(buf), tiles, buf, which, BLOCK_TOKENS)
             if which == 0:
                 mbarrier.wait(rotated_empty, (j & 1) ^ 1)
                 mbarrier.expect(rotated_full, 64 * 128 * 2)
                 tma.async_copy_global_to_shared(rotated, [head * rotated_rows + j * 64, 0], rotated_full, rotated_tile)
         else:
             mbarrier.wait(empty.index(0), (j & 1) ^ 1)
-            _copy_tile(
-                k_arena, k_edges, k_present, entry, head, kv_heads, j, start, full.index(0), tiles, 0, which,
-                BLOCK_TOKENS,
-            )  # fmt: skip
+            _copy_tile(keys, entry, head, kv_heads, j, start, full.index(0), tiles, 0, which, BLOCK_TOKENS)
             mbarrier.wait(empty.index(1), (j & 1) ^ 1)
-            _copy_tile(
-                v_arena, v_edges, v_present, entry, head, kv_heads, j, start, full.index(1), tiles, 1, which,
-                BLOCK_TOKENS,
-            )  # fmt: skip
+            _copy_tile(values, entry, head, kv_heads, j, start, full.index(1), tiles, 1, which, BLOCK_TOKENS)
         entry = next_entry
 
 
@@ -139,14 +129,13 @@ def _softmax(s, m, norm, position, j, scale_log2):
 
 
 @gluon.jit
-def _attend(
-    out, W, q_box, probs, tiles, rotated_tile, bars, head, first_token, first_query, n_tiles, scale_log2,
-    LATENT: gl.constexpr,
-):  # fmt: skip
+def _attend(out, W, probs, buffers, bars, place, scale_log2, LATENT: gl.constexpr):
     """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
 
     The first is token `first_token` of those that ask, at position `first_query`.
     """
+    q_box, tiles, rotated_tile = buffers
+    head, _kv_heads, first_token, first_query, n_tiles, _start, _columns, _rotated_rows = place
     GROUP: gl.constexpr = q_box.type.shape[1]
     q_full, full, empty, _rotated_full, rotated_empty = bars
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -241,46 +230,16 @@ def wide_kernel(
     mbarrier.init(rotated_full, count=1)
     mbarrier.init(rotated_empty, count=1)
     bars = (q_full, full, empty, rotated_full, rotated_empty)
-    sources = (q, k_arena, v_arena, k_edges, v_edges, k_present, v_present, rotated, table)
+    sources = (q, (k_arena, k_edges, k_present), (v_arena, v_edges, v_present), rotated, table)
     buffers = (q_box, tiles, rotated_tile)
+    place = (head, kv_heads, first_token, first_query, n_tiles, start, columns, rotated_rows)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    out, W, q_box, probs, tiles, rotated_tile, bars, head, first_token, first_query, n_tiles,
-                    scale_log2, LATENT,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    0, sources, buffers, bars, head, kv_heads, first_token, n_tiles, start, columns, rotated_rows,
-                    BLOCK_TOKENS, STRIPES, LATENT,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    1, sources, buffers, bars, head, kv_heads, first_token, n_tiles, start, columns, rotated_rows,
-                    BLOCK_TOKENS, STRIPES, LATENT,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    2, sources, buffers, bars, head, kv_heads, first_token, n_tiles, start, columns, rotated_rows,
-                    BLOCK_TOKENS, STRIPES, LATENT,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    3, sources, buffers, bars, head, kv_heads, first_token, n_tiles, start, columns, rotated_rows,
-                    BLOCK_TOKENS, STRIPES, LATENT,
-                ),
-            ),
+            (_attend, (out, W, probs, buffers, bars, place, scale_log2, LATENT)),
+            (_produce, (0, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
+            (_produce, (1, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
+            (_produce, (2, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
+            (_produce, (3, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
         ],
-        [1, 1, 1, 1],
-        [24, 24, 24, 24],
+        [1, 1, 1, 1], [24, 24, 24, 24],
     )  # fmt: skip

@@ -6,8 +6,6 @@ threads. 16-bit operands are made two at a time by the instructions below; there
 they run on any card with bfloat16.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -204,7 +202,7 @@ def scales_of(SCALES, at, ok, layer_scale, CODE: tl.constexpr, PER_ROW: tl.const
 
 
 @triton.jit
-def turn(x, D: tl.constexpr):
+def to_basis(x, D: tl.constexpr):
     """Rows [n, D] times the Hadamard matrix of `codecs.basis_for`: sums and differences of neighbours, log2 D times."""
     STAGES: tl.constexpr = _log2(D)
     for _ in tl.static_range(STAGES):

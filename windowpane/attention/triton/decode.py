@@ -10,8 +10,6 @@ all of is ended by it.
     programs  |. . . .|. . . .|. . .|     one of the two, so no slot is taken twice
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from functools import cache
@@ -85,18 +83,9 @@ def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) ->
 
 
 def decode(
-    q: torch.Tensor,
-    k_present: torch.Tensor,
-    v_present: torch.Tensor,
-    layer: PagedLayer,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    cum_tiles: torch.Tensor,
-    scratch: DecodeScratch,
-    out: torch.Tensor,
-    *,
-    pdl: bool = False,
-) -> None:
+    q: torch.Tensor, k_present: torch.Tensor, v_present: torch.Tensor, layer: PagedLayer, slots: torch.Tensor,
+    positions: torch.Tensor, cum_tiles: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, *, pdl: bool = False,
+) -> None:  # fmt: skip
     """One token per row: attend its past and itself. q, out [rows, query heads, dim], present [rows, KV heads, dim].
 
     The lists are int32 on the device; `cum_tiles` is what `plan_decode` made of `positions` for this mask. Rows may be
@@ -317,10 +306,7 @@ def _end_piece(
     tl.store(OUT + g * D + first + dims, (sums / total[:, None]).to(OUT.dtype.element_ty), mask=g < G)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "stripe"],
-    do_not_specialize_on_alignment=["TABLE", "SLOTS", "POSITIONS", "CUM"],
-)
+@triton.jit(do_not_specialize=["rows", "stripe"], do_not_specialize_on_alignment=["TABLE", "SLOTS", "POSITIONS", "CUM"])
 def _decode_kernel(
     Q, K, V, ARENA, TABLE, SLOTS, POSITIONS, CUM, COS, SIN, W, PART, LSE, OUT, SINKS, rows, kv_heads, q_stride,
     k_stride, v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales,

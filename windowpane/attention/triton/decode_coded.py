@@ -5,8 +5,6 @@ scale into the exponent, so that probabilities times scales stay at most 1 and f
 it out again. Tokens are the rows of both products and query heads the columns.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import triton

@@ -6,8 +6,6 @@ and from the activations if it is present, which is decided per row, before rows
 both, and a chunk may begin anywhere in a tile.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -83,14 +81,9 @@ def prefill_tiles(segments: Sequence[Sequence[int]] | NDArray[np.int32], tile_to
 
 
 def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: PagedLayer,
-    segments: torch.Tensor,
-    tiles: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segments: torch.Tensor, tiles: torch.Tensor,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Causal attention of chunks. q and out [rows, query heads, dim], k and v [tokens, KV heads, dim] of the step.
 
     segments [n, 6], int32: (slot, start, stop, row, q_row, q_count). A segment is tokens [start, stop) of a slot, at
@@ -158,11 +151,14 @@ def _softmax(s, m, norm, scale_log2, TOKENS: tl.constexpr, CAP: tl.constexpr):
     return p, tl.expand_dims(alpha, TOKENS), m_new, norm * alpha + tl.sum(p, TOKENS)
 
 
-@triton.jit(
-    # A decoded past has another table in every step.
+# A decoded past has another table in every step.
+_jit = triton.jit(
     do_not_specialize=["table_stride", "columns", "stripe"],
     do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "TILES"],
 )
+
+
+@_jit
 def _pair_kernel(
     Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
     table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,
@@ -207,11 +203,7 @@ def _pair_kernel(
     tl.store(OUT + out_at, (acc / norm[:, None]).to(OUT.dtype.element_ty), mask=asks[:, None])
 
 
-@triton.jit(
-    # A decoded past has another table in every step.
-    do_not_specialize=["table_stride", "columns", "stripe"],
-    do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "TILES"],
-)
+@_jit
 def _latent_kernel(
     Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
     table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,

@@ -1,7 +1,5 @@
 """Where the rows of one layer lie: what every kernel here is told about the arena, and how it finds a token's page."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -60,20 +58,11 @@ class LayerView:
                 f"layer {cache.layer}: K of {cache.key_dim} and V of {cache.value_dim} dims have no kernel"
             )
         return cls(
-            cache.kv_heads,
-            cache.key_dim,
-            group.block_tokens,
-            max(columns, 1),
-            not group.grows,
-            piece.data_offsets,
-            piece.stripe,
-            group.stripes,
-            TORCH_DTYPES.get(fmt.name, torch.int16),
-            CODES.get(fmt.name, 0),
-            piece.row_bytes[0] // WORD_BYTES,
-            piece.scale_offsets,
+            cache.kv_heads, cache.key_dim, group.block_tokens, max(columns, 1), not group.grows, piece.data_offsets,
+            piece.stripe, group.stripes, TORCH_DTYPES.get(fmt.name, torch.int16), CODES.get(fmt.name, 0),
+            piece.row_bytes[0] // WORD_BYTES, piece.scale_offsets,
             tuple(layer_scales or (1.0,) * len(piece.data_offsets)),
-        )
+        )  # fmt: skip
 
     @property
     def latent(self) -> bool:

@@ -4,8 +4,6 @@ A prompt's chunk reads each past row once per tile of its queries, so decoding i
 products as fast as over plain pages. What is decoded lies in scratch pages of one layer, of the past's own block size.
 """
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Iterator

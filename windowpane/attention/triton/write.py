@@ -1,7 +1,5 @@
 """Rows of this step's activations into pages, by a list of (row, page offset, row within the page)."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -62,13 +60,9 @@ def _write_coded_kernel(
 
 
 def write_coded(
-    coded: CodedRows,
-    arena: torch.Tensor,
-    view: LayerView,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
+    coded: CodedRows, arena: torch.Tensor, view: LayerView, rows: torch.Tensor, offsets: torch.Tensor,
     within: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Store these rows of what `prepare_heads` coded at their pages; lists as for `write`."""
     if not len(rows):
         return
@@ -101,14 +95,9 @@ def _write_kernel(
 
 
 def write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    arena: torch.Tensor,
-    view: LayerView,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, view: LayerView, rows: torch.Tensor, offsets: torch.Tensor,
     within: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Store `k[rows]` and `v[rows]` at their pages. k and v are [tokens, KV heads, dim]; lists are int32 [n].
 
     Of a latent, k is the stored vector n and v is not looked at. Entries with a row below 0 are padding and store

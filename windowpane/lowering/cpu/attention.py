@@ -67,28 +67,13 @@ class CAttention:
         out = torch.empty_like(queries)
         partial = queries.new_empty(sequences * query_heads * parts * (dim + 16))
         asked = _Attention(
-            keys=stored.address(0),
-            values=stored.address(1),
-            offsets=reads.offsets.data_ptr(),
-            starts=reads.starts.data_ptr(),
-            stops=reads.stops.data_ptr(),
-            queries=queries.data_ptr(),
-            now_keys=keys.data_ptr(),
-            now_values=values.data_ptr(),
-            partial=partial.data_ptr(),
-            out=out.data_ptr(),
-            sinks=address(scores.sinks),
-            sequences=sequences,
-            blocks=reads.shape[1],
-            parts=parts,
-            block_tokens=stored.block_tokens,
-            query_heads=query_heads,
-            kv_heads=keys.shape[1],
-            dim=dim,
-            row_floats=stored.row_elements(0),
-            scale=scores.scale,
-            softcap=scores.softcap or 0.0,
-        )
+            keys=stored.address(0), values=stored.address(1), offsets=reads.offsets.data_ptr(),
+            starts=reads.starts.data_ptr(), stops=reads.stops.data_ptr(), queries=queries.data_ptr(),
+            now_keys=keys.data_ptr(), now_values=values.data_ptr(), partial=partial.data_ptr(), out=out.data_ptr(),
+            sinks=address(scores.sinks), sequences=sequences, blocks=reads.shape[1], parts=parts,
+            block_tokens=stored.block_tokens, query_heads=query_heads, kv_heads=keys.shape[1], dim=dim,
+            row_floats=stored.row_elements(0), scale=scores.scale, softcap=scores.softcap or 0.0,
+        )  # fmt: skip
         self._attend_decoding(ctypes.byref(asked), torch.get_num_threads())
         return out
 
@@ -109,28 +94,13 @@ class CAttention:
         packed_keys = queries.new_empty(packed_tokens * dim)
         packed_values = queries.new_empty(packed_tokens * self._packed_dim(dim))
         asked = _Chunk(
-            queries=queries.data_ptr(),
-            starts=starts.data_ptr(),
-            stops=stops.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            packed_keys=packed_keys.data_ptr(),
-            packed_values=packed_values.data_ptr(),
-            out=out.data_ptr(),
-            sinks=address(scores.sinks),
-            key_head=keys.stride(0),
-            key_token=keys.stride(1),
-            value_head=values.stride(0),
-            value_token=values.stride(1),
-            tokens=tokens,
-            first_key=first_key,
-            num_keys=num_keys,
-            query_heads=query_heads,
-            kv_heads=kv_heads,
-            dim=dim,
-            scale=scores.scale,
+            queries=queries.data_ptr(), starts=starts.data_ptr(), stops=stops.data_ptr(), keys=keys.data_ptr(),
+            values=values.data_ptr(), packed_keys=packed_keys.data_ptr(), packed_values=packed_values.data_ptr(),
+            out=out.data_ptr(), sinks=address(scores.sinks), key_head=keys.stride(0), key_token=keys.stride(1),
+            value_head=values.stride(0), value_token=values.stride(1), tokens=tokens, first_key=first_key,
+            num_keys=num_keys, query_heads=query_heads, kv_heads=kv_heads, dim=dim, scale=scores.scale,
             softcap=scores.softcap or 0.0,
-        )
+        )  # fmt: skip
         self._attend_chunk(ctypes.byref(asked), torch.get_num_threads())
         return out
 

@@ -106,17 +106,9 @@ class JoinedLayer:
         sequences, parts = len(hidden), parts_for(reads.most_tokens)
         cos, sin = self._attention.angles(state) or (None, None)
         tokens = _Tokens(
-            reads.offsets.data_ptr(),
-            reads.starts.data_ptr(),
-            reads.stops.data_ptr(),
-            to_offsets.data_ptr(),
-            to_rows.data_ptr(),
-            address(cos),
-            address(sin),
-            sequences,
-            reads.shape[1],
-            parts,
-        )
+            reads.offsets.data_ptr(), reads.starts.data_ptr(), reads.stops.data_ptr(), to_offsets.data_ptr(),
+            to_rows.data_ptr(), address(cos), address(sin), sequences, reads.shape[1], parts,
+        )  # fmt: skip
         scratch = hidden.new_empty(sequences * self._scratch_floats(ctypes.byref(layer), parts))
         out = hidden.contiguous().clone()
         threads = torch.get_num_threads()
@@ -128,40 +120,20 @@ class JoinedLayer:
         attends, feeds = self._layer.blocks
         attention, mlp, described = self._attention, feeds.mixer, self._attention.described
         tensors = {
-            "before_attention": attends.before,
-            "qkv": attention.qkv.weight,
-            "qkv_bias": attention.qkv.bias,
-            "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm,
-            "out": attention.out.weight,
-            "out_bias": attention.out.bias,
-            "after_attention": attends.after,
-            "before_mlp": feeds.before,
-            "gate_up": mlp.gate_up.weight,
-            "gate_up_bias": mlp.gate_up.bias,
-            "down": mlp.down.weight,
-            "down_bias": mlp.down.bias,
-            "after_mlp": feeds.after,
-            "sinks": attention.scores.sinks,
-        }
+            "before_attention": attends.before, "qkv": attention.qkv.weight, "qkv_bias": attention.qkv.bias,
+            "q_norm": attention.q_norm, "k_norm": attention.k_norm, "out": attention.out.weight,
+            "out_bias": attention.out.bias, "after_attention": attends.after, "before_mlp": feeds.before,
+            "gate_up": mlp.gate_up.weight, "gate_up_bias": mlp.gate_up.bias, "down": mlp.down.weight,
+            "down_bias": mlp.down.bias, "after_mlp": feeds.after, "sinks": attention.scores.sinks,
+        }  # fmt: skip
         norm = next(n for n in (feeds.described.before, feeds.described.after) if n is not None)
         return _Layer(
             **{name: address(tensor) for name, tensor in tensors.items()},
-            keys=stored.address(0),
-            values=stored.address(1),
-            hidden=attention.out.outputs,
-            query_heads=described.query_heads,
-            kv_heads=described.cache.kv_heads,
-            dim=described.cache.key_dim,
-            mlp=mlp.down.inputs,
-            block_tokens=stored.block_tokens,
-            row_floats=stored.row_elements(0),
-            head_norms=described.q_norm is not None,
-            v_norm=described.v_norm is not None,
-            is_gelu=mlp.described.activation == "gelu_pytorch_tanh",
-            eps=norm.eps,
-            scale=described.scale,
-            softcap=described.softcap or 0.0,
-            multiplier=attends.described.multiplier,
+            keys=stored.address(0), values=stored.address(1), hidden=attention.out.outputs,
+            query_heads=described.query_heads, kv_heads=described.cache.kv_heads, dim=described.cache.key_dim,
+            mlp=mlp.down.inputs, block_tokens=stored.block_tokens, row_floats=stored.row_elements(0),
+            head_norms=described.q_norm is not None, v_norm=described.v_norm is not None,
+            is_gelu=mlp.described.activation == "gelu_pytorch_tanh", eps=norm.eps, scale=described.scale,
+            softcap=described.softcap or 0.0, multiplier=attends.described.multiplier,
             scalar=1.0 if self._layer.scalar is None else float(self._layer.scalar),
-        )
+        )  # fmt: skip

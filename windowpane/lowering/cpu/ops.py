@@ -55,17 +55,9 @@ class CpuOps(Ops):
             product, packed_floats = self._many, self._packed_floats(outputs, width)
         out, packed = x.new_empty(rows, outputs), x.new_empty(packed_floats)
         product(
-            x.data_ptr(),
-            x.stride(0),
-            weight.data_ptr(),
-            address(linear.bias),
-            out.data_ptr(),
-            packed.data_ptr(),
-            rows,
-            outputs,
-            width,
-            torch.get_num_threads(),
-        )
+            x.data_ptr(), x.stride(0), weight.data_ptr(), address(linear.bias), out.data_ptr(), packed.data_ptr(), rows,
+            outputs, width, torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> torch.Tensor:
@@ -85,15 +77,9 @@ class CpuOps(Ops):
         out = torch.empty_like(x)
         rows = x.numel() // width
         self._norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            address(residual),
-            out.data_ptr(),
-            rows,
-            width,
-            norm.eps,
+            x.data_ptr(), weight.data_ptr(), address(residual), out.data_ptr(), rows, width, norm.eps,
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
         return out
 
     def heads(
@@ -105,19 +91,10 @@ class CpuOps(Ops):
         out = x.new_empty(rows, heads, dim)
         cos, sin = angles or (None, None)
         self._heads(
-            x.data_ptr(),
-            x.stride(0),
-            int(norm is not None),
-            address(weight if norm is not None else None),
-            address(cos),
-            address(sin),
-            out.data_ptr(),
-            rows,
-            heads,
-            dim,
-            0.0 if norm is None else norm.eps,
+            x.data_ptr(), x.stride(0), int(norm is not None), address(weight if norm is not None else None),
+            address(cos), address(sin), out.data_ptr(), rows, heads, dim, 0.0 if norm is None else norm.eps,
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
         return out
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -136,28 +113,16 @@ class CpuOps(Ops):
         return torch.cat([plain(rows, gate_up, down, activation) for rows in torch.split(x, MLP_ROWS)])
 
     def attend_decoding(
-        self,
-        stored: LayerPages,
-        step: Step,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: Mask,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, stored: LayerPages, step: Step, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        mask: Mask, scores: Scores,
+    ) -> torch.Tensor:  # fmt: skip
         found = self._attention.decoding(stored, step, queries, keys, values, mask, scores)
         return super().attend_decoding(stored, step, queries, keys, values, mask, scores) if found is None else found
 
     def attend_chunk(
-        self,
-        queries: torch.Tensor,
-        positions: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        first_key: int,
-        mask: Mask,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_key: int,
+        mask: Mask, scores: Scores,
+    ) -> torch.Tensor:  # fmt: skip
         asked = queries, positions, keys, values, first_key, mask, scores
         found = self._attention.chunk(*asked)
         return super().attend_chunk(*asked) if found is None else found
@@ -171,13 +136,6 @@ class CpuOps(Ops):
             values = values.contiguous()
             sequences, heads, dim = values.shape
             self._write(
-                stored.address(part),
-                offsets.data_ptr(),
-                within.data_ptr(),
-                values.data_ptr(),
-                sequences,
-                heads,
-                dim,
-                stored.block_tokens,
-                stored.row_elements(part),
-            )
+                stored.address(part), offsets.data_ptr(), within.data_ptr(), values.data_ptr(), sequences, heads, dim,
+                stored.block_tokens, stored.row_elements(part),
+            )  # fmt: skip

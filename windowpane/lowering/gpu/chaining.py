@@ -82,18 +82,10 @@ def _links(layer: GpuLayer, following: GpuLayer | None) -> Links | None:
         return None
     assert feeds.before is not None and feeds.next_norm is not None
     return Links(
-        out=out,
-        gate_up=gate_up,
-        down=down,
-        following=qkv,
-        post_attention_norm=attends.after,
-        pre_mlp_norm=feeds.before,
-        post_mlp_norm=feeds.after,
-        next_norm=feeds.next_norm,
-        scalar=feeds.scalar,
-        eps=feeds.following.eps,
-        gelu=is_gelu(mlp.described.activation),
-    )
+        out=out, gate_up=gate_up, down=down, following=qkv, post_attention_norm=attends.after,
+        pre_mlp_norm=feeds.before, post_mlp_norm=feeds.after, next_norm=feeds.next_norm, scalar=feeds.scalar,
+        eps=feeds.following.eps, gelu=is_gelu(mlp.described.activation),
+    )  # fmt: skip
 
 
 def _packed(linear: Linear) -> PackedWeight | None:

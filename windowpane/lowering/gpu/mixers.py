@@ -82,17 +82,9 @@ class GpuContext:
     """What all mixers of a model share: parameters, pages and tables, and scratch, since layers run in turn."""
 
     def __init__(
-        self,
-        parameters: Parameters,
-        pages: KVPages,
-        tables: DeviceTables,
-        group: RankGroup,
-        shared: frozenset[int],
-        max_model_len: int,
-        max_rows: int,
-        dtype: torch.dtype,
-        pdl: bool,
-    ) -> None:
+        self, parameters: Parameters, pages: KVPages, tables: DeviceTables, group: RankGroup, shared: frozenset[int],
+        max_model_len: int, max_rows: int, dtype: torch.dtype, pdl: bool,
+    ) -> None:  # fmt: skip
         self.parameters, self.pages, self.tables, self.group, self.shared = parameters, pages, tables, group, shared
         self.dtype, self.pdl = dtype, pdl
         self.prefill_scratch: PrefillScratch | None = None
@@ -157,15 +149,9 @@ class GpuAttention:
         if cache.latent:
             assert angles is not None and self.k_norm is not None
             rope = (*angles, self.k_norm)
-        self.paged = PagedLayer(
-            pages.arena,
-            self.view,
-            context.tables.reading[stored.group],
-            described.query_heads,
-            Mask.of(cache.retention),
-            Scores(described.scale, described.softcap),
-            rope,
-        )
+        mask, scores = Mask.of(cache.retention), Scores(described.scale, described.softcap)
+        table = context.tables.reading[stored.group]
+        self.paged = PagedLayer(pages.arena, self.view, table, described.query_heads, mask, scores, rope)
         self.chunk_attention = make_chunk_attention(self.paged, context.prefill_scratch, context.decoded, dtype)
 
     def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
@@ -226,26 +212,12 @@ class GpuAttention:
             q_norm = k_norm = None
         eps = next((n.eps for n in (described.q_norm, described.v_norm) if n is not None), 0.0)
         prepare_heads(
-            projected,
-            state.positions if queries_only else step.positions,
-            q_norm,
-            k_norm,
-            q,
-            k,
-            v,
-            v_norm=described.v_norm is not None,
-            angles=self._angles,
-            pair_distance=self._distance,
-            eps=eps,
-            latent=cache.latent,
-            page_write=self._page_write if writes_now else None,
-            slots=step.slots if writes_now else None,
-            view=self.view if self.view.code else None,
-            coded=coded,
-            balance=self._balance,
-            transform_values=self._transform_values,
-            pdl=self._context.pdl,
-        )
+            projected, state.positions if queries_only else step.positions, q_norm, k_norm, q, k, v,
+            v_norm=described.v_norm is not None, angles=self._angles, pair_distance=self._distance, eps=eps,
+            latent=cache.latent, page_write=self._page_write if writes_now else None,
+            slots=step.slots if writes_now else None, view=self.view if self.view.code else None, coded=coded,
+            balance=self._balance, transform_values=self._transform_values, pdl=self._context.pdl,
+        )  # fmt: skip
         return q, Present(k, v, coded)
 
     def _norm_across_heads(self, projected: torch.Tensor, query_heads: int, kv_heads: int) -> None:
@@ -263,17 +235,9 @@ class GpuAttention:
         out = torch.empty_like(queries)
         if rows:
             decode(
-                queries[:rows],
-                present.k[:rows],
-                present.v[:rows],
-                self.paged,
-                step.slots,
-                step.positions[:rows],
-                state.cum_tiles[self.paged.mask],
-                self._scratch,
-                out[:rows],
-                pdl=self._context.pdl,
-            )
+                queries[:rows], present.k[:rows], present.v[:rows], self.paged, step.slots, step.positions[:rows],
+                state.cum_tiles[self.paged.mask], self._scratch, out[:rows], pdl=self._context.pdl,
+            )  # fmt: skip
         if state.chunks is not None:
             self.chunk_attention(queries, present.k, present.v, state.chunks, out)
         if self._transform_back is not None:
@@ -358,11 +322,8 @@ class GpuSum:
 
 
 MIXERS: dict[type[Mixer], Callable[[Any, GpuContext], Any]] = {
-    Attention: GpuAttention,
-    GatedMLP: GpuMlp,
-    PerLayerInput: GpuPerLayer,
-    Sum: GpuSum,
-}
+    Attention: GpuAttention, GatedMLP: GpuMlp, PerLayerInput: GpuPerLayer, Sum: GpuSum,
+}  # fmt: skip
 
 
 def make_mixer(block: Block, context: GpuContext) -> Any:

@@ -38,17 +38,9 @@ class GpuModel:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        parameters: Parameters,
-        pages: KVPages,
-        tables: DeviceTables,
-        max_model_len: int,
-        max_rows: int,
-        group: RankGroup = ALONE,
-        *,
-        use_hopper: bool = True,
-    ) -> None:
+        self, decoder: Decoder, parameters: Parameters, pages: KVPages, tables: DeviceTables, max_model_len: int,
+        max_rows: int, group: RankGroup = ALONE, *, use_hopper: bool = True,
+    ) -> None:  # fmt: skip
         self.decoder, self._group = decoder, group
         self.embedding = parameters.tensor(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)

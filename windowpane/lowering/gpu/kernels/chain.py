@@ -1,7 +1,5 @@
 """All int4 products between two layers' attention for one row, from the host's side: which layers, and the launch."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -97,7 +95,9 @@ class ChainScratch:
 
     def __init__(self, width: int, inner_width: int, device: torch.device, most_following: int = 0) -> None:
         self.most_following = most_following
-        self.left = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device).view(torch.bfloat16)
+        self.results = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device).view(
+            torch.bfloat16
+        )
         self.side = torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -156,7 +156,7 @@ def run_chain(
     """From what one row attended [1, inputs] to the next layer's projections [1, outputs], or to the norm behind the
     last layer. `hidden` [1, width] is updated in place.
     """
-    assert scratch.left.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
+    assert scratch.results.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
     programs = processors_of(hidden.device)
     out_cut, gate_cut = _cuts(links, programs)[:2]
     following = links.following
@@ -166,7 +166,7 @@ def run_chain(
         assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
     result = hidden.new_empty(1, hidden.shape[1] if following is None else len(following))
     chain_kernel[(programs,)](
-        attended, hidden, scratch.left, result,
+        attended, hidden, scratch.results, result,
         links.out.units, links.out.scales, links.gate_up.units, links.gate_up.scales,
         links.down.units, links.down.scales,
         None if following is None else following.units, None if following is None else following.scales,

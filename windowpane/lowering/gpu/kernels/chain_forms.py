@@ -1,7 +1,5 @@
 """The forms of weights on their way, for the launch that has all products between two layers' attention."""
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
@@ -15,11 +13,11 @@ PIECE_GROUPS = 64
 # For kernels.
 IS_GATED = gl.constexpr(GATED)
 IS_LONG = gl.constexpr(LONG)
-# A product's inputs: held before it begins, or left by launches before or by programs of this one and held piece by
-# piece.
+# A product's inputs: held before it begins, or written by earlier launches or awaited from programs of this one, and
+# held piece by piece.
 ARE_HELD = gl.constexpr(0)
 ARE_THERE = gl.constexpr(1)
-ARE_LEFT = gl.constexpr(2)
+ARE_AWAITED = gl.constexpr(2)
 PORTIONS = gl.constexpr(AT_A_TURN)
 PIECE = gl.constexpr(PIECE_GROUPS)
 # A float32 of which the lowest bits are an integer plus 2**22.

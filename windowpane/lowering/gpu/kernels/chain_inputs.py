@@ -1,6 +1,6 @@
 """Activations of one row as the tensor cores for bytes take them (`chain_kernel`)."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ def digits_of(x):
     scaled = x * gl.expand_dims(up, 1)
     first = scaled + MAGIC_VALUE
     second = scaled * 128.0 + (129.0 * MAGIC_VALUE - first * 128.0)  # exact in between
-    both = gl.join(
-        first.to(gl.int32, bitcast=True).to(gl.int8),
-        second.to(gl.int32, bitcast=True).to(gl.int8),
-    )
+    both = gl.join(first.to(gl.int32, bitcast=True).to(gl.int8), second.to(gl.int32, bitcast=True).to(gl.int8))
     # Unit 16 · half + 8 · q + 2 · i + c goes to byte 16 · q + 4 · i + 2 · half + c.
     both = gl.reshape(both, [PIECE, 2, 2, 4, 2, 2])
     both = gl.reshape(gl.permute(both, (0, 5, 2, 3, 1, 4)), [2 * PIECE, 32])

@@ -19,12 +19,11 @@ for each group of 32 inputs, which is exact but for the smallest (`chain_inputs.
 for rows of activations, and here is one row: each column has one digit of one of a block's four groups, so that a
 block's sums meet their scales once. Sums start as a float32 whose lowest bits they are.
 
-Programs do not count each other: what they leave behind a product says for itself whether it is there (`chain_left`).
-There are two places for it, of which launches use one in turn and clear the other.
+Programs wait for each other's results by polling the slots they are written to (`chain_results`). There are two sets of
+slots: each launch uses one and clears the other for the launch after it. A *turn* is a step of the loop over portions.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
-# mypy: disable-error-code="var-annotated"
+# mypy: disable-error-code="assignment,misc,no-redef,var-annotated"
 
 from __future__ import annotations
 
@@ -33,16 +32,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.lowering.gpu.kernels.chain_forms import (
-    ARE_LEFT,
-    ARE_THERE,
-    IS_GATED,
-    IS_LONG,
-    PIECE,
-    PORTIONS,
-)
+from windowpane.lowering.gpu.kernels.chain_forms import ARE_AWAITED, ARE_THERE, IS_GATED, IS_LONG, PIECE, PORTIONS
 from windowpane.lowering.gpu.kernels.chain_inputs import hold_pieces, load_pieces, piece_layout, pieces_of, store_pieces
-from windowpane.lowering.gpu.kernels.chain_left import forget, take
 from windowpane.lowering.gpu.kernels.chain_portions import (
     ends_within_a_turn,
     fetch,
@@ -52,22 +43,23 @@ from windowpane.lowering.gpu.kernels.chain_portions import (
     shape_of,
     turns_of,
 )
+from windowpane.lowering.gpu.kernels.chain_results import forget, take
 from windowpane.lowering.gpu.kernels.gated import gate_times_up
 
 
 @gluon.jit
 def _residual_norm(FROM, hidden, post_weight, scalar, weight, eps, WIDTH: gl.constexpr):
-    """hidden + what is left, normed where there is a weight for it, times the scalar; and the norm of that.
+    """hidden + the result in FROM, normed where there is a weight for it, times the scalar; and the norm of that.
 
     Rounded like `norms.residual_norm`. All in pieces.
     """
     VALUES: gl.constexpr = PIECE * 32
     dtype: gl.constexpr = hidden[0].dtype
-    left = take(FROM, WIDTH)
+    result = take(FROM, WIDTH)
     x = ()
     squares = gl.zeros_like(hidden[0]).to(gl.float32)
     for i in gl.static_range(pieces_of(WIDTH)):
-        wide = left[i].to(gl.float32)
+        wide = result[i].to(gl.float32)
         squares += wide * wide
         x = x + (wide,)  # noqa: RUF005
     scale = gl.rsqrt(gl.sum(gl.reshape(squares, [VALUES]), 0) / WIDTH + eps)
@@ -156,13 +148,13 @@ def _bits(X):
 
 @gluon.jit(do_not_specialize=["out_steps", "next_outputs"])
 def chain_kernel(
-    ATTENDED, HIDDEN, LEFT, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
+    ATTENDED, HIDDEN, RESULTS, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
     POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, SIDE, out_steps, next_outputs, eps,
     WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr, OUT_ENDS: gl.constexpr,
     PARTS: gl.constexpr, GATE_PARTS: gl.constexpr, NEXT_PARTS: gl.constexpr, NEXT_FORM: gl.constexpr,
     PIECES: gl.constexpr, STAGES: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """LEFT [2, …] is what products leave, on this launch's SIDE and on the other. NEXT becomes the next layer's
+    """RESULTS [2, …] holds the products' result slots, this launch's SIDE and the other. NEXT becomes the next layer's
     projections, or without NEXT_U the last norm. What was attended comes in `out_steps` of 256: layers that differ in
     this and in the next projections' outputs alone are one kernel, whose code is fetched once (unless what was attended
     is wider than all else, or ends within a turn in some of them).
@@ -190,7 +182,7 @@ def chain_kernel(
     )
     OUT_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, OUT_ENDS, ARE_THERE)
     GATE_SHAPE: gl.constexpr = shape_of(IS_GATED, GATE_PARTS, ends_within_a_turn(WIDTH, IS_GATED, GATE_PARTS))
-    DOWN_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, ends_within_a_turn(INNER_WIDTH, IS_LONG, PARTS), ARE_LEFT)
+    DOWN_SHAPE: gl.constexpr = shape_of(IS_LONG, PARTS, ends_within_a_turn(INNER_WIDTH, IS_LONG, PARTS), ARE_AWAITED)
     NEXT_SHAPE: gl.constexpr = shape_of(NEXT_FORM, NEXT_PARTS, ends_within_a_turn(WIDTH, NEXT_FORM, NEXT_PARTS))
     GATE_TURNS: gl.constexpr = turns_of(WIDTH, IS_GATED, GATE_PARTS)
     DOWN_TURNS: gl.constexpr = turns_of(INNER_WIDTH, IS_LONG, PARTS)
@@ -212,7 +204,7 @@ def chain_kernel(
         gdc_wait()
     side = gl.load(SIDE, volatile=True)
     EACH: gl.constexpr = 2 * WIDTH + INNER_WIDTH
-    OUT = LEFT + side * EACH
+    OUT = RESULTS + side * EACH
     INNER = OUT + WIDTH
     DOWN = INNER + INNER_WIDTH
     attended = (_bits(ATTENDED), out_steps * 256)
@@ -225,7 +217,7 @@ def chain_kernel(
     if POST_WEIGHT is not None:
         post_weight = load_pieces(POST_WEIGHT, WIDTH, True)
     weight = load_pieces(PRE_WEIGHT, WIDTH, True)
-    other = _bits(LEFT) + (1 - side) * EACH
+    other = _bits(RESULTS) + (1 - side) * EACH
     forget(other, first, last)
     forget(other + WIDTH, inner_first, inner_last)
     forget(other + (WIDTH + INNER_WIDTH), first, last)
@@ -237,7 +229,7 @@ def chain_kernel(
         INNER, gate, down, ring, inputs, None, meeting, inner_first, out_turns, GATE_TURNS, GATE_SHAPE, DOWN_SHAPE, GELU
     )
 
-    following = down  # of which nothing is asked, where nothing follows
+    following = down  # the last layer has no successor: `down` is passed again, and its portions are never fetched
     if NEXT_PARTS > 0:
         following = prepare(NEXT_U, NEXT_S, next_first, next_last, WIDTH_STEPS, NEXT_SHAPE, 0)
     before = out_turns + GATE_TURNS

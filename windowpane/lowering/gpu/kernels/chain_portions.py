@@ -1,6 +1,6 @@
 """Portions of int4 weights: asked for, brought to registers and multiplied (`chain_kernel`)."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-redef,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc,no-redef"
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from windowpane.lowering.gpu.kernels.chain_forms import (
+    ARE_AWAITED,
     ARE_HELD,
-    ARE_LEFT,
     AT_A_TURN,
     IS_GATED,
     IS_LONG,
@@ -21,7 +21,7 @@ from windowpane.lowering.gpu.kernels.chain_forms import (
     PORTIONS,
 )
 from windowpane.lowering.gpu.kernels.chain_inputs import digits_of, hold, inputs_of, place_of
-from windowpane.lowering.gpu.kernels.chain_left import settle
+from windowpane.lowering.gpu.kernels.chain_results import settle
 
 # The lower and the upper four bits of four bytes, each q as 16 · (q - 8).
 _TAKE = gl.constexpr("""{
@@ -177,7 +177,7 @@ def _digits(source, piece, i, SHAPE: gl.constexpr):
     if SHAPE[3] == ARE_HELD:
         return 0
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
-        if SHAPE[3] == ARE_LEFT:
+        if SHAPE[3] == ARE_AWAITED:
             piece = settle((piece,), source[0] + i * (PIECE * 32))[0]
         return digits_of(piece.to(gl.bfloat16, bitcast=True))
 

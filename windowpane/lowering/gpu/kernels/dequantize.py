@@ -1,6 +1,6 @@
 """Quantized weights as plain matrices, for products of so many rows that reading them twice costs little."""
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Activated gates times what they gate."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -37,20 +35,9 @@ def _launch(
 ) -> None:
     rows, width = out.shape
     _gated_kernel[(rows, triton.cdiv(width, BLOCK))](
-        gate,
-        up,
-        out,
-        gate.stride(0),
-        up.stride(0),
-        up_offset,
-        out.stride(0),
-        width,
-        BLOCK=BLOCK,
-        GELU=is_gelu(activation),
-        PDL=pdl,
-        num_warps=WARPS,
-        launch_pdl=pdl,
-    )
+        gate, up, out, gate.stride(0), up.stride(0), up_offset, out.stride(0), width,
+        BLOCK=BLOCK, GELU=is_gelu(activation), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,7 +1,5 @@
 """From one fused projection to queries, keys and values: norms, rotation, and the way into pages, in one launch."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.attention.triton.codes import INT4, encode, turn
+from windowpane.attention.triton.codes import INT4, encode, to_basis
 from windowpane.attention.triton.view import ELEMENTS, LayerView, rotate, section
 from windowpane.attention.triton.write import CodedRows
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
@@ -42,37 +40,23 @@ _NOWHERE = (None, None, None, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def prepare_heads(
-    projected: torch.Tensor,
-    positions: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    v_norm: bool,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
-    pair_distance: int,
-    eps: float,
-    latent: bool,
-    page_write: PageWrite | None = None,
-    slots: torch.Tensor | None = None,
-    view: LayerView | None = None,
-    coded: CodedRows | None = None,
-    balance: torch.Tensor | None = None,
-    transform_values: bool = False,
+    projected: torch.Tensor, positions: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *, v_norm: bool, angles: tuple[torch.Tensor, torch.Tensor] | None, pair_distance: int, eps: float, latent: bool,
+    page_write: PageWrite | None = None, slots: torch.Tensor | None = None, view: LayerView | None = None,
+    coded: CodedRows | None = None, balance: torch.Tensor | None = None, transform_values: bool = False,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Fill q [rows, query heads, dim], k and v [rows, KV heads, dim] from `projected` [rows, all heads × dim].
 
     Heads lie in that order: queries, then keys and values, or one latent for both. q or k and v may have no heads.
-    `angles` are cos and sin, float32 [positions, R]: dims [0, R) turn with those `pair_distance` further on. Of a
+    `angles` are cos and sin, float32 [positions, R]: dims [0, R) rotate with those `pair_distance` further. Of a
     latent, v is its norm in v's dtype and k is rebuilt from that, as past keys are from pages.
 
     With `page_write`, row i is stored in slot `slots[i]` too. A row at position -1 is padding: it is stored nowhere.
 
     Where the layer's `view` is coded, K and V (or the latent) come out as they are once coded and decoded, and what was
-    coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and turned into it
+    coded goes to pages or else to `coded`. Where the view has a basis, queries and keys are balanced and transformed
     here, values only with `transform_values`: weights can do it for them.
 
     `pdl` lets the launch begin while the one before it ends, and look up positions, slots and pages by then: between
@@ -92,47 +76,16 @@ def prepare_heads(
     layer_scales, row_words = (view.layer_scales, view.row_words) if view else ((1.0,), 0)
     buffers = (None,) * 4 if coded is None else (coded.k, coded.v, coded.k_scales, coded.v_scales)
     _heads_kernel[(rows, query_parts + kv_parts * (1 if latent else 2))](
-        projected,
-        positions,
-        q_norm,
-        k_norm,
-        cos,
-        sin,
-        q,
-        k,
-        v,
-        projected.stride(0),
-        pairs if cos is None else cos.stride(0),
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        eps,
+        projected, positions, q_norm, k_norm, cos, sin, q, k, v, projected.stride(0),
+        pairs if cos is None else cos.stride(0), q.stride(0), k.stride(0), v.stride(0), eps,
         *(_NOWHERE if page_write is None else page_write.arguments(slots)),
-        *buffers,
-        layer_scales[0],
-        layer_scales[-1],
-        balance,
-        QUERY_HEADS=query_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        PAIRS=pairs,
-        DISTANCE=distance,
-        HEADS=heads,
-        V_NORM=v_norm,
-        LATENT=latent,
-        UNIT_BYTES=OFFSET_UNIT_BYTES,
-        KV_DTYPE=ELEMENTS[k.dtype],
-        CODE=code,
-        PER_ROW=view is not None and bool(view.scale_offsets),
-        ROW=row_words,
-        WORDS=dim // (4 if code == INT4 else 2),
-        GROUP=max(query_heads // view.kv_heads, 1) if view else 1,
-        BALANCED_HEADS=view.kv_heads if view else 0,
-        TRANSFORM_VALUES=transform_values,
-        PDL=pdl,
-        num_warps=LONE_WARPS if rows == 1 else WARPS,
-        launch_pdl=pdl,
-    )
+        *buffers, layer_scales[0], layer_scales[-1], balance,
+        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, DISTANCE=distance, HEADS=heads, V_NORM=v_norm,
+        LATENT=latent, UNIT_BYTES=OFFSET_UNIT_BYTES, KV_DTYPE=ELEMENTS[k.dtype], CODE=code,
+        PER_ROW=view is not None and bool(view.scale_offsets), ROW=row_words, WORDS=dim // (4 if code == INT4 else 2),
+        GROUP=max(query_heads // view.kv_heads, 1) if view else 1, BALANCED_HEADS=view.kv_heads if view else 0,
+        TRANSFORM_VALUES=transform_values, PDL=pdl, num_warps=LONE_WARPS if rows == 1 else WARPS, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -181,10 +134,10 @@ def _halves(row, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def _turned(low, high, factors, inside, DIM: tl.constexpr, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
+def _balanced(low, high, factors, inside, DIM: tl.constexpr, PIECES: tl.constexpr, DISTANCE: tl.constexpr):
     """Queries or keys into the basis that keys are coded in."""
     low_factor, high_factor = _load_pairs(factors, inside, DISTANCE)
-    return _halves(turn(_row(low * low_factor, high * high_factor, DIM), DIM), PIECES, DISTANCE)
+    return _halves(to_basis(_row(low * low_factor, high * high_factor, DIM), DIM), PIECES, DISTANCE)
 
 
 @triton.jit
@@ -217,7 +170,7 @@ def _heads_kernel(
     """A few heads of one row: of queries, keys (or latents) or values.
 
     Heads come as [heads, pieces, DISTANCE], once for the first and once for the second dims of pairs. A piece is two
-    pair distances wide; only the first has dims that turn.
+    pair distances wide; only the first has dims that rotate.
     """
     if PDL:
         gdc_launch_dependents()
@@ -238,7 +191,7 @@ def _heads_kernel(
     dims = tl.broadcast_to((pieces + tl.arange(0, DISTANCE)[None, :])[None], [HEADS, PIECES, DISTANCE])
     at = head * DIM + dims
 
-    # Where a row goes and how it turns was known before this layer: it is looked up while the projection is made.
+    # Where a row goes and how it rotates was known before this layer: it is looked up while the projection is made.
     position = tl.load(POSITIONS + row)
     is_stored = position >= 0
     position = tl.maximum(position, 0)
@@ -278,13 +231,13 @@ def _heads_kernel(
             low, high = rotate(low, high, cos, sin)
         if BALANCE is not None:
             low, high = _rounded(low, high, DTYPE)
-            low, high = _turned(low, high, BALANCE + head // GROUP * DIM + dims, inside, DIM, PIECES, DISTANCE)
+            low, high = _balanced(low, high, BALANCE + head // GROUP * DIM + dims, inside, DIM, PIECES, DISTANCE)
         _store_pairs(Q + row * q_stride + at, low, high, inside, DISTANCE, DTYPE)
     elif is_value:
         if V_NORM:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
         if TRANSFORM_VALUES:
-            low, high = _halves(turn(_row(low, high, DIM), DIM), PIECES, DISTANCE)
+            low, high = _halves(to_basis(_row(low, high, DIM), DIM), PIECES, DISTANCE)
         if CODE > 0:
             low, high = _coded(
                 low, high, v_words, v_scales_at, words_at, place, line_inside, v_layer_scale, DIM, WORDS, CODE, PER_ROW
@@ -316,7 +269,7 @@ def _heads_kernel(
             low, high = rotate(low, high, cos, sin)
         low, high = _rounded(low, high, DTYPE)
         if BALANCE is not None:
-            low, high = _turned(
+            low, high = _balanced(
                 low, high, BALANCE + (BALANCED_HEADS + head) * DIM + dims, inside, DIM, PIECES, DISTANCE
             )
             low, high = _rounded(low, high, DTYPE)

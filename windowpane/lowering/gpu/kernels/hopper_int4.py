@@ -14,18 +14,13 @@ Inputs are read by TMA and sums past the L1 cache: where launches overlap, it ma
 before has read.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.lowering.gpu.kernels.hopper_sums import (
@@ -36,7 +31,7 @@ from windowpane.lowering.gpu.kernels.hopper_sums import (
     store_directly,
     store_tile,
 )
-from windowpane.lowering.gpu.kernels.unpacking import TAKE_INT4
+from windowpane.lowering.gpu.kernels.unpacking import TAKE_INT4, four_of
 
 # Taking 8 more than the magic number away is exact, and the product with the scale is rounded as in a dequantised
 # matrix.
@@ -69,10 +64,12 @@ prmt.b32 $3, high, high, 0x3232;
 
 
 @gluon.jit
-def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work):
+def _bring_weights(units, scales, weight_tiles, share):
     """For each block of the piece. Scales come 16 bytes at a time, the least that TMA copies and from where it may
     begin: those of two blocks.
     """
+    unit_tiles, scale_tiles = weight_tiles
+    full, empty, tiles, blocks, work = share
     STAGES: gl.constexpr = unit_tiles.type.shape[0]
     first = piece_start(gl.program_id(0), gl.num_programs(0), work)
     last = piece_start(gl.program_id(0) + 1, gl.num_programs(0), work)
@@ -88,9 +85,9 @@ def _bring_weights(units, scales, unit_tiles, scale_tiles, full, empty, tiles, b
 
 
 @gluon.jit
-def _bring_inputs(
-    x, more_x, x_tiles, more_x_tiles, full, empty, tiles, blocks, work, EXTRA: gl.constexpr, PDL: gl.constexpr
-):
+def _bring_inputs(x, more_x, input_tiles, share, EXTRA: gl.constexpr, PDL: gl.constexpr):
+    x_tiles, more_x_tiles = input_tiles
+    full, empty, tiles, blocks, work = share
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     if PDL:
@@ -121,24 +118,15 @@ def _operand(units, words, tile, block, DTYPE: gl.constexpr, ROWS: gl.constexpr)
     u = units.index(tile).load(operand)
     even, odd = gl.split(words.index(tile).load(own))
     word = gl.convert_layout(gl.where(block % 2 == 0, even, odd), gl.SliceLayout(1, operand))
-    spread = gl.inline_asm_elementwise(
-        _SPREAD, "=r,=r,=r,=r,l", [word],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+    spread = gl.inline_asm_elementwise(_SPREAD, "=r,=r,=r,=r,l", [word], dtype=four_of(gl.int32), is_pure=True, pack=1)
     s0, _u = gl.broadcast(gl.expand_dims(spread[0], 1), u)
     s1, _u = gl.broadcast(gl.expand_dims(spread[1], 1), u)
     s2, _u = gl.broadcast(gl.expand_dims(spread[2], 1), u)
     s3, _u = gl.broadcast(gl.expand_dims(spread[3], 1), u)
-    if DTYPE == gl.bfloat16:  # noqa: SIM300 - a parameter, whatever its case
-        w = gl.inline_asm_elementwise(
-            _DECODE_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        w = gl.inline_asm_elementwise(
-            _DECODE_FLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+    DECODE: gl.constexpr = _DECODE_BFLOAT16 if DTYPE == gl.bfloat16 else _DECODE_FLOAT16  # noqa: SIM300
+    w = gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3], dtype=four_of(DTYPE), is_pure=True, pack=2
+    )
     # Input 32 · span + unit: registers change their names, nothing moves.
     spans = gl.join(gl.join(w[0], w[1]), gl.join(w[2], w[3]))
     return gl.convert_layout(gl.reshape(gl.permute(spans, (0, 3, 2, 1)), [64, 128]), operand)
@@ -146,10 +134,15 @@ def _operand(units, words, tile, block, DTYPE: gl.constexpr, ROWS: gl.constexpr)
 
 @gluon.jit
 def _multiply(
-    which: gl.constexpr, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles, buffer, full,
-    empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    which: gl.constexpr, results, BIAS, weight_tiles, input_tiles, buffer, share, shape, EXTRA: gl.constexpr,
+    DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Half `which` of the program's tiles: 2 × 64 outputs."""
+    out, OUT, SUMS, FLAGS = results
+    unit_tiles, scale_tiles = weight_tiles
+    x_tiles, more_x_tiles = input_tiles
+    full, empty, tiles, blocks, work = share
+    rows, outputs, out_stride = shape
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -265,25 +258,15 @@ def int4_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)  # weights and inputs
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
+    weights, inputs = (unit_tiles, scale_tiles), (x_tiles, more_x_tiles)
+    share = (full, empty, tiles, blocks, work)
+    results, shape = (out, OUT, SUMS, FLAGS), (rows, outputs, out_stride)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    0, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles,
-                    buffers.index(0), full, empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA, DTYPE, PDL,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    1, out, OUT, SUMS, FLAGS, BIAS, unit_tiles, scale_tiles, x_tiles, more_x_tiles,
-                    buffers.index(1), full, empty, tiles, blocks, work, rows, outputs, out_stride, EXTRA, DTYPE, PDL,
-                ),
-            ),
-            (_bring_weights, (units, scales, unit_tiles, scale_tiles, full, empty, tiles, blocks, work)),
-            (_bring_inputs, (x, more_x, x_tiles, more_x_tiles, full, empty, tiles, blocks, work, EXTRA, PDL)),
+            (_multiply, (0, results, BIAS, weights, inputs, buffers.index(0), share, shape, EXTRA, DTYPE, PDL)),
+            (_multiply, (1, results, BIAS, weights, inputs, buffers.index(1), share, shape, EXTRA, DTYPE, PDL)),
+            (_bring_weights, (units, scales, weights, share)),
+            (_bring_inputs, (x, more_x, inputs, share, EXTRA, PDL)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1], [240, 24, 24],
     )  # fmt: skip

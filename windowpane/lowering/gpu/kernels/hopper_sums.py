@@ -1,6 +1,6 @@
 """What becomes of sums in the int4 kernel for Hopper (`hopper_int4`): whose they are, where they go, who adds them."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 

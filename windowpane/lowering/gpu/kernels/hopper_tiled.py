@@ -1,7 +1,5 @@
 """Products with int4 weights on Hopper from the host's side: which ones, how work is shared, and what is launched."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call"
-
 from __future__ import annotations
 
 from functools import cache

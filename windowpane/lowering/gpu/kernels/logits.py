@@ -1,7 +1,5 @@
 """What happens to logits on their way to a token."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -18,17 +16,9 @@ def softcap(logits: torch.Tensor, out: torch.Tensor, cap: float | None, *, pdl: 
     """out, in float32, = cap · tanh(logits / cap), or the logits as they are."""
     rows, width = logits.shape
     _softcap_kernel[(rows, triton.cdiv(width, CAP_BLOCK))](
-        logits,
-        out,
-        logits.stride(0),
-        out.stride(0),
-        width,
-        cap,
-        BLOCK=CAP_BLOCK,
-        PDL=pdl,
-        num_warps=CAP_WARPS,
-        launch_pdl=pdl,
-    )
+        logits, out, logits.stride(0), out.stride(0), width, cap, BLOCK=CAP_BLOCK, PDL=pdl,
+        num_warps=CAP_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 class ArgmaxScratch:
@@ -44,26 +34,13 @@ def argmax(values: torch.Tensor, out: torch.Tensor, scratch: ArgmaxScratch, *, p
     """out int64 [rows] = where each float32 row is largest: the first place where several are, or where one is NaN."""
     rows, width = values.shape
     _argmax_parts_kernel[(rows, scratch.parts)](
-        values,
-        scratch.values,
-        scratch.places,
-        values.stride(0),
-        width,
-        BLOCK=ARGMAX_BLOCK,
-        PDL=pdl,
-        num_warps=ARGMAX_WARPS,
-        launch_pdl=pdl,
-    )
+        values, scratch.values, scratch.places, values.stride(0), width, BLOCK=ARGMAX_BLOCK, PDL=pdl,
+        num_warps=ARGMAX_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
     _argmax_kernel[(rows,)](
-        scratch.values,
-        scratch.places,
-        out,
-        scratch.parts,
-        BLOCK=triton.next_power_of_2(scratch.parts),
-        PDL=pdl,
-        num_warps=1,
-        launch_pdl=pdl,
-    )
+        scratch.values, scratch.places, out, scratch.parts, BLOCK=triton.next_power_of_2(scratch.parts), PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -4,7 +4,7 @@ A program has a few rows of the weight to itself and walks along its inputs, one
 sum is shared between programs, so that results do not depend on timing.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -66,40 +66,25 @@ def plan_launch(rows: int, outputs: int, inputs: int) -> Launch:
 
 
 def matvec(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    pdl: bool = False,
-    launch: Launch | None = None,
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None,
+    *, pdl: bool = False, launch: Launch | None = None,
+) -> None:  # fmt: skip
     """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32."""
     _launch(x, weight, bias, out, None, pdl, launch)
 
 
 def gated_matvec(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    out: torch.Tensor,
-    activation: str,
-    *,
-    pdl: bool = False,
-    launch: Launch | None = None,
-) -> None:
+    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, activation: str,
+    *, pdl: bool = False, launch: Launch | None = None,
+) -> None:  # fmt: skip
     """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ). `gate_up` is one above the other: [2 × width, inputs]."""
     _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gelu: bool | None,
-    pdl: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
     launch: Launch | None,
-) -> None:
+) -> None:  # fmt: skip
     """`gelu` None: not gated."""
     (rows, inputs), outputs = x.shape, len(weight)
     launch = launch or plan_launch(rows, outputs, inputs)
@@ -111,25 +96,10 @@ def _launch(
         lanes, vector = 32 * launch.warps, _LOAD_BYTES // weight.element_size()
         kernel, step, tiling = _sums_kernel, lanes * vector, {"LANES": lanes, "VECTOR": vector}
     kernel[(triton.cdiv(outputs, weight_rows),)](
-        x,
-        weight,
-        bias,
-        out,
-        x.stride(0),
-        weight.stride(0),
-        out.stride(0),
-        outputs,
-        inputs,
-        ROWS=rows,
-        WEIGHT_ROWS=weight_rows,
-        IS_WHOLE=inputs % step == 0,
-        GATED=gelu is not None,
-        GELU=bool(gelu),
-        PDL=pdl,
-        num_warps=launch.warps,
-        launch_pdl=pdl,
-        **tiling,
-    )
+        x, weight, bias, out, x.stride(0), weight.stride(0), out.stride(0), outputs, inputs, ROWS=rows,
+        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=gelu is not None, GELU=bool(gelu), PDL=pdl,
+        num_warps=launch.warps, launch_pdl=pdl, **tiling,
+    )  # fmt: skip
 
 
 @triton.jit

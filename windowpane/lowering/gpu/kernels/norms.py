@@ -1,7 +1,5 @@
 """RMS norms, and the residual additions between them."""
 
-# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -15,31 +13,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torc
     rows, width = x.shape
     block, warps = _row_launch(width)
     _rms_norm_kernel[(rows,)](
-        x,
-        weight,
-        out,
-        x.stride(0),
-        out.stride(0),
-        eps,
-        WIDTH=width,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        x, weight, out, x.stride(0), out.stride(0), eps, WIDTH=width, BLOCK=block, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def residual_norm(
-    hidden: torch.Tensor,
-    x: torch.Tensor,
-    post_weight: torch.Tensor | None,
-    next_weight: torch.Tensor | None,
-    scalar: torch.Tensor | float | None,
-    eps: float,
-    out: torch.Tensor,
-    *,
-    pdl: bool = False,
-) -> None:
+    hidden: torch.Tensor, x: torch.Tensor, post_weight: torch.Tensor | None, next_weight: torch.Tensor | None,
+    scalar: torch.Tensor | float | None, eps: float, out: torch.Tensor, *, pdl: bool = False,
+) -> None:  # fmt: skip
     """hidden += x, normed before where there is a `post_weight`, then times `scalar`; out = its norm for what follows.
 
     `hidden` [rows, width] is updated in place. A `scalar` tensor has one element. Without `next_weight` nothing follows
@@ -48,23 +30,10 @@ def residual_norm(
     rows, width = hidden.shape
     block, warps = _row_launch(width)
     _residual_norm_kernel[(rows,)](
-        hidden,
-        x,
-        post_weight,
-        next_weight,
-        scalar,
-        out,
-        hidden.stride(0),
-        x.stride(0),
-        out.stride(0),
-        eps,
-        WIDTH=width,
-        BLOCK=block,
-        SCALAR_IS_TENSOR=isinstance(scalar, torch.Tensor),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        hidden, x, post_weight, next_weight, scalar, out, hidden.stride(0), x.stride(0), out.stride(0), eps,
+        WIDTH=width, BLOCK=block, SCALAR_IS_TENSOR=isinstance(scalar, torch.Tensor), PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def _row_launch(width: int) -> tuple[int, int]:

@@ -7,8 +7,6 @@ Few rows: `split`. More rows: `tiled`. So many that a dequantised matrix and cuB
 No sum depends on timing.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -24,19 +22,9 @@ from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import DEQUANTIZED_BYTES
 
 __all__ = [
-    "MOST_ROWS",
-    "SPLIT_ROWS",
-    "Launch",
-    "Shares",
-    "choose_launch",
-    "dequantize_into",
-    "dequantized_product",
-    "packed_gated",
-    "packed_linear",
-    "packed_product",
-    "plan_launch",
-    "slice_outputs",
-]
+    "MOST_ROWS", "SPLIT_ROWS", "Launch", "Shares", "choose_launch", "dequantize_into", "dequantized_product",
+    "packed_gated", "packed_linear", "packed_product", "plan_launch", "slice_outputs",
+]  # fmt: skip
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
 MOST_ROWS = 256
@@ -106,39 +94,24 @@ def slice_outputs(outputs: int, most: int) -> int:
 
 
 def packed_linear(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    pdl: bool = False,
-    launch: Launch | Shares | None = None,
-) -> None:
+    x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None = None,
+    *, pdl: bool = False, launch: Launch | Shares | None = None,
+) -> None:  # fmt: skip
     """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias by a kernel that reads units; sums in float32."""
     _launch(x, weight, bias, out, None, pdl, launch)
 
 
 def packed_gated(
-    x: torch.Tensor,
-    gate_up: PackedWeight,
-    out: torch.Tensor,
-    activation: str,
-    *,
-    launch: Launch | Shares | None = None,
+    x: torch.Tensor, gate_up: PackedWeight, out: torch.Tensor, activation: str, *, launch: Launch | Shares | None = None
 ) -> None:
     """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ), for at most SPLIT_ROWS rows; `gate_up` is stacked."""
     _launch(x, gate_up, None, out, is_gelu(activation), False, launch)
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gelu: bool | None,
-    pdl: bool,
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
     launch: Launch | Shares | None,
-) -> None:
+) -> None:  # fmt: skip
     """`gelu` None: not gated."""
     x = weight.in_order(x)
     launch = choose_launch(x, weight, out) if launch is None else launch

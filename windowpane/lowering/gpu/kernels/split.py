@@ -9,7 +9,7 @@ The warps of a program share the inputs of a step; their sums meet at a tile's e
 float32.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -44,13 +44,9 @@ def plan_split(rows: int) -> Launch:
 
 
 def split_product(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gelu: bool | None,
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None,
     launch: Launch,
-) -> None:
+) -> None:  # fmt: skip
     """`gelu` None: not gated. Begins when the launch before has ended: overlapped, it takes longer (measured)."""
     rows, (outputs, inputs) = len(x), weight.shape
     scales, in_words = as_words(weight, x.dtype)

@@ -6,7 +6,7 @@ they found. No sum depends on timing. What other kernels have written is read pa
 it may hold what the kernel before the one before has read.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Quantized weights in registers: what the units, scales and zero points of a block mean, for kernels."""
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ _FP8_BFLOAT16 = tl.constexpr(_fp8_asm("bf16x2", 4, "0x07f007f0", "0x7b807b80"))
 _FP8_FLOAT16 = tl.constexpr(_fp8_asm("f16x2", 1, "0x3f803f80", "0x5c005c00"))
 # Turns the exponent of fp8 (bias 7) into that of bfloat16 and float32 (bias 127).
 _FP8_BIAS = tl.constexpr(2.0**120)
+
+
+@triton.constexpr_function
+def four_of(dtype):
+    return (dtype,) * 4
 
 
 @triton.jit
@@ -129,27 +134,15 @@ def decode(
                 away += (tl.broadcast_to(tl.expand_dims(bits.to(DTYPE, bitcast=True), -1), u.shape),)
             else:
                 away += (tl.full(u.shape, -136.0 if BFLOAT16 else -1032.0, DTYPE),)
-        if BFLOAT16:
-            values = tl.inline_asm_elementwise(
-                _INT4_BFLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [u, away[0], away[1], away[2], away[3]],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            values = tl.inline_asm_elementwise(
-                _INT4_FLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [u, away[0], away[1], away[2], away[3]],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
+        values = tl.inline_asm_elementwise(
+            _INT4_BFLOAT16 if BFLOAT16 else _INT4_FLOAT16, "=r,=r,=r,=r,r,r,r,r,r",
+            [u, away[0], away[1], away[2], away[3]], dtype=four_of(DTYPE), is_pure=True, pack=2,
+        )  # fmt: skip
     elif USES_ASM:
-        if BFLOAT16:
-            values = tl.inline_asm_elementwise(
-                _FP8_BFLOAT16, "=r,=r,=r,=r,r,r", [u],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            values = tl.inline_asm_elementwise(
-                _FP8_FLOAT16, "=r,=r,=r,=r,r,r", [u],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
+        values = tl.inline_asm_elementwise(
+            _FP8_BFLOAT16 if BFLOAT16 else _FP8_FLOAT16, "=r,=r,=r,=r,r,r", [u],
+            dtype=four_of(DTYPE), is_pure=True, pack=2,
+        )  # fmt: skip
     elif IS_INT4:
         for span in tl.static_range(4):
             q = (u.to(tl.int32) >> 4 * span & 15).to(tl.float32)

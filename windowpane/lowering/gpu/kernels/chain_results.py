@@ -1,12 +1,12 @@
-"""What programs of a launch leave for each other: bfloat16 that is all ones until it is there (`chain_kernel`).
+"""Results that programs of a launch pass to each other, in bfloat16 (`chain_kernel`).
 
-Nobody counts arrivals and nothing is fenced: a fence would wait for the weights that are on their way as well. A value
-says for itself whether it is there, as no result is all ones: what is not a number is rounded to 0x7FFF. That takes
-stores of two bytes that are seen whole, and by others without being asked to. PTX does not promise it of plain stores;
-Hopper does it.
+A result slot is filled with ones until it is written, so a reader can poll it: no result is all ones, since NaN is
+rounded to 0x7FFF. No program counts arrivals and none fences: a fence would wait for weights in flight as well. Readers
+rely on two-byte stores that become visible whole and without a fence. PTX does not promise it of plain stores; Hopper
+does it.
 """
 
-# mypy: disable-error-code="assignment,import-untyped,misc,no-untyped-call,no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _OF_THREAD = gl.constexpr(1 | 2 | 16)  # in which places of a thread's values di
 
 @gluon.constexpr_function
 def _looking(pieces):
-    """PTX that loads what is not there until it is. Operands: words that come out, words that go in, and eight times
-    the place of a thread's first value.
+    """PTX that polls the slots that are not written yet. Operands: words that come out, words that go in, and eight
+    times the place of a thread's first value.
     """
     words = _WORDS * pieces
     lines = ["{", ".reg .pred p;", ".reg .b32 t, u, missing;"]
@@ -54,7 +54,7 @@ def _types(dtype, count):
 
 @gluon.jit
 def settle(x, X):
-    """Pieces x of X, as bits, once all of them are there."""
+    """Waits until all pieces x of X are written; returns their bits."""
     PIECES: gl.constexpr = len(x)
     first_of_thread = X + (place_of(0) & ~_OF_THREAD)
     return gl.inline_asm_elementwise(
@@ -65,7 +65,7 @@ def settle(x, X):
 
 @gluon.jit
 def take(X, WIDTH: gl.constexpr):
-    """X [WIDTH] in pieces, as soon as it is there, and zeros behind it."""
+    """Waits for the result X [WIDTH] and returns it in pieces, with zeros behind it."""
     PIECES: gl.constexpr = pieces_of(WIDTH)
     x = ()
     for i in gl.static_range(PIECES):
@@ -83,7 +83,7 @@ def take(X, WIDTH: gl.constexpr):
 
 @gluon.jit
 def forget(X, first, last):
-    """This program's values are not there."""
+    """Marks this program's slots [first, last) of X as not written."""
     at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
     for start in range(first, last, 256):
         gl.store(X + start + at, gl.full([256], -1, gl.int16, at.type.layout), mask=start + at < last)

@@ -11,7 +11,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windowpane.lowering.gpu.kernels import chain_left
+from windowpane.lowering.gpu.kernels import chain_results
 
 ALL_ONES = 0xFFFF
 NUMBERS = st.sampled_from([0, 1, 0x7FFF, 0x8000, 0xFFFE]) | st.integers(0, ALL_ONES - 1)
@@ -38,7 +38,7 @@ def test_whatever_is_missing_is_loaded_until_it_is_there_and_nothing_else(pieces
         a, b = there[2 * pair : 2 * pair + 2]
         return (a, b) if loads[pair] > in_vain[pair] else (a, b | ALL_ONES)
 
-    result = run_ptx(chain_left._looking.fn(pieces), found, load)
+    result = run_ptx(chain_results._looking.fn(pieces), found, load)
     assert result == [there[i] if i // 2 in asked else word for i, word in enumerate(found)]
     assert loads == [in_vain[pair] + 1 if pair in asked else 0 for pair in range(pairs)]
 
