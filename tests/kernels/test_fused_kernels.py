@@ -21,8 +21,8 @@ if INTERPRETED:
     from windowpane.lowering.gpu.kernels.matvec import Launch, gated_matvec, matvec
     from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
     from windowpane.lowering.reference.ops import Ops
-    from windowpane.lowering.rope import Rope, rotate
-    from windowpane.models.blocks import Norm
+    from windowpane.lowering.rope import RopeTables, rotate
+    from windowpane.models.blocks import Norm, Rope
 
 EPS = 1e-6
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -102,8 +102,12 @@ def heads(projected: torch.Tensor, first: int, count: int, dim: int) -> torch.Te
     return projected[:, first * dim : (first + count) * dim].reshape(len(projected), count, dim)
 
 
+def table(rope: Rope, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return RopeTables(positions).at(rope, torch.arange(positions))
+
+
 def rotated(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
-    cos, sin = rope.table(64, torch.device("cpu"), torch.float32)
+    cos, sin = table(rope, 64)
     at = positions.clamp(min=0).long()
     return rotate(x, cos[at][:, None], sin[at][:, None])
 
@@ -126,7 +130,7 @@ def check_heads_of_pairs() -> None:
                 k,
                 v,
                 v_norm=v_norm,
-                angles=rope.table(64, torch.device("cpu"), torch.float32) if rotates else None,
+                angles=table(rope, 64) if rotates else None,
                 pair_distance=dim // 2,
                 eps=EPS,
                 latent=False,
@@ -146,7 +150,7 @@ def check_heads_of_which_a_quarter_turns() -> None:
     """Frequencies of 0 have no angles in the table: 4 pairs of 16 turn, with dims half a head away."""
     dim, pairs = 32, 4
     rope = Rope("proportional", dim, partial=2 * pairs / dim)
-    cos, sin = rope.table(64, torch.device("cpu"), torch.float32)
+    cos, sin = table(rope, 64)
     positions = torch.tensor([50, 9], dtype=torch.int32)
     projected, q, k, v = torch.randn(2, 3 * dim), nans(2, 1, dim), nans(2, 1, dim), nans(2, 1, dim)
     given = {"v_norm": False, "pair_distance": dim // 2, "eps": EPS, "latent": False}
@@ -172,7 +176,7 @@ def check_heads_of_a_latent() -> None:
     every = torch.arange(dim)
     order = torch.cat([every[:pairs], every[half : half + pairs], every[pairs:half], every[half + pairs :]])
     rope = Rope("proportional", dim, partial=2 * pairs / dim)
-    cos, sin = rope.table(64, torch.device("cpu"), torch.float32)
+    cos, sin = table(rope, 64)
     positions = torch.tensor([3, -1, 41], dtype=torch.int32)
     q_norm, k_norm = torch.rand(2, dim) + 0.5
     before = torch.randn(3, query_heads + kv_heads, dim)
@@ -244,7 +248,7 @@ def check_rows_go_to_their_pages_and_nowhere_else() -> None:
                 k,
                 v,
                 v_norm=True,
-                angles=rope.table(128, torch.device("cpu"), torch.float32),
+                angles=table(rope, 128),
                 pair_distance=dim // 2,
                 eps=EPS,
                 latent=latent,

@@ -95,9 +95,8 @@ class ChainScratch:
 
     def __init__(self, width: int, inner_width: int, device: torch.device, most_following: int = 0) -> None:
         self.most_following = most_following
-        self.results = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device).view(
-            torch.bfloat16
-        )
+        ones = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device)  # no result yet
+        self.results = ones.view(torch.bfloat16)
         self.side = torch.zeros(1, dtype=torch.int32, device=device)
 
 
