@@ -14,7 +14,7 @@ from tests.running.harness import Knobs, generate_with
 from tests.running.test_against_transformers import prompt
 from windowpane.engine.accounts import accounts
 from windowpane.engine.start import start
-from windowpane.lowering.packed import JoinedWeight, PackedWeight, linear, stack
+from windowpane.lowering.packed import JoinedWeight, PackedWeight, product, stack
 from windowpane.models import load
 from windowpane.models.weights import held_bytes, text_tensors, weight_bytes
 from windowpane.schedule.request import Request, SamplingParams
@@ -140,5 +140,5 @@ def test_projections_that_are_not_held_alike_are_joined() -> None:
     whole = torch.cat([packed.dequantize(torch.float32), plain])
     x, bias = torch.randn(3, 64), torch.randn(32)
     for part in (slice(None), slice(0, 20), slice(20, 30), slice(26, 32)):
-        found = linear(x, joined[part], bias[part])
-        torch.testing.assert_close(found, torch.nn.functional.linear(x, whole[part], bias[part]), rtol=1e-4, atol=1e-4)
+        found = product(x, joined[part], bias[part])
+        torch.testing.assert_close(found, torch.nn.functional.product(x, whole[part], bias[part]), rtol=1e-4, atol=1e-4)

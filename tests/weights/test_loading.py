@@ -116,7 +116,7 @@ def test_any_of_the_usual_prefixes_is_read(name: str, prefix: str, tmp_path: Pat
 
 def test_what_is_no_text_or_never_used_is_skipped(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, SMALL["gemma4 with shared KV"])
-    shared = "model.language_model.layers.3.self_attn."
+    shared = "model.language_model.layers.7.self_attn."
     extra = ["model.vision_tower.odd", "mtp.fc.weight", "model.embed_audio.odd", "lm_head.weight"]
     extra += [f"{shared}k_proj.weight", f"{shared}v_proj.weight", f"{shared}k_norm.weight"]
     extra += ["model.language_model.layers.0.self_attn.rotary_emb.inv_freq"]
