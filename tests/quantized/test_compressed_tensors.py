@@ -141,4 +141,4 @@ def test_projections_that_are_not_held_alike_are_joined() -> None:
     x, bias = torch.randn(3, 64), torch.randn(32)
     for part in (slice(None), slice(0, 20), slice(20, 30), slice(26, 32)):
         found = product(x, joined[part], bias[part])
-        torch.testing.assert_close(found, torch.nn.functional.product(x, whole[part], bias[part]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, whole[part], bias[part]), rtol=1e-4, atol=1e-4)
