@@ -31,7 +31,7 @@ from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
-from windowpane.attention.triton.view import LayerView, PagedLayer, Rope
+from windowpane.attention.triton.view import LatentRope, LayerView, PagedLayer
 from windowpane.kv.retention import ceil_div
 from windowpane.schedule.step import Segment
 
@@ -120,7 +120,7 @@ class Bare:
     view: LayerView
     arena: torch.Tensor
     table: torch.Tensor
-    rope: Rope | None
+    rope: LatentRope | None
 
     @classmethod
     def make(cls, layer: Layer, sequences: int, tokens: int, arena: torch.Tensor) -> Bare:

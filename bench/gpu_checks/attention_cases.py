@@ -21,7 +21,7 @@ from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
-from windowpane.attention.triton.view import LayerView, PagedLayer, Rope
+from windowpane.attention.triton.view import LatentRope, LayerView, PagedLayer
 from windowpane.attention.triton.widen import plain_view, scratch_page_bytes
 from windowpane.attention.triton.write import write
 from windowpane.device import codecs
@@ -91,7 +91,7 @@ class Paged:
     table: torch.Tensor
     slots: list[int]
     past: list[list[torch.Tensor]]
-    rope: Rope | None
+    rope: LatentRope | None
     dtype: torch.dtype  # of activations
 
     @property
@@ -202,7 +202,7 @@ def _strided(data: torch.Tensor, view: LayerView, offset_bytes: int, row: int, w
     return data.as_strided((room // OFFSET_UNIT_BYTES + 1, *shape), strides, offset_bytes // item)
 
 
-def _rope(layer: Layer, positions: int, device: str) -> Rope | None:
+def _rope(layer: Layer, positions: int, device: str) -> LatentRope | None:
     if not layer.rotary:
         return None
     frequency = 1e4 ** (-torch.arange(layer.rotary, dtype=torch.float64) / layer.rotary)
@@ -211,7 +211,7 @@ def _rope(layer: Layer, positions: int, device: str) -> Rope | None:
     return angle.cos().float().to(device), angle.sin().float().to(device), w.to(device)
 
 
-def rebuild(n: torch.Tensor, rope: Rope, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rebuild(n: torch.Tensor, rope: LatentRope, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """K of latent rows [tokens, heads, dim]: in float64 without rounding, otherwise in float32, then rounded."""
     wide = torch.promote_types(dtype, torch.float32)
     cos, sin = (a[positions].to(wide)[:, None] for a in rope[:2])

@@ -26,7 +26,9 @@ from windowpane.lowering.gpu.kernels.logits import ArgmaxScratch, argmax, softca
 from windowpane.lowering.gpu.kernels.matvec import MAX_ROWS, Launch, gated_matvec, matvec, plan_launch
 from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
-from windowpane.lowering.rope import Rope, rotate
+from windowpane.lowering.rope import RopeTables, rotate
+from windowpane.models.blocks import Norm
+from windowpane.models.rope import Rope
 
 Checks = list[tuple[str, Callable[[], str]]]
 
@@ -83,12 +85,15 @@ def norms(rows: int, width: int) -> str:
     scalar = torch.full((1,), 0.37, device=CUDA, dtype=torch.bfloat16)
     out, mine = nans(rows, width), hidden.clone()
     rms_norm(x, post, EPS, out)
-    told = [no_worse(out, Ops().norm(x, post, EPS), norm64(x, post))]
+    told = [no_worse(out, Ops().norm(x, post, Norm(EPS)), norm64(x, post))]
     want = (hidden.double() + norm64(x, post)) * scalar.double()
-    plain = (hidden + Ops().norm(x, post, EPS)) * scalar
+    plain = (hidden + Ops().norm(x, post, Norm(EPS))) * scalar
     out = nans(rows, width)
     residual_norm(mine, x, post, following, scalar, EPS, out)
-    told += [no_worse(mine, plain, want), no_worse(out, Ops().norm(plain, following, EPS), norm64(want, following))]
+    told += [
+        no_worse(mine, plain, want),
+        no_worse(out, Ops().norm(plain, following, Norm(EPS)), norm64(want, following)),
+    ]
     return ", ".join(told)
 
 
@@ -113,7 +118,7 @@ def heads(query_heads: int, kv_heads: int, dim: int, *, latent: bool) -> str:
     half = dim // 2
     order = torch.cat([every[:pairs], every[half : half + pairs], every[pairs:half], every[half + pairs :]])
     rope = Rope("proportional", dim, theta=1e6, partial=2 * pairs / dim)
-    angles = rope.table(4096, CUDA, torch.float32)
+    angles = RopeTables(4096).at(rope, torch.arange(4096, device=CUDA))
     positions = torch.randint(0, 4096, (rows,), device=CUDA, dtype=torch.int32)
     positions[5] = -1
     before = values(rows, query_heads + kv_heads * (1 if latent else 2), dim)
@@ -176,7 +181,7 @@ def _heads_in_torch(
     exact = x.dtype == torch.float64
 
     def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return norm64(x, weight) if exact else Ops().norm(x, weight, EPS)
+        return norm64(x, weight) if exact else Ops().norm(x, weight, Norm(EPS))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         at = positions.clamp(min=0).long()

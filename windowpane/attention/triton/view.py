@@ -23,7 +23,7 @@ _LOG2E = tl.constexpr(LOG2E)
 
 # Angles and the key norm's weight of a latent layer: cos and sin [positions, R] and w [dim], float32. Row t rotates by
 # t times the angles of row 1; made in float64, such tables lose nothing when a rotation is made in two steps.
-Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LatentRope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class PagedLayer:
     query_heads: int
     mask: Mask
     scores: Scores
-    rope: Rope | None = None
+    rope: LatentRope | None = None
 
     def __post_init__(self) -> None:
         _ = self.window_tokens  # raises here rather than at the first launch
@@ -126,7 +126,7 @@ class PagedLayer:
         return rotary_pairs(self.view, self.rope)
 
 
-def rotary_pairs(view: LayerView, rope: Rope | None) -> int:
+def rotary_pairs(view: LayerView, rope: LatentRope | None) -> int:
     """R: dims [0, R) rotate with dims [R, 2R). 1/8, 1/4 or 1/2 of the head; 0 for a stored pair."""
     if not view.latent:
         return 0
