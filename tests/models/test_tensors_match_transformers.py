@@ -18,6 +18,7 @@ from windowpane.models import load
 PUBLISHED_AS_BUILT = {"qwen3.5 moe"}
 # Their config classes have no layer_types, because all layers are alike.
 UNIFORM = {
+    "granite",
     "llama",
     "llama with biases",
     "mistral",
