@@ -9,7 +9,7 @@ import torch
 
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.packed import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs, stack
-from windowpane.models.blocks import Attention, Decoder, Norm, Projection, tensors_of
+from windowpane.models.blocks import Attention, Decoder, Norm, Projection, each, tensors_of
 from windowpane.models.tensors import TensorSpec
 
 Weights = dict[str, torch.Tensor | PackedWeight]
@@ -97,6 +97,9 @@ class Parameters:
         self._tensors = {name: weights.pop(name) for name in tensors_of(decoder)}
         self._linears: dict[Projection, Linear] = {}
         self._norms: dict[Norm, torch.Tensor] = {}
+        # All at once: whoever allocates next has the room that joined parts leave.
+        for projection in each(decoder, Projection):
+            self.linear(projection)
         for attention in decoder.attentions:
             self._bind_attention(attention)
 

@@ -182,8 +182,7 @@ class Decoder:
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """Every attention, in the order in which they run."""
-        blocks = (block for layer in self.layers for block in layer.blocks)
-        return tuple(m for block in blocks for m in block.mixers() if isinstance(m, Attention))
+        return tuple(each(self.layers, Attention))
 
     @cached_property
     def shared_layers(self) -> frozenset[int]:
@@ -205,14 +204,18 @@ class Decoder:
 _Described = TypeVar("_Described")
 
 
+def each(described: Any, kind: type[_Described]) -> Iterator[_Described]:
+    """Every part of a description that is of this kind, in the order in which they run."""
+    if isinstance(described, kind):
+        yield described
+        return
+    for part in described if isinstance(described, tuple | list) else _parts(described).values():
+        yield from each(part, kind)
+
+
 def tensors_of(described: Any) -> dict[str, TensorSpec]:
     """Every tensor that a description names, once, by its name."""
-    if isinstance(described, TensorSpec):
-        return {described.name: described}
-    found: dict[str, TensorSpec] = {}
-    for part in described if isinstance(described, tuple | list) else _parts(described).values():
-        found |= tensors_of(part)
-    return found
+    return {tensor.name: tensor for tensor in each(described, TensorSpec)}
 
 
 def on_rank(described: _Described, ranks: int) -> _Described:

@@ -36,12 +36,10 @@ from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters, summed
 from windowpane.lowering.reference.mixers import normed_across_heads
-from windowpane.lowering.reference.ops import Ops
+from windowpane.lowering.reference.ops import Angles, Ops
 from windowpane.lowering.rope import cos_and_sin, frequencies
 from windowpane.models.blocks import Attention, Block, GatedMLP, Mixer, PerLayerInput, Sum
 from windowpane.models.rope import Rope
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
 
