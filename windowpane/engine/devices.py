@@ -70,6 +70,7 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
     """The plan that every rank follows; a PlanError says by how much it does not fit, and the longest that would."""
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"--dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
+    spec = replace(spec, file_bytes=None)  # weights of a GGUF file are expanded when they are loaded
     if devices[0].type == "cpu":
         if dtype not in ("auto", "float32"):
             raise ConfigError(

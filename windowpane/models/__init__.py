@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,9 +10,11 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from windowpane.models.config import Config, ModelError
-from windowpane.models.gguf import hf_config, is_gguf, read_header
+from windowpane.models.config import CONFIG, QUANT_CONFIG, Config, ModelError
+from windowpane.models.gguf import hf_config, is_gguf, read_header, shards
+from windowpane.models.modelopt import unmatched_target
 from windowpane.models.spec import ModelSpec
+from windowpane.models.weights import weight_bytes
 
 __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_name", "shipped_names", "shipped_repositories"]
 
@@ -19,26 +22,33 @@ __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_name", "sh
 FAMILIES = (
     "cohere2",
     "deepseek",
+    "ernie4_5",
     "falcon_h1",
     "gemma2",
     "gemma3",
     "gemma3n",
     "gemma4",
+    "glm4_moe",
     "gpt_oss",
     "granite_hybrid",
+    "hunyuan",
     "jamba",
     "kimi_linear",
     "lfm2",
     "llama",
     "llama4",
+    "mimo_v2",
     "minimax_m3",
     "mistral",
+    "mixtral",
     "nemotron_h",
+    "nemotron_nas",
     "olmo3",
     "phi3",
     "qwen3",
     "qwen3_next",
     "recurrent_gemma",
+    "step3",
     "whisper",
     "zamba2",
 )
@@ -64,15 +74,14 @@ def load(source: str | Path, *, revision: str | None = None, download_dir: str |
     except OSError as error:
         raise ModelError(f"cannot read {source}: {error}") from None
     if is_directory:
-        return _read(_read_file(path / "config.json"), path.resolve().name)
+        return _read(path / CONFIG, path.resolve().name)
     if is_file and is_gguf(path):
-        spec = from_config(hf_config(read_header(path)), path.stem)
-        return replace(spec, notes=(*spec.notes, f"the GGUF file has {path.stat().st_size / 2**30:.2f} GiB"))
+        return _read_gguf(path)
     if is_file:
         # A bare config.json takes the name of the model's directory.
-        return _read(_read_file(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
+        return _read(path, path.resolve().parent.name if path.name == CONFIG else path.stem)
     if revision is None and (shipped := shipped_name(str(source))):
-        return _read(_read_file(_SHIPPED / f"{shipped}.json"), shipped)
+        return _read(_SHIPPED / f"{shipped}.json", shipped)
     from windowpane.models.hub import Hub, parse_name  # only here: what lies on this disk does not pay for it
 
     if (wanted := parse_name(str(source))) is None:
@@ -100,23 +109,53 @@ def shipped_name(text: str) -> str | None:
     return known.get(text.lower(), text.lower() if text.lower() in shipped_names() else None)
 
 
-def _read_file(path: Path) -> str:
+def _read_json(path: Path, name: str) -> dict[str, object]:
+    """The object in a JSON file of the model `name`; a byte-order mark, which some editors write, is passed over."""
     try:
-        return path.read_text("utf-8")
+        raw = path.read_bytes()
+        fields = json.loads(raw.decode("utf-8-sig"))
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} holds no config.json") from None
-    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path.parent} holds no {path.name}") from None
+    except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from None
-
-
-def _read(text: str, name: str) -> ModelSpec:
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
+    except UnicodeDecodeError as error:
+        is_utf16 = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        why = "it is UTF-16" if is_utf16 else f"it is not UTF-8 ({error.reason} at byte {error.start})"
+        raise ModelError(f"cannot read {path}: {why}; save it again as UTF-8") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"the config of {name} is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ModelError(f"the config of {name} must be a JSON object, not {type(fields).__name__}")
+    return fields
+
+
+def _read_gguf(path: Path) -> ModelSpec:
+    spec = from_config(hf_config(read_header(path)), path.stem)
+    files = shards(path)
+    held = weight_bytes(spec) / 2**30
+    note = f"weights are counted as GGUF stores them; running here expands them to {held:.2f} GiB in {spec.dtype}"
+    return replace(spec, file_bytes=sum(file.stat().st_size for file in files), notes=(*spec.notes, note))
+
+
+def _read(path: Path, name: str) -> ModelSpec:
+    fields, beside = _read_json(path, name), path.with_name(QUANT_CONFIG)
+    if path.name == CONFIG and beside.is_file():
+        fields = _with_quantization(fields, _read_json(beside, name))
     return from_config(fields, name)
+
+
+def _with_quantization(fields: dict[str, object], beside: dict[str, object]) -> dict[str, object]:
+    """ModelOpt writes how weights are stored into a file of its own, and newer releases into config.json too."""
+    own = fields.get("quantization_config")
+    if own is None:
+        return {**fields, "quantization_config": {"quant_method": "modelopt", **beside}}
+    method = own.get("quant_method") if isinstance(own, dict) else None
+    if not str(method).startswith("modelopt"):
+        raise ModelError(
+            f"{CONFIG} says that weights are stored as {method!r:.40}, and {QUANT_CONFIG} beside it that ModelOpt "
+            "stored them; remove the one that is out of date"
+        )
+    return fields
 
 
 def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
@@ -130,7 +169,22 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
     reader = _reader(architectures[0])
     if reader is None:
         raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(_known())}")
-    return reader(config, name)
+    spec = reader(config, name)
+    _check_quantization(spec)
+    return spec
+
+
+def _check_quantization(spec: ModelSpec) -> None:
+    """Refuse a quantization that passes the model by: its weights would be counted as if there were none."""
+    if (quantization := spec.quantization) is None:
+        return
+    quantized = [tensor for tensor in spec.tensors if tensor.tower is None and quantization.format_of(tensor)]
+    if not quantized:
+        raise ModelError(f"quantization_config ({quantization.method}) fits no weight of {spec.name} by its name")
+    if quantization.method == "modelopt":
+        modules = [tensor.module for tensor in spec.tensors if tensor.linear]
+        if (target := unmatched_target(quantization, modules, spec.num_layers)) is not None:
+            raise ModelError(f"quantization_config names {target}, which {spec.name} does not have")
 
 
 def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:

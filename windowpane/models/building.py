@@ -74,6 +74,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     bias: bool = False,
+    out_bias: bool | None = None,
     head_norms: Norms | None = None,
     layer: int | None = None,
     tensors: Sequence[TensorSpec] | None = None,
@@ -84,7 +85,9 @@ def attention(
     """
     owns_kv = layer is None or layer == cache.layer
     if tensors is None:
-        tensors = attention_tensors(prefix, shape, bias=bias, owns_kv=owns_kv, has_v=not cache.latent)
+        tensors = attention_tensors(
+            prefix, shape, bias=bias, out_bias=out_bias, owns_kv=owns_kv, has_v=not cache.latent
+        )
     outputs = 2 if tensors[-1].name.endswith(".bias") else 1
     norms = head_norms or (lambda name: None)
     return Attention(
@@ -167,8 +170,10 @@ def described_spec(
     family: str,
     decoder: Decoder,
     towers: Iterable[TensorSpec] = (),
+    notes: Iterable[str] = (),
+    planned_only: str = "",
 ) -> ModelSpec:
-    """The spec of a model that runs: caches and tensors are those that its blocks name."""
+    """The spec of a model that runs, unless `planned_only` says why not: its blocks name caches and tensors."""
     owned = [a.cache for a in decoder.attentions if a.owns_kv]
     shared = [replace(a.cache, layer=a.layer) for a in decoder.attentions if not a.owns_kv]
     return model_spec(
@@ -181,5 +186,7 @@ def described_spec(
         caches=owned,
         tensors=[*tensors_of(decoder).values(), *towers],
         shared_caches=shared,
-        decoder=decoder,
+        decoder=None if planned_only else decoder,
+        notes=notes,
+        planned_only=planned_only,
     )

@@ -11,6 +11,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from windowpane.kv.formats import DTYPE_BYTES
 
+CONFIG, QUANT_CONFIG = "config.json", "hf_quant_config.json"
+
+# No released model comes near: beyond them a config is damaged, and is refused before anything is built from it.
+MOST_LAYERS = 4096
+LARGEST_SIZE = 2**31 - 1
+
 
 class ModelError(ValueError):
     """The configuration cannot be read as a model; the message names the field and the way out."""
@@ -26,8 +32,8 @@ class Config:
     def has(self, key: str) -> bool:
         return self.fields.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`; required where no default is given."""
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE) -> int:
+        """A whole number from `minimum` to `maximum`; required where no default is given."""
         value = self.fields.get(key)
         if value is None:
             if default is None:
@@ -38,7 +44,13 @@ class Config:
             raise self.wrong_type(key, "a whole number")
         if value < minimum:
             raise ModelError(f"{self.where}{key} is {value}, but must be at least {minimum}")
+        if value > maximum:
+            raise ModelError(f"{self.where}{key} is {value!r:.40}, but must be at most {maximum:,}")
         return value
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """How many layers there are: few enough to be listed."""
+        return self.integer(key, default, maximum=MOST_LAYERS)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; required where no default is given."""
@@ -92,7 +104,7 @@ class Config:
         value = self.fields.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(v, int | float) for v in value):
+        if not isinstance(value, list) or not all(type(v) in (int, float) for v in value):
             raise self.wrong_type(key, "a list of numbers")
         return tuple(map(float, value))
 

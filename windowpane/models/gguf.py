@@ -1,11 +1,13 @@
 """GGUF files without torch: the header (metadata and where tensors lie), and the Hugging Face config it amounts to.
 
-Only the header is read here: `windowpane.weights.gguf` reads the tensors, `windowpane.text` the tokenizer.
+Only the header is read here: `windowpane.weights.gguf` reads the tensors, `windowpane.text` the tokenizer. A model in
+several files (`name-00001-of-00003.gguf`) is read as a whole, whichever of them is named.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,17 +27,18 @@ Value = int | float | bool | str | list["Value"]
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor's place in the file. `shape` is in torch's order (rows first); `kind` is ggml's number of the type."""
+    """One tensor's place in `file`. `shape` is in torch's order (rows first); `kind` is ggml's number of the type."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
+    file: Path
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the data. Tensor offsets count from the start of the file."""
+    """What stands before the data, of all shards together. Tensor offsets count from the start of their file."""
 
     path: Path
     metadata: Mapping[str, Value] = field(repr=False)
@@ -96,9 +99,50 @@ def is_gguf(path: Path) -> bool:
 def read_header(path: str | Path) -> GgufHeader:
     """Read a GGUF file's header; a file that is cut short or of an unknown version is a ModelError.
 
-    The last few are kept: spec, weights and tokenizer each ask for it, and a vocabulary takes a second to read.
+    Of a shard, the headers of all are read: metadata is the first's, and tensors are everyone's.
     """
-    resolved = Path(path).resolve()
+    headers = [_read_one(shard) for shard in shards(Path(path))]
+    first = headers[0]
+    count = first.integer("split.count") or 1
+    if count != len(headers):
+        raise ModelError(f"{first.path.name} is one of {count} parts; name a file such as model-00001-of-{count:05}.gguf")
+    if count == 1:
+        return first
+    tensors: dict[str, GgufTensor] = {}
+    for header in headers:
+        if twice := next((name for name in header.tensors if name in tensors), None):
+            raise ModelError(f"{header.path.name} and {tensors[twice].file.name} both hold {twice}; fetch them again")
+        tensors |= header.tensors
+    expected = first.integer("split.tensors.count") or len(tensors)
+    if len(tensors) != expected:
+        raise ModelError(f"{first.path.name} and its parts hold {len(tensors)} of {expected} tensors; fetch them again")
+    return GgufHeader(first.path, first.metadata, tensors)
+
+
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.gguf)")
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of the model that `path` is a part of, in order; itself where it is the only one.
+
+    Links are not followed: the shared cache of the Hub keeps files under other names, with links that have theirs.
+    """
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, _, count, end = match.groups()
+    files = [path.with_name(f"{stem}{number:05}-of-{count}{end}") for number in range(1, int(count) + 1)]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ModelError(
+            f"{path.name} is one of {int(count)} parts, and {path.parent} lacks {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
+    return files
+
+
+def _read_one(path: Path) -> GgufHeader:
+    """The last few are kept: spec, weights and tokenizer each ask for them, and a vocabulary takes a second to read."""
+    resolved = path.resolve()
     try:
         status = resolved.stat()
         return _read_header(resolved, status.st_mtime_ns, status.st_size)
@@ -113,9 +157,6 @@ def hf_config(header: GgufHeader) -> dict[str, object]:
     if known is None:
         names = ", ".join(sorted(_ARCHITECTURES))
         raise ModelError(f"{file}: unknown GGUF architecture {architecture!r}; known: {names}")
-    parts = header.integer("split.count") or 1
-    if parts > 1:
-        raise ModelError(f"{file} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`")
     # What the file leaves out stays out, so that the family's reader names what is missing.
     config = {key: value for key, value in (_common(header) | known(header)).items() if value is not None}
     if "num_attention_heads" in config and "num_key_value_heads" not in config:
@@ -212,7 +253,7 @@ def _llama3_scaling(header: GgufHeader, theta: float) -> dict[str, object]:
         "original_max_position_embeddings": 8192,
     }
     tensor = header.tensors["rope_freqs.weight"]
-    with header.path.open("rb") as file:
+    with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         # ggml always stores these as float32.
         stored = struct.unpack(f"<{tensor.shape[0]}f", file.read(4 * tensor.shape[0]))
@@ -241,7 +282,7 @@ def _rope_scaling(header: GgufHeader, prefix: str) -> dict[str, object] | None:
     return {"rope_type": "linear", "factor": header.number(f"{prefix}rope.scaling.factor")}
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _read_header(path: Path, _modified_ns: int, size_bytes: int) -> GgufHeader:
     if size_bytes < 24:
         raise ModelError(f"{path} has {size_bytes} bytes, too few for a GGUF header")
@@ -278,7 +319,7 @@ class _Parser:
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{path}: general.alignment must be a positive whole number, not {alignment!r}")
         start = -(-self.at // alignment) * alignment
-        tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
+        tensors = {name: GgufTensor(name, shape, kind, start + offset, path) for name, shape, kind, offset in infos}
         return GgufHeader(path, metadata, tensors)
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:

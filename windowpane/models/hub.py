@@ -18,11 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from windowpane.models.config import ModelError
+from windowpane.models.config import CONFIG, QUANT_CONFIG, ModelError
 from windowpane.models.embedded import cache_directory
 from windowpane.models.gguf import read_header
 
-CONFIG, QUANT_CONFIG = "config.json", "hf_quant_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What the engine reads beside weights; only those that a repository lists are fetched.
 _TEXT_FILES = (
@@ -121,7 +120,7 @@ class Hub:
         if listing is None:
             return self._cached(name, weights=False)
         if name.variant or CONFIG not in listing.sizes:
-            return self._gguf_header(listing, _gguf_files(listing, name.variant)[0])
+            return [self._gguf_header(listing, file) for file in _gguf_files(listing, name.variant)][0]
         return self._fetch(listing, [file for file in (CONFIG, QUANT_CONFIG) if file in listing.sizes])
 
     def cached_shape(self, name: HubName) -> Path | None:

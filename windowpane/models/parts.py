@@ -52,7 +52,7 @@ def read_shape(config: Config, text: Config, tied: bool, defaults: Mapping[str, 
         )
     return Shape(
         hidden=size("hidden_size"),
-        layers=size("num_hidden_layers"),
+        layers=text.layers("num_hidden_layers", known.get("num_hidden_layers")),
         query_heads=query_heads,
         kv_heads=kv_heads,
         head_dim=size("head_dim"),
@@ -108,6 +108,23 @@ def sparse_layers(config: Config, layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
 
 
+def experts_per_token(
+    config: Config, experts: int, key: str = "num_experts_per_tok", default: int | None = None
+) -> int:
+    """How many of `experts` a token visits."""
+    visited = config.integer(key, default)
+    if visited > experts:
+        raise ModelError(f"{config.where}{key} is {visited}, but a layer has only {experts} experts")
+    return visited
+
+
+def mtp_notes(config: Config, key: str = "num_nextn_predict_layers") -> tuple[str, ...]:
+    """A word where the checkpoint carries layers for multi-token prediction, which are neither loaded nor counted."""
+    count = config.integer(key, 0, minimum=0)
+    layers = "layer for multi-token prediction is" if count == 1 else "layers for multi-token prediction are"
+    return (f"the {layers} not counted",) if count else ()
+
+
 def causal_only(config: Config, allowed: Sequence[str] = ()) -> None:
     """Refuse encoders: `use_bidirectional_attention` changes which tokens a layer sees."""
     value = config.fields.get("use_bidirectional_attention")
@@ -130,6 +147,7 @@ def model_spec(
     shared_caches: Iterable[TokenCache] = (),
     decoder: Decoder | None = None,
     notes: Iterable[str] = (),
+    planned_only: str = "",
 ) -> ModelSpec:
     """Put the pieces together with what the config says about dtype and quantization."""
     dtype = text.dtype("dtype", "torch_dtype") or config.dtype("dtype", "torch_dtype")
@@ -152,9 +170,10 @@ def model_spec(
         tensors=tuple(tensors),
         text=text,
         decoder=decoder,
-        quantization=read_quantization(config),
+        quantization=read_quantization(config, text),
         shared_caches=tuple(shared_caches),
         notes=(*assumed, *notes, *((provenance,) if provenance else ())),
+        planned_only=planned_only,
     )
 
 
@@ -205,12 +224,16 @@ def attention_tensors(
     shape: Shape,
     *,
     bias: bool = False,
+    out_bias: bool | None = None,
     qk_norm: bool = False,
     gated: bool = False,
     owns_kv: bool = True,
     has_v: bool = True,
 ) -> list[TensorSpec]:
-    """q, k, v and o of one layer. `gated` queries carry a gate per head; layers that share KV have no k and v."""
+    """q, k, v and o of one layer. `gated` queries carry a gate per head; layers that share KV have no k and v.
+
+    `out_bias` None: the output projection has a bias where the others do.
+    """
     query_dim = shape.query_heads * shape.head_dim
     kv_dim = shape.kv_heads * shape.head_dim
     query_rows = 2 * query_dim if gated else query_dim
@@ -218,8 +241,9 @@ def attention_tensors(
     if owns_kv:
         names = ("k_proj", "v_proj") if has_v else ("k_proj",)
         weights += [by_rows(f"{prefix}{n}.weight", kv_dim, shape.hidden, shape.kv_heads, "attention") for n in names]
-    weights.append(by_columns(f"{prefix}o_proj.weight", shape.hidden, query_dim, shape.query_heads, "attention"))
+    out = [by_columns(f"{prefix}o_proj.weight", shape.hidden, query_dim, shape.query_heads, "attention")]
     tensors = with_biases(weights) if bias else weights
+    tensors += with_biases(out) if (bias if out_bias is None else out_bias) else out
     if qk_norm:
         tensors += norms(prefix, ("q_norm", "k_norm") if owns_kv else ("q_norm",), shape.head_dim)
     return tensors

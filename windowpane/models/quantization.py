@@ -1,7 +1,8 @@
 """What `quantization_config` does to the tensors: a quantized weight becomes a few stored ones. Torch-free.
 
-Known: compressed-tensors (pack-quantized integers, float-quantized fp8), awq, gptq, fp8 and mxfp4. Shapes follow those
-formats' checkpoints; a stored tensor carries the suffix that it has in the file. Leading axes (experts) are kept.
+Known: compressed-tensors (pack-quantized integers, float-quantized fp8), awq, gptq, fp8, mxfp4 and, in
+`windowpane.models.modelopt`, ModelOpt's. Shapes follow those formats' checkpoints; a stored tensor carries the suffix
+that it has in the file. Leading axes (experts) are kept.
 What of it lies in memory once it is loaded is said by `windowpane.models.packing`.
 """
 
@@ -339,14 +340,20 @@ class Mxfp4:
         return None
 
 
-def read_quantization(config: Config) -> Quantization | None:
-    """The checkpoint's quantization, or None where the config has none."""
-    if not config.has("quantization_config"):
+def read_quantization(config: Config, text: Config) -> Quantization | None:
+    """The checkpoint's quantization, or None where the config has none. It may stand in the text model's part."""
+    keys = ("quantization_config", "compression_config")
+    section = next((part.section(key) for part in (config, text) for key in keys if part.has(key)), None)
+    if section is None:
         return None
-    section = config.section("quantization_config")
+    if "producer" in section.fields or (section.text("quant_method") or "").startswith("modelopt"):
+        from windowpane.models.modelopt import read_modelopt  # it builds on this module
+
+        return read_modelopt(section)
     method = section.choice("quant_method", READERS)
     if method is None:
-        raise ModelError(f"{section.where}quant_method is missing; known: {', '.join(sorted(READERS))}")
+        known = ", ".join(sorted((*READERS, "modelopt")))
+        raise ModelError(f"{section.where}quant_method is missing; known: {known}")
     return READERS[method](section)
 
 
@@ -428,7 +435,7 @@ def _read_gptq(section: Config) -> Quantization:
 
 
 def _read_fp8(section: Config) -> Quantization:
-    section.choice("fmt", ("e4m3",))
+    section.choice("fmt", ("e4m3", "float8_e4m3fn"))
     scheme = section.choice("activation_scheme", ("dynamic", "static"))
     block = _block(section, "weight_block_size") if section.has("weight_block_size") else None
     form = Fp8(

@@ -9,7 +9,7 @@ from windowpane.models.spec import ModelSpec
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Families whose readers describe blocks; with experts, they do not.
-FAMILIES = ("cohere2", "gemma2", "gemma3", "gemma4", "llama", "mistral", "olmo3", "phi3", "qwen3")
+FAMILIES = ("cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "llama", "mistral", "olmo3", "phi3", "qwen3")
 
 
 def runnable(spec: ModelSpec) -> Decoder:
@@ -18,6 +18,10 @@ def runnable(spec: ModelSpec) -> Decoder:
     if decoder is None:
         if any(t.part == "experts" for t in spec.tensors):
             raise ModelError(f"{spec.name} has experts, which cannot be run yet")
+        if spec.state_caches:
+            raise ModelError(f"{spec.name} has recurrent states, which cannot be run yet")
+        if spec.planned_only:
+            raise ModelError(f"{spec.name} can be planned but not run yet: {spec.planned_only}")
         raise ModelError(
             f"{spec.name} ({spec.architecture}) can be planned but not run yet; "
             f"families that run: {', '.join(FAMILIES)}"

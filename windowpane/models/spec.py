@@ -21,8 +21,10 @@ class ModelSpec:
     `widest_mlp` is the most intermediate values one token has in a layer: the MLP's width, or those of all experts it
     visits. `query_heads` must divide evenly over tensor-parallel ranks. `weight_scheme` (int4, int8, fp8, mxfp4) and
     `kv_cache_scheme` (fp8_e4m3, else the config's own words) are what the checkpoint's quantization says, None where it
-    says nothing. `decoder` is what the model computes, None where it can be planned only; `text` is the config of the
-    text model. `shared_caches` are those that layers which share KV do without. `notes` are doubts to tell a user.
+    says nothing. `decoder` is what the model computes, None where it can be planned only; `planned_only` then says what
+    no lowering has, unless that is experts or states. `text` is the config of the text model. `shared_caches` are those
+    that layers which share KV do without. `file_bytes` is the size of a GGUF model, None for others. `notes` are doubts
+    to tell a user.
     """
 
     name: str
@@ -42,6 +44,8 @@ class ModelSpec:
     quantization: Quantization | None = None
     shared_caches: tuple[TokenCache, ...] = ()
     notes: tuple[str, ...] = ()
+    planned_only: str = ""
+    file_bytes: int | None = None
 
     def on_rank(self, ranks: int) -> ModelSpec:
         """The model as one of `ranks` ranks computes it: its heads, caches and tensors. The vocabulary stays whole."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 from windowpane.kv.caches import Cache, ShardingError, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.decoded_past import decoded_past_bytes
+from windowpane.kv.formats import FORMATS
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Full, Window
 from windowpane.models.spec import ModelSpec
@@ -94,7 +95,7 @@ def make_plan(
     """Plan one model on one kind of device. Raises PlanError, or a flag's own ValueError, when it cannot be done."""
     _check_concurrency(config, concurrency)
     ranks, device = _device(config, gpu, gpu_memory_bytes)
-    asked_dtype = config.kv_cache_dtype
+    asked_dtype = kv_choice(spec, config)
     if config.fit is not None:
         config, concurrency = _least_lossy(spec, config, ranks, device)
     sizing = size_up(spec, config, ranks, on_cpu=device is not None and device.is_cpu)
@@ -141,11 +142,27 @@ def _is_allowed(spec: ModelSpec, format_name: str) -> bool:
     return gate(format_name, None, spec.weight_scheme, spec.kv_cache_scheme).verdict != "refused"
 
 
+def kv_choice(spec: ModelSpec, config: EngineConfig) -> str:
+    """`--kv-cache-dtype`, of which `auto` is what the checkpoint has KV scales for, and else left to the compute dtype."""
+    scheme = spec.kv_cache_scheme
+    if config.kv_cache_dtype != "auto" or scheme is None:
+        return config.kv_cache_dtype
+    if scheme not in FORMATS:
+        raise PlanError(
+            f"{spec.name} asks for KV in {scheme}, which is not known here; choose another with --kv-cache-dtype, for "
+            f"example {spec.dtype} or fp8_per_token_head"
+        )
+    return scheme
+
+
 def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
+    config = replace(config, kv_cache_dtype=kv_choice(spec, config)) if config.fit is None else config
     try:
         caches = rank_caches(spec.caches, config, ranks)
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
+        if spec.file_bytes is not None:
+            weights = spec.file_bytes * weights // weight_bytes(replace(spec, dtype=compute_dtype))
     except ShardingError as error:
         works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
         problem = rank_problem(spec, ranks) or error

@@ -58,7 +58,7 @@ _SKIPPED = ("rope_freqs.weight",)
 
 
 class GgufCheckpoint:
-    """One GGUF file under Hugging Face names."""
+    """A GGUF model, in one file or several, under Hugging Face names."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         header = read_header(path)
@@ -66,7 +66,6 @@ class GgufCheckpoint:
         if family not in _BLOCK:
             raise WeightsError(f"{path.name}: {family!r} weights are not read from GGUF; known: {', '.join(_BLOCK)}")
         self._gguf = _gguf_package()
-        self._path = header.path
         self._plus_one = family in _NORMS_PLUS_ONE
         self._interleaved = family in _INTERLEAVED_ROTATION
         self._heads = {"q_proj": spec.query_heads, "k_proj": spec.token_caches[0].kv_heads}
@@ -98,13 +97,13 @@ class GgufCheckpoint:
         through_rows = cut is not None and cut.axis == len(tensor.shape) - 1
         columns = [i for some in cut.ranges for i in some] if cut is not None and through_rows else None
         row_shape, row_cut = ((1,), None) if is_vector else (tensor.shape, cut)
-        with self._path.open("rb") as file:
+        with tensor.file.open("rb") as file:
             for rows in row_pieces(row_shape, row_cut, at_once):
                 count = len(rows)
                 file.seek(tensor.offset + rows.start * row_bytes)
                 raw = file.read(count * row_bytes)
                 if len(raw) < count * row_bytes:
-                    raise WeightsError(f"{self._path} is cut short: {tensor.name} passes its end; fetch it again")
+                    raise WeightsError(f"{tensor.file} is cut short: {tensor.name} passes its end; fetch it again")
                 data = np.frombuffer(raw, np.uint8).reshape(count, row_bytes)
                 values: npt.NDArray[np.float32] = self._gguf.dequantize(data, kind)
                 shape = tensor.shape if is_vector else (count, row_values)

@@ -1,4 +1,6 @@
-"""DeepSeek V3 and V3.2, GLM 5: latent attention and experts; all but V3 have indexers that keep a key per token."""
+"""DeepSeek V3 and V3.2, Kimi K2 and K2.5, GLM 5: latent attention and experts. The indexers of V3.2 and GLM 5 keep
+a key per token.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mla import LatentAttention, latent_cache, read_latent_attention
 from windowpane.models.parts import (
     embeddings,
+    experts_per_token,
     mlp_tensors,
     model_spec,
+    mtp_notes,
     norms,
     read_shape,
     separate_experts,
@@ -17,25 +21,37 @@ from windowpane.models.parts import (
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+KIMI_K25 = "KimiK25ForConditionalGeneration"
+WITHOUT_INDEXER = ("DeepseekV3ForCausalLM", KIMI_K25)
+ARCHITECTURES = (*WITHOUT_INDEXER, "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 OWN, SHARED = "full", "shared"
 
-MTP_NOTE = "the layer for multi-token prediction is not counted"
 INDEXER_NOTE = "index keys are stored in the KV format of the other full caches; the published code keeps them in fp8"
 
 
 def read(config: Config, name: str) -> ModelSpec:
+    if config.texts("architectures") != (KIMI_K25,):
+        return _read(config, config, name)
+    text = config.section("text_config")
+    known = ("DeepseekV3ForCausalLM",)
+    if (inner := text.texts("architectures") or known) != known:
+        raise text.unknown_value("architectures", inner[0], known)
+    return _read(config, text, name, wrapper="language_model.")
+
+
+def _read(root: Config, config: Config, name: str, wrapper: str = "") -> ModelSpec:
+    """`config` is that of the text model, whose tensors begin with `wrapper`."""
     attends = read_latent_attention(config)
-    shape = read_shape(config, config, tied=False, defaults={"head_dim": attends.query_dim})
+    shape = read_shape(root, config, tied=False, defaults={"head_dim": attends.query_dim})
     if config.integer("moe_layer_freq", 1) != 1:
-        raise ModelError(f"moe_layer_freq is {config.integer('moe_layer_freq')}; only 1 is known")
+        raise ModelError(f"{config.where}moe_layer_freq is {config.integer('moe_layer_freq')}; only 1 is known")
     first_sparse = config.integer("first_k_dense_replace", 3, minimum=0)
-    indexed = _indexed_layers(config, shape.layers)
+    indexed = _indexed_layers(root, shape.layers)
     caches: list[TokenCache] = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    tensors: list[TensorSpec] = embeddings(f"{wrapper}model.", shape, head=f"{wrapper}lm_head.weight")
     for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
+        prefix = f"{wrapper}model.layers.{layer}."
         caches.append(attends.cache(layer))
         tensors += attends.tensors(f"{prefix}self_attn.", shape.hidden)
         if layer in indexed:
@@ -46,10 +62,9 @@ def read(config: Config, name: str) -> ModelSpec:
         else:
             tensors += _experts(f"{prefix}mlp.", config, shape.hidden)
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
-    tensors += norms("model.", ("norm",), shape.hidden)
-    notes = [MTP_NOTE] if config.integer("num_nextn_predict_layers", 0, minimum=0) else []
+    tensors += norms(f"{wrapper}model.", ("norm",), shape.hidden)
     return model_spec(
-        config,
+        root,
         config,
         shape,
         name=name,
@@ -57,13 +72,13 @@ def read(config: Config, name: str) -> ModelSpec:
         widest_mlp=_widest(config, shape.layers, first_sparse),
         caches=caches,
         tensors=tensors,
-        notes=[*notes, INDEXER_NOTE] if indexed else notes,
+        notes=(*mtp_notes(config), *((INDEXER_NOTE,) if indexed else ())),
     )
 
 
 def _indexed_layers(config: Config, layers: int) -> frozenset[int]:
     """The layers with an indexer of their own; in GLM others take over the choice of the last one before them."""
-    if config.texts("architectures") == ("DeepseekV3ForCausalLM",):
+    if (config.texts("architectures") or ("",))[0] in WITHOUT_INDEXER:
         return frozenset()
     kinds = config.texts("indexer_types") or (OWN,) * layers
     if len(kinds) != layers:
@@ -103,6 +118,6 @@ def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
 def _widest(config: Config, layers: int, first_sparse: int) -> int:
     widths = [config.integer("intermediate_size")] if first_sparse else []
     if first_sparse < layers:
-        visited = config.integer("num_experts_per_tok") + config.integer("n_shared_experts")
+        visited = experts_per_token(config, config.integer("n_routed_experts")) + config.integer("n_shared_experts")
         widths.append(visited * config.integer("moe_intermediate_size"))
     return max(widths)

@@ -15,6 +15,7 @@ from windowpane.models.parts import (
     SLIDING,
     Shape,
     causal_only,
+    experts_per_token,
     first_kv_shared_layer,
     fused_experts,
     norms,
@@ -150,5 +151,5 @@ def _with_experts(spec: ModelSpec, text: Config, prefix: str) -> ModelSpec:
         spec,
         decoder=None,
         tensors=(*spec.tensors, *tensors),
-        widest_mlp=spec.widest_mlp + text.integer("top_k_experts") * width,
+        widest_mlp=spec.widest_mlp + experts_per_token(text, experts, "top_k_experts") * width,
     )

@@ -9,6 +9,7 @@ from windowpane.models.parts import (
     SLIDING,
     attention_tensors,
     embeddings,
+    experts_per_token,
     fused_experts,
     model_spec,
     norms,
@@ -49,7 +50,7 @@ def read(config: Config, name: str) -> ModelSpec:
         shape,
         name=name,
         family="gpt_oss",
-        widest_mlp=config.integer("num_experts_per_tok") * width,
+        widest_mlp=experts_per_token(config, experts) * width,
         caches=caches,
         tensors=tensors,
     )

@@ -12,6 +12,7 @@ from windowpane.models.parts import (
     attention_tensors,
     embeddings,
     even_head_dim,
+    experts_per_token,
     fused_mlp_tensors,
     model_spec,
     norms,
@@ -57,7 +58,7 @@ def read(config: Config, name: str) -> ModelSpec:
         shape,
         name=name,
         family="granite_hybrid",
-        widest_mlp=shared + (config.integer("num_experts_per_tok") * width if experts else 0),
+        widest_mlp=shared + (experts_per_token(config, experts) * width if experts else 0),
         caches=caches,
         tensors=tensors,
     )

@@ -13,6 +13,7 @@ from windowpane.models.parts import (
     by_rows,
     embeddings,
     even_head_dim,
+    experts_per_token,
     mlp_tensors,
     model_spec,
     norms,
@@ -99,7 +100,7 @@ def read(config: Config, name: str) -> ModelSpec:
         shape,
         name=name,
         family="jamba",
-        widest_mlp=config.integer("num_experts_per_tok", 2) * width if sparse else width,
+        widest_mlp=experts_per_token(config, experts, default=2) * width if sparse else width,
         caches=caches,
         tensors=tensors,
     )

@@ -13,6 +13,7 @@ from windowpane.models.parts import (
     by_columns,
     by_rows,
     embeddings,
+    experts_per_token,
     mlp_tensors,
     model_spec,
     norms,
@@ -100,7 +101,8 @@ def read(config: Config, name: str) -> ModelSpec:
             tensors += _experts(f"{prefix}block_sparse_moe.", config, shape.hidden)
         tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
     tensors += norms("model.", ("norm",), shape.hidden)
-    visited = config.integer("num_experts_per_token") + config.integer("num_shared_experts")
+    visited = experts_per_token(config, config.integer("num_experts"), "num_experts_per_token")
+    visited += config.integer("num_shared_experts")
     widths = (config.integer("intermediate_size"), visited * config.integer("moe_intermediate_size"))
     return model_spec(
         config,

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions, whose state is a few inputs, with full layers among them."""
+"""LFM2, dense and with experts: short convolutions, whose state is a few inputs, with full layers among them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,35 @@ from windowpane.models.parts import (
     by_rows,
     embeddings,
     even_head_dim,
+    experts_per_token,
     mlp_tensors,
     model_spec,
     norms,
     read_shape,
+    separate_experts,
+    whole,
     with_biases,
 )
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
-ARCHITECTURES = ("Lfm2ForCausalLM",)
+WITH_EXPERTS = "Lfm2MoeForCausalLM"
+ARCHITECTURES = ("Lfm2ForCausalLM", WITH_EXPERTS)
 
 CONV = "conv"
 
 
 def read(config: Config, name: str) -> ModelSpec:
-    shape = read_shape(config, config, tied=True, defaults={"head_dim": even_head_dim(config)})
+    has_experts = config.texts("architectures") == (WITH_EXPERTS,)
+    tied = config.flag("tie_embedding", True)
+    shape = read_shape(config, config, tied=tied, defaults={"head_dim": even_head_dim(config)})
     full = config.integers("full_attn_idxs")
     rule = (FULL if full is None or layer in full else CONV for layer in range(shape.layers))
     kinds = config.layer_types(shape.layers, (FULL, CONV), rule)
     kernel = config.integer("conv_L_cache", 3, minimum=2)
     bias = config.flag("conv_bias", False)
-    width = _mlp_width(config)
+    width = config.integer("intermediate_size") if has_experts else _mlp_width(config)
+    dense_layers = config.integer("num_dense_layers", 2, minimum=0) if has_experts else shape.layers
     caches: list[TokenCache | StateCache] = []
     tensors: list[TensorSpec] = embeddings("model.", shape)
     for layer, kind in enumerate(kinds):
@@ -45,10 +52,30 @@ def read(config: Config, name: str) -> ModelSpec:
             # A kernel of n needs n - 1 earlier inputs; transformers' own cache has room for n.
             caches.append(StateCache(layer, (StatePart("conv", shape.hidden, kernel - 1),)))
             tensors += _convolution(f"{prefix}conv.", shape.hidden, kernel, bias)
-        tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, width, names=("w1", "w3", "w2"))
+        if layer < dense_layers:
+            tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, width, names=("w1", "w3", "w2"))
+        else:
+            tensors += _experts(f"{prefix}feed_forward.", config, shape.hidden)
         tensors += norms(prefix, ("operator_norm", "ffn_norm"), shape.hidden)
     tensors += norms("model.", ("embedding_norm",), shape.hidden)
-    return model_spec(config, config, shape, name=name, family="lfm2", widest_mlp=width, caches=caches, tensors=tensors)
+    widest = max(width if dense_layers else 0, _routed_width(config) if has_experts else 0)
+    return model_spec(
+        config, config, shape, name=name, family="lfm2", widest_mlp=widest, caches=caches, tensors=tensors
+    )
+
+
+def _routed_width(config: Config) -> int:
+    return experts_per_token(config, config.integer("num_experts")) * config.integer("moe_intermediate_size")
+
+
+def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
+    experts, width = config.integer("num_experts"), config.integer("moe_intermediate_size")
+    bias = [whole(f"{prefix}expert_bias", experts)] if config.flag("use_expert_bias", True) else []
+    return [
+        whole(f"{prefix}gate.weight", experts, hidden),
+        *bias,
+        *separate_experts(f"{prefix}experts.", experts, hidden, width, names=("w1", "w3", "w2")),
+    ]
 
 
 def _mlp_width(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Llama 3, SmolLM2 (the same architecture), SmolLM3 (some layers without rotation) and Granite (multipliers)."""
+"""Llama 3, SmolLM2 (the same architecture), SmolLM3 (some layers without rotation), Granite (multipliers), Seed-OSS."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, re
 from windowpane.models.rope import DEFAULT, Rope, read_rope
 from windowpane.models.spec import ModelSpec
 
-SMOLLM3, GRANITE = "SmolLM3ForCausalLM", "GraniteForCausalLM"
-ARCHITECTURES = ("LlamaForCausalLM", SMOLLM3, GRANITE)
+SMOLLM3, GRANITE, SEED = "SmolLM3ForCausalLM", "GraniteForCausalLM", "SeedOssForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", SMOLLM3, GRANITE, SEED)
 
 
 def read(config: Config, name: str) -> ModelSpec:
     architecture = (config.texts("architectures") or ARCHITECTURES)[0]
     is_smollm3 = architecture == SMOLLM3
-    defaults = {"head_dim": even_head_dim(config)}
+    is_seed = architecture == SEED
+    defaults = {"head_dim": 128 if is_seed else even_head_dim(config)}
     if not is_smollm3:
         defaults["num_key_value_heads"] = config.integer("num_attention_heads")
     shape = read_shape(config, config, tied=is_smollm3, defaults=defaults)
@@ -36,7 +37,8 @@ def read(config: Config, name: str) -> ModelSpec:
             TokenCache(layer, retention(kind, config), shape.kv_heads, shape.head_dim, shape.head_dim),
             rope=rope if has_rope[layer] else None,
             scale=factors.number("attention_multiplier", 1.0) if architecture == GRANITE else None,
-            bias=config.flag("attention_bias", False),
+            bias=config.flag("attention_bias", is_seed),
+            out_bias=config.flag("attention_out_bias", False) if is_seed else None,
         )
         mlp = gated_mlp(
             f"{prefix}mlp.",

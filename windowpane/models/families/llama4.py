@@ -10,6 +10,7 @@ from windowpane.models.parts import (
     FULL,
     attention_tensors,
     embeddings,
+    experts_per_token,
     fused_experts,
     mlp_tensors,
     model_spec,
@@ -100,5 +101,6 @@ def _widest(text: Config, layers: int, sparse: frozenset[int], dense_width: int)
     widths = [dense_width] if len(sparse) < layers else []
     if sparse:
         # The shared expert is as wide as a routed one.
-        widths.append((text.integer("num_experts_per_tok", 1) + 1) * text.integer("intermediate_size"))
+        visited = experts_per_token(text, text.integer("num_local_experts", 16), default=1)
+        widths.append((visited + 1) * text.integer("intermediate_size"))
     return max(widths)

@@ -11,8 +11,10 @@ from windowpane.models.parts import (
     FULL,
     attention_tensors,
     embeddings,
+    experts_per_token,
     mlp_tensors,
     model_spec,
+    mtp_notes,
     norms,
     read_shape,
     separate_experts,
@@ -25,7 +27,6 @@ ARCHITECTURES = ("MiniMaxM3SparseForConditionalGeneration",)
 
 SPARSE = "minimax_m3_sparse"
 PREFIX = "language_model.model."
-MTP_NOTE = "the modules for multi-token prediction are not counted"
 
 
 def read(config: Config, name: str) -> ModelSpec:
@@ -53,7 +54,7 @@ def read(config: Config, name: str) -> ModelSpec:
     tensors += norms(PREFIX, ("norm",), shape.hidden)
     if config.has("vision_config"):
         tensors += towers.minimax_m3(config, shape.hidden)
-    routed = text.integer("num_experts_per_tok") * width + _shared_width(text)
+    routed = experts_per_token(text, text.integer("num_local_experts")) * width + _shared_width(text)
     return model_spec(
         config,
         text,
@@ -63,7 +64,7 @@ def read(config: Config, name: str) -> ModelSpec:
         widest_mlp=max(routed, 0 if all(has_experts) else text.integer("dense_intermediate_size")),
         caches=caches,
         tensors=tensors,
-        notes=(MTP_NOTE,) if text.integer("num_mtp_modules", 0, minimum=0) else (),
+        notes=mtp_notes(text, "num_mtp_modules"),
     )
 
 

@@ -12,6 +12,7 @@ from windowpane.models.parts import (
     Shape,
     attention_tensors,
     embeddings,
+    experts_per_token,
     mlp_tensors,
     model_spec,
     norms,
@@ -126,6 +127,7 @@ def _shared_width(config: Config) -> int:
 def _widest(config: Config, kinds: tuple[str, ...]) -> int:
     widths = [config.integer("intermediate_size")] if "mlp" in kinds else []
     if "moe" in kinds:
-        routed = config.integer("num_experts_per_tok") * config.integer("moe_intermediate_size")
+        visited = experts_per_token(config, config.integer("n_routed_experts"))
+        routed = visited * config.integer("moe_intermediate_size")
         widths.append(routed + _shared_width(config))
     return max(widths)

@@ -1,6 +1,13 @@
-"""Qwen2 and 2.5 (biases of q, k and v), and Qwen3 (normed queries and keys), dense and with experts."""
+"""Qwen2 and 2.5 and MiMo (biases of q, k and v), Qwen3 (normed queries and keys), dense and with experts, and the text
+part of Qwen2-VL, 2.5-VL and 3-VL.
+
+Positions of text are the same in all three parts of a multimodal rotation, so text rotates as in the models without
+vision.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
@@ -8,12 +15,14 @@ from windowpane.models.config import Config
 from windowpane.models.parts import (
     FULL,
     SLIDING,
-    Shape,
     attention_tensors,
     embeddings,
     even_head_dim,
+    experts_per_token,
+    fused_experts,
     mlp_tensors,
     model_spec,
+    mtp_notes,
     norms,
     read_shape,
     retention,
@@ -25,65 +34,82 @@ from windowpane.models.rope import DEFAULT, Rope, read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
-QWEN2, WITH_EXPERTS = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
-ARCHITECTURES = (QWEN2, "Qwen3ForCausalLM", WITH_EXPERTS)
+QWEN2 = (
+    "Qwen2ForCausalLM",
+    "MiMoForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+VISION, VISION_EXPERTS = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
+WITH_EXPERTS = ("Qwen3MoeForCausalLM", VISION_EXPERTS)
+ARCHITECTURES = (*QWEN2, "Qwen3ForCausalLM", VISION, *WITH_EXPERTS)
 DEFAULT_WINDOW = 4096
 
 
 def read(config: Config, name: str) -> ModelSpec:
     architecture = (config.texts("architectures") or ("",))[0]
-    if architecture == WITH_EXPERTS:
-        return _read_experts(config, name)
-    is_qwen2 = architecture == QWEN2
-    shape = read_shape(config, config, tied=False, defaults={"head_dim": even_head_dim(config)} if is_qwen2 else None)
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
-    block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
-    width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
-    has_bias = config.flag("attention_bias", False)
+    text = config.section("text_config") if config.has("text_config") else config
+    prefix = "model.language_model." if architecture in (VISION, VISION_EXPERTS) else "model."
+    if architecture in WITH_EXPERTS:
+        return _read_experts(config, text, name, prefix, fused=architecture == VISION_EXPERTS)
+    is_qwen2 = architecture in QWEN2
+    defaults = {"head_dim": even_head_dim(text)} if is_qwen2 else None
+    shape = read_shape(config, text, tied=False, defaults=defaults)
+    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6))
+    width, activation = text.integer("intermediate_size"), text.text("hidden_act") or "silu"
+    rope, has_bias = _rope(text, shape.head_dim), text.flag("attention_bias", False)
     layers = []
-    for layer, kind in enumerate(_kinds(config, shape.layers, config.integer("max_window_layers", 28, minimum=0))):
-        prefix = f"model.layers.{layer}."
-        keeps = retention(kind, config, DEFAULT_WINDOW)
+    for layer, kind in enumerate(_kinds(text, shape.layers, text.integer("max_window_layers", 28, minimum=0))):
+        at = f"{prefix}layers.{layer}."
+        keeps = retention(kind, text, DEFAULT_WINDOW)
         mixer = attention(
-            f"{prefix}self_attn.",
+            f"{at}self_attn.",
             shape,
             TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim),
             rope=rope,
-            tensors=_attention_tensors(f"{prefix}self_attn.", shape, q_k_v=is_qwen2 or has_bias, out=has_bias),
+            bias=is_qwen2 or has_bias,
+            out_bias=has_bias and not is_qwen2,
             head_norms=None if is_qwen2 else block_norms.of_heads(shape.head_dim),
         )
-        layers.append(block_norms.pre(prefix, mixer, gated_mlp(f"{prefix}mlp.", shape, width, activation)))
-    described = decoder("model.", shape, layers, block_norms("model.norm"))
-    return described_spec(config, config, shape, name=name, family="qwen3", decoder=described)
+        layers.append(block_norms.pre(at, mixer, gated_mlp(f"{at}mlp.", shape, width, activation)))
+    described = decoder(prefix, shape, layers, block_norms(f"{prefix}norm"))
+    notes = mtp_notes(text)
+    return described_spec(config, text, shape, name=name, family="qwen3", decoder=described, notes=notes)
 
 
-def _attention_tensors(prefix: str, shape: Shape, *, q_k_v: bool, out: bool) -> list[TensorSpec]:
-    tensors = attention_tensors(prefix, shape, bias=q_k_v)
-    return tensors if out or not q_k_v else tensors[:-1]
+def _rope(text: Config, head_dim: int) -> Rope:
+    rope = read_rope(text, head_dim, FULL, Rope(DEFAULT, head_dim))
+    return replace(rope, kind=DEFAULT) if rope.kind == "mrope" else rope
 
 
-def _read_experts(config: Config, name: str) -> ModelSpec:
-    """Qwen3 with experts, which can be planned only."""
-    shape = read_shape(config, config, tied=False, defaults={"head_dim": even_head_dim(config)})
-    sparse = sparse_layers(config, shape.layers)
-    bias = config.flag("attention_bias", False)
+def _read_experts(config: Config, text: Config, name: str, prefix: str, *, fused: bool) -> ModelSpec:
+    """Qwen3 with experts, which can be planned only; `fused` ones are stored in one tensor, input-first."""
+    shape = read_shape(config, text, tied=False, defaults={"head_dim": even_head_dim(text)})
+    sparse = sparse_layers(text, shape.layers)
+    # transformers knows both names, and saved configs have either.
+    renamed = text.has("num_local_experts") and not text.has("num_experts")
+    experts = text.integer("num_local_experts" if renamed else "num_experts")
+    bias = text.flag("attention_bias", False)
     caches = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
-    for layer, kind in enumerate(_kinds(config, shape.layers, first_sliding=0)):
-        prefix = f"model.layers.{layer}."
-        keeps = retention(kind, config, DEFAULT_WINDOW)
+    tensors: list[TensorSpec] = embeddings(prefix, shape)
+    for layer, kind in enumerate(_kinds(text, shape.layers, first_sliding=0)):
+        at = f"{prefix}layers.{layer}."
+        keeps = retention(kind, text, DEFAULT_WINDOW)
         caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
-        tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias, qk_norm=True)
+        tensors += attention_tensors(f"{at}self_attn.", shape, bias=bias, qk_norm=True)
         if layer in sparse:
-            tensors += _experts(f"{prefix}mlp.", config, shape.hidden)
+            width = text.integer("moe_intermediate_size")
+            tensors.append(whole(f"{at}mlp.gate.weight", experts, shape.hidden))
+            if fused:
+                tensors += fused_experts(f"{at}mlp.experts.", experts, shape.hidden, width, transposed=True)
+            else:
+                tensors += separate_experts(f"{at}mlp.experts.", experts, shape.hidden, width)
         else:
-            tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))
-        tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
-    tensors += norms("model.", ("norm",), shape.hidden)
-    widest = _widest(config, shape.layers, sparse)
-    return model_spec(
-        config, config, shape, name=name, family="qwen3", widest_mlp=widest, caches=caches, tensors=tensors
-    )
+            tensors += mlp_tensors(f"{at}mlp.", shape.hidden, text.integer("intermediate_size"))
+        tensors += norms(at, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
+    tensors += norms(prefix, ("norm",), shape.hidden)
+    widest = _widest(text, shape.layers, sparse, experts)
+    return model_spec(config, text, shape, name=name, family="qwen3", widest_mlp=widest, caches=caches, tensors=tensors)
 
 
 def _kinds(config: Config, layers: int, first_sliding: int) -> tuple[str, ...]:
@@ -95,18 +121,8 @@ def _kinds(config: Config, layers: int, first_sliding: int) -> tuple[str, ...]:
     return config.layer_types(layers, (FULL, SLIDING), rule)
 
 
-def _experts(prefix: str, config: Config, hidden: int) -> list[TensorSpec]:
-    # transformers knows both names, and saved configs have either.
-    renamed = config.has("num_local_experts") and not config.has("num_experts")
-    experts = config.integer("num_local_experts" if renamed else "num_experts")
-    return [
-        whole(f"{prefix}gate.weight", experts, hidden),
-        *separate_experts(f"{prefix}experts.", experts, hidden, config.integer("moe_intermediate_size")),
-    ]
-
-
-def _widest(config: Config, layers: int, sparse: frozenset[int]) -> int:
+def _widest(config: Config, layers: int, sparse: frozenset[int], experts: int) -> int:
     widths = [config.integer("intermediate_size")] if len(sparse) < layers else []
     if sparse:
-        widths.append(config.integer("num_experts_per_tok") * config.integer("moe_intermediate_size"))
+        widths.append(experts_per_token(config, experts) * config.integer("moe_intermediate_size"))
     return max(widths)

@@ -15,6 +15,7 @@ from windowpane.models.parts import (
     by_columns,
     by_rows,
     embeddings,
+    experts_per_token,
     fused_experts,
     mlp_tensors,
     model_spec,
@@ -192,6 +193,7 @@ def _experts(prefix: str, text: Config, hidden: int, fused: bool) -> list[Tensor
 def _widest(text: Config, layers: int, sparse: frozenset[int]) -> int:
     widths = [text.integer("intermediate_size")] if len(sparse) < layers else []
     if sparse:
-        routed = text.integer("num_experts_per_tok") * text.integer("moe_intermediate_size", 512)
+        visited = experts_per_token(text, text.integer("num_experts"))
+        routed = visited * text.integer("moe_intermediate_size", 512)
         widths.append(routed + text.integer("shared_expert_intermediate_size", 512))
     return max(widths)

@@ -26,7 +26,7 @@ def gemma3(config: Config, hidden: int) -> list[TensorSpec]:
     layer |= _biased("layer_norm1", width) | _biased("layer_norm2", width)
     shapes = _biased("embeddings.patch_embedding", width, channels, patch, patch)
     shapes |= {"embeddings.position_embedding.weight": (patches, width)}
-    shapes |= _layers("encoder.layers.", vision.integer("num_hidden_layers", 12), layer)
+    shapes |= _layers("encoder.layers.", vision.layers("num_hidden_layers", 12), layer)
     shapes |= _biased("post_layernorm", width)
     projector: Shapes = {"mm_input_projection_weight": (width, hidden), "mm_soft_emb_norm.weight": (width,)}
     return [
@@ -86,7 +86,7 @@ def _gemma3n_audio(audio: Config) -> list[TensorSpec]:
             second * audio.integer("input_feat_size", 128) // 4,
         ),
     }
-    shapes |= _layers("conformer.", audio.integer("conf_num_hidden_layers", 12), layer)
+    shapes |= _layers("conformer.", audio.layers("conf_num_hidden_layers", 12), layer)
     return _tensors("audio", "model.audio_tower.", shapes)
 
 
@@ -118,7 +118,7 @@ def _gemma4_vision(vision: Config, hidden: int) -> list[TensorSpec]:
     }
     if vision.flag("standardize", False):
         shapes |= {"std_bias": (width,), "std_scale": (width,)}
-    shapes |= _layers("encoder.layers.", vision.integer("num_hidden_layers", 16), layer)
+    shapes |= _layers("encoder.layers.", vision.layers("num_hidden_layers", 16), layer)
     embedder: Shapes = {"embedding_projection.weight": (hidden, width)}
     return [
         *_tensors("vision", "model.vision_tower.", shapes),
@@ -154,7 +154,7 @@ def _gemma4_audio(audio: Config, hidden: int) -> list[TensorSpec]:
         # The model code fixes this Linear to the first convolution's channels / 4 per channel of the second.
         "subsample_conv_projection.input_proj_linear.weight": (width, first // 4 * second),
     }
-    shapes |= _layers("layers.", audio.integer("num_hidden_layers", 12), layer) | _biased("output_proj", output, width)
+    shapes |= _layers("layers.", audio.layers("num_hidden_layers", 12), layer) | _biased("output_proj", output, width)
     embedder: Shapes = {"embedding_projection.weight": (hidden, output)}
     return [
         *_tensors("audio", "model.audio_tower.", shapes),
@@ -192,7 +192,7 @@ def qwen3_5(config: Config) -> list[TensorSpec]:
     frames = vision.integer("temporal_patch_size", 2)
     shapes = _biased("patch_embed.proj", width, vision.integer("in_channels", 3), frames, patch, patch)
     shapes |= {"pos_embed.weight": (vision.integer("num_position_embeddings", 2304), width)}
-    shapes |= _layers("blocks.", vision.integer("depth", 27), layer)
+    shapes |= _layers("blocks.", vision.layers("depth", 27), layer)
     shapes |= _biased("merger.norm", width) | _biased("merger.linear_fc1", merged, merged)
     shapes |= _biased("merger.linear_fc2", vision.integer("out_hidden_size", 3584), merged)
     return _tensors("vision", "model.visual.", shapes)
@@ -214,7 +214,7 @@ def llama4(config: Config, hidden: int) -> list[TensorSpec]:
         "patch_embedding.linear.weight": (width, channels * patch**2),
     }
     shapes |= _biased("layernorm_pre", width) | _biased("layernorm_post", width)
-    shapes |= _layers("model.layers.", vision.integer("num_hidden_layers", 34), layer)
+    shapes |= _layers("model.layers.", vision.layers("num_hidden_layers", 34), layer)
     projected, output = vision.integer("projector_input_dim", 4096), vision.integer("projector_output_dim", 4096)
     shapes |= {
         "vision_adapter.mlp.fc1.weight": (projected, mlp_width),
@@ -240,7 +240,7 @@ def minimax_m3(config: Config, hidden: int) -> list[TensorSpec]:
     frames, merged = compression.integer("temporal_patch_size", 2), compression.integer("spatial_merge_size", 2) ** 2
     shapes: Shapes = {"embeddings.patch_embedding.weight": (width, channels, frames, patch, patch)}
     shapes |= _biased("pre_layrnorm", width)
-    shapes |= _layers("encoder.layers.", vision.integer("num_hidden_layers", 32), layer)
+    shapes |= _layers("encoder.layers.", vision.layers("num_hidden_layers", 32), layer)
     projected = config.integer("projector_hidden_size", hidden)
     projector = _biased("linear_1", projected, width) | _biased("linear_2", hidden, projected)
     merger = _biased("linear_1", projected, merged * hidden) | _biased("linear_2", hidden, projected)

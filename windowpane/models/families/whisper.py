@@ -43,7 +43,7 @@ def _shape(config: Config) -> Shape:
         raise ModelError(f"d_model {hidden} is no multiple of the {heads} decoder_attention_heads")
     return Shape(
         hidden=hidden,
-        layers=config.integer("decoder_layers"),
+        layers=config.layers("decoder_layers"),
         query_heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
@@ -63,7 +63,7 @@ def _encoder(config: Config, hidden: int, tokens: int) -> list[TensorSpec]:
         ]
     )
     tensors.append(_positions(prefix, tokens, hidden))
-    for layer in range(config.integer("encoder_layers")):
+    for layer in range(config.layers("encoder_layers")):
         tensors += _attention(f"{prefix}layers.{layer}.self_attn", hidden, heads)
         tensors += _mlp(f"{prefix}layers.{layer}.", hidden, width)
     return [*tensors, *_layer_norm(f"{prefix}layer_norm", hidden)]
