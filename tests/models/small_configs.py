@@ -496,12 +496,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64},
-    },
-    "qwen2": {
-        **{key: value for key, value in _FLAT.items() if key != "head_dim"},
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        },
     },
     "mistral3": {
         "model_type": "mistral3",

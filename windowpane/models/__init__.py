@@ -123,7 +123,10 @@ def _read_json(path: Path, name: str) -> dict[str, object]:
         why = "it is UTF-16" if is_utf16 else f"it is not UTF-8 ({error.reason} at byte {error.start})"
         raise ModelError(f"cannot read {path}: {why}; save it again as UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"the config of {name} is not valid JSON: {error}") from None
+        if b"\0" in raw[:4]:
+            raise ModelError(f"cannot read {path}: it is UTF-16; save it again as UTF-8") from None
+        why = str(error).partition(";")[0]  # what follows is for programmers
+        raise ModelError(f"the config of {name} is not valid JSON: {why}") from None
     if not isinstance(fields, dict):
         raise ModelError(f"the config of {name} must be a JSON object, not {type(fields).__name__}")
     return fields

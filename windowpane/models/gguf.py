@@ -105,7 +105,9 @@ def read_header(path: str | Path) -> GgufHeader:
     first = headers[0]
     count = first.integer("split.count") or 1
     if count != len(headers):
-        raise ModelError(f"{first.path.name} is one of {count} parts; name a file such as model-00001-of-{count:05}.gguf")
+        raise ModelError(
+            f"{first.path.name} is one of {count} parts; name a file such as model-00001-of-{count:05}.gguf"
+        )
     if count == 1:
         return first
     tensors: dict[str, GgufTensor] = {}

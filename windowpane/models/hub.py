@@ -120,7 +120,8 @@ class Hub:
         if listing is None:
             return self._cached(name, weights=False)
         if name.variant or CONFIG not in listing.sizes:
-            return [self._gguf_header(listing, file) for file in _gguf_files(listing, name.variant)][0]
+            headers = [self._gguf_header(listing, file) for file in _gguf_files(listing, name.variant)]
+            return headers[0]
         return self._fetch(listing, [file for file in (CONFIG, QUANT_CONFIG) if file in listing.sizes])
 
     def cached_shape(self, name: HubName) -> Path | None:

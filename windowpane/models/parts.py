@@ -90,7 +90,12 @@ def retention(
 
 
 def _size_unless_null(config: Config, key: str, default: int | None) -> int:
-    return config.integer(key, None if key in config.fields else default)
+    if not config.has(key) and (default is None or key in config.fields):
+        kind = SLIDING if key == "sliding_window" else CHUNKED
+        raise ModelError(
+            f"some layers are {kind}, but the config has no {config.where}{key} that says how far they see"
+        )
+    return config.integer(key, default)
 
 
 def first_kv_shared_layer(config: Config, layers: int, default_shared: int = 0) -> int:

@@ -340,20 +340,21 @@ class Mxfp4:
         return None
 
 
-def read_quantization(config: Config, text: Config) -> Quantization | None:
+def read_quantization(config: Config, text: Config | None = None) -> Quantization | None:
     """The checkpoint's quantization, or None where the config has none. It may stand in the text model's part."""
     keys = ("quantization_config", "compression_config")
-    section = next((part.section(key) for part in (config, text) for key in keys if part.has(key)), None)
+    parts = (config, text or config)
+    section = next((part.section(key) for part in parts for key in keys if part.has(key)), None)
     if section is None:
         return None
     if "producer" in section.fields or (section.text("quant_method") or "").startswith("modelopt"):
         from windowpane.models.modelopt import read_modelopt  # it builds on this module
 
         return read_modelopt(section)
-    method = section.choice("quant_method", READERS)
+    known = (*READERS, "modelopt")
+    method = section.choice("quant_method", known)
     if method is None:
-        known = ", ".join(sorted((*READERS, "modelopt")))
-        raise ModelError(f"{section.where}quant_method is missing; known: {known}")
+        raise ModelError(f"{section.where}quant_method is missing; known: {', '.join(sorted(known))}")
     return READERS[method](section)
 
 

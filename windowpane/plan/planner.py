@@ -143,7 +143,7 @@ def _is_allowed(spec: ModelSpec, format_name: str) -> bool:
 
 
 def kv_choice(spec: ModelSpec, config: EngineConfig) -> str:
-    """`--kv-cache-dtype`, of which `auto` is what the checkpoint has KV scales for, and else left to the compute dtype."""
+    """`--kv-cache-dtype`; `auto` is what the checkpoint has KV scales for, and stays `auto` where it has none."""
     scheme = spec.kv_cache_scheme
     if config.kv_cache_dtype != "auto" or scheme is None:
         return config.kv_cache_dtype
