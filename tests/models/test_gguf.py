@@ -12,10 +12,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
+from windowpane.engine.devices import resolve_plan
 from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
 from windowpane.models.gguf import hf_config, read_header
+from windowpane.plan.config import EngineConfig
+from windowpane.plan.planner import make_plan
 
 LLAMA: dict[str, Any] = {
     "block_count": 2,
@@ -30,9 +34,14 @@ GEMMA3 = {**LLAMA, "attention.key_length": 16, "attention.sliding_window": 8}
 
 
 def write_gguf(
-    path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, np.ndarray] | None = None
+    path: Path,
+    architecture: str,
+    fields: dict[str, Any],
+    tensors: dict[str, np.ndarray] | None = None,
+    split_max_tensors: int = 0,
 ) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
+    """One file, or several of at most `split_max_tensors` tensors, as llama.cpp's own writer names them."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     for key, value in fields.items():
         name = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{key}"
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
@@ -164,6 +173,47 @@ def test_tensors_lie_where_the_reference_reader_finds_them(tmp_path: Path) -> No
     path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors)
     theirs = {t.name: (tuple(reversed(t.shape.tolist())), t.data_offset) for t in gguf.GGUFReader(path).tensors}
     assert {t.name: (t.shape, t.offset) for t in read_header(path).tensors.values()} == theirs
+
+
+TENSORS = {f"blk.0.ffn_{part}.weight": np.ones((3, 64), np.float16) for part in ("gate", "up", "down")}
+
+
+def test_a_model_in_several_files_is_read_as_a_whole_whichever_is_named(tmp_path: Path) -> None:
+    whole = load(write_gguf(tmp_path / "whole.gguf", "llama", LLAMA, TENSORS))
+    write_gguf(tmp_path / "m.gguf", "llama", LLAMA, TENSORS, split_max_tensors=2)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    assert [file.name for file in files] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    for file in files:
+        header = read_header(file)
+        assert list(header.tensors) == ["token_embd.weight", *TENSORS]
+        assert {t.file.name for t in header.tensors.values()} == {f.name for f in files}
+        spec = load(file)
+        assert spec.file_bytes == sum(f.stat().st_size for f in files)
+        assert replace(spec, name=whole.name, file_bytes=whole.file_bytes) == whole
+
+
+def test_a_missing_or_foreign_shard_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", LLAMA, TENSORS, split_max_tensors=1)
+    first, second, third, fourth = sorted(tmp_path.glob("m-*.gguf"))
+    data = second.read_bytes()
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(ModelError, match=r"m-00003-of-00004.gguf and m-00002-of-00004.gguf both hold blk"):
+        load(first)
+    second.write_bytes(data)
+    third.unlink()
+    fourth.unlink()
+    with pytest.raises(ModelError, match=r"m-00001-of-00004.gguf is one of 4 parts, and .* lacks m-00003.* and 1 more"):
+        load(first)
+
+
+def test_weights_are_counted_as_the_file_stores_them() -> None:
+    path = embedded_path("gemma-3-270m")
+    config = EngineConfig(max_model_len=1024)
+    plan = make_plan(load(path), config, gpu="4090")
+    assert plan.budget is not None and plan.budget.weights_bytes == path.stat().st_size == 253_113_024
+    assert any("expands them to 0.50 GiB in bfloat16" in note for note in plan.sizing.spec.notes)
+    run = resolve_plan(load(path), config, [torch.device("cpu")], "auto")
+    assert run.sizing.weights_bytes == 4 * 268_098_176, "what runs is float32 on a CPU"
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.models.hub_server import SmallHub, small_hub
+from tests.models.test_gguf import LLAMA, write_gguf
 from windowpane.models import load, shipped_repositories
 from windowpane.models.gguf import read_header
 from windowpane.models.hub import INDEX, Hub, HubError, HubName, cached_models, parse_name
@@ -103,11 +105,12 @@ class TestNames:
 
 class TestFetching:
     def test_a_plan_takes_the_config_and_no_weights(self, server: SmallHub, hub: Hub) -> None:
-        server.add(NAME.repository, sharded() | {"hf_quant_config.json": b"{}"})
+        quantization = b'{"quantization": {"quant_algo": "FP8"}}'
+        server.add(NAME.repository, sharded() | {"hf_quant_config.json": quantization})
         directory = hub.shape(NAME)
         assert sorted(p.name for p in directory.iterdir()) == ["config.json", "hf_quant_config.json"]
-        assert load(directory).num_layers == 28
-        assert server.sent_bytes == len(CONFIG) + 2
+        assert (load(directory).num_layers, load(directory).weight_scheme) == (28, "fp8")
+        assert server.sent_bytes == len(CONFIG) + len(quantization)
 
     def test_a_run_takes_what_the_index_names_and_nothing_else(self, server: SmallHub, hub: Hub) -> None:
         server.add(NAME.repository, sharded())
@@ -176,6 +179,16 @@ class TestGguf:
         assert read_header(path).integer("llama.block_count") == 2
         assert load(path).num_layers == 2
         assert [wanted.split("=")[1] for wanted in server.ranges][:2] == ["0-1048575", "0-4194303"]
+
+    def test_headers_of_all_shards_are_read_by_ranges(self, server: SmallHub, hub: Hub, tmp_path: Path) -> None:
+        tensors = {f"blk.0.ffn_{part}.weight": np.ones((3, 64), np.float16) for part in ("gate", "up", "down")}
+        write_gguf(tmp_path / "m-Q4_K_M.gguf", "llama", LLAMA, tensors, split_max_tensors=2)
+        files = {file.name: file.read_bytes() for file in tmp_path.glob("*.gguf")}
+        server.add("acme/m-GGUF", files)
+        path = hub.shape(HubName("acme/m-GGUF", "Q4_K_M"))
+        assert path.name == "m-Q4_K_M-00001-of-00002.gguf"
+        assert len(read_header(path).tensors) == 4
+        assert load(path).file_bytes == sum(map(len, files.values()))
 
     def test_all_shards_of_a_variant_are_fetched(self, server: SmallHub, hub: Hub) -> None:
         shards = {f"big/m-Q4_K_M-0000{n}-of-00002.gguf": b"GGUF" * 500 for n in (1, 2)}

@@ -67,6 +67,17 @@ def test_embedded_weights_are_those_that_transformers_loads(name: str) -> None:
         assert (flat * position).sum().item() == pytest.approx(weighted, rel=1e-6, abs=1e-3), tensor
 
 
+def test_weights_in_several_files_are_those_in_one(tmp_path: Path) -> None:
+    tensors = made_up(BLOCK)
+    whole = read(write_gguf(tmp_path / "whole.gguf", "llama", LLAMA, tensors))
+    write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors, split_max_tensors=6)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(files) == 4
+    split = read(files[2])
+    assert split.keys() == whole.keys()
+    assert all(torch.equal(split[name], whole[name]) for name in whole)
+
+
 def test_llama_rows_are_put_back_where_the_converter_took_them(tmp_path: Path) -> None:
     tensors = made_up(BLOCK)
     loaded = read(write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors))

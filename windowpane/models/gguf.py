@@ -101,7 +101,7 @@ def read_header(path: str | Path) -> GgufHeader:
 
     Of a shard, the headers of all are read: metadata is the first's, and tensors are everyone's.
     """
-    headers = [_read_one(shard) for shard in shards(Path(path))]
+    headers = [read_shard(shard) for shard in shards(Path(path))]
     first = headers[0]
     count = first.integer("split.count") or 1
     if count != len(headers):
@@ -142,8 +142,11 @@ def shards(path: Path) -> list[Path]:
     return files
 
 
-def _read_one(path: Path) -> GgufHeader:
-    """The last few are kept: spec, weights and tokenizer each ask for them, and a vocabulary takes a second to read."""
+def read_shard(path: Path) -> GgufHeader:
+    """The header of one file, whatever others belong to it.
+
+    The last few are kept: spec, weights and tokenizer each ask for them, and a vocabulary takes a second to read.
+    """
     resolved = path.resolve()
     try:
         status = resolved.stat()

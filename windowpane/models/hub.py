@@ -20,7 +20,7 @@ from pathlib import Path
 
 from windowpane.models.config import CONFIG, QUANT_CONFIG, ModelError
 from windowpane.models.embedded import cache_directory
-from windowpane.models.gguf import read_header
+from windowpane.models.gguf import read_shard
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What the engine reads beside weights; only those that a repository lists are fetched.
@@ -285,7 +285,7 @@ class Hub:
                 size = min(size, whole)
                 partial.write_bytes(self._range(listing, file, 0, size))
                 try:
-                    header = read_header(partial)
+                    header = read_shard(partial)
                     break
                 except ModelError:
                     if size >= min(whole, _MOST_HEADER_BYTES):

@@ -18,7 +18,7 @@ MIXED = "MIXED_PRECISION"
 GROUP_INPUTS = 16
 # Classes save the same text model under several prefixes, and lists of modules follow the class that was quantized.
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
-_ONE_EXPERT = re.compile(r"\.experts\.\d+(?=\.|$)")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+(?=[.*]|$)")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
