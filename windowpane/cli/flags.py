@@ -19,6 +19,8 @@ from windowpane.plan.sizes import parse_bytes, parse_tokens
 
 MEMORY, SCHEDULING, DEVICE, OUTPUT = "Memory", "Scheduling", "Device", "Output"
 SAMPLING, WORKLOAD, SERVER, TEXT = "Sampling", "Workload", "Server", "Chat, tools and reasoning"
+# Less was meant in GiB: `--gpu-memory 24`.
+LEAST_MEMORY_BYTES = 64 * 1024
 
 
 def _read(parse: Callable[[str], int], text: str) -> int:
@@ -34,6 +36,15 @@ def read_tokens(text: str) -> int:
 
 def read_bytes(text: str) -> int:
     return _read(parse_bytes, text)
+
+
+def read_memory(text: str) -> int:
+    """Memory of a card: a bare small number was meant in another unit."""
+    size_bytes = read_bytes(text)
+    if size_bytes < LEAST_MEMORY_BYTES:
+        number = text.strip().rstrip("bB").strip()
+        raise UserError(f"{text} is {size_bytes:,} bytes, too few for a model; did you mean {number}GiB?")
+    return size_bytes
 
 
 def _picture_file(plot: str) -> str:
@@ -78,13 +89,18 @@ LoadFormat = Annotated[
 ]
 TensorParallelSize = Annotated[
     int | None,
-    typer.Option(help="Ranks, one card each (plan and simulate: all cards; else 1).", rich_help_panel=DEVICE),
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        help="Ranks, one card each (plan and simulate: all cards; else 1).",
+        rich_help_panel=DEVICE,
+    ),
 ]
 
 GpuMemory = Annotated[
     int | None,
     typer.Option(
-        parser=read_bytes,
+        parser=read_memory,
         metavar="BYTES",
         help="Memory of one card, as in 24GiB; overrides the table.",
         rich_help_panel=DEVICE,
@@ -96,7 +112,7 @@ GpuMemoryUtilization = Annotated[
 KvCacheMemoryBytes = Annotated[
     int | None,
     typer.Option(
-        parser=read_bytes,
+        parser=read_memory,
         metavar="BYTES",
         help="KV bytes per rank, as in 11.54GiB, instead of a share.",
         rich_help_panel=MEMORY,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from windowpane.cli.bench import bench
 from windowpane.cli.chat import chat
@@ -19,14 +20,40 @@ from windowpane.cli.plan import plan
 from windowpane.cli.serve import serve
 from windowpane.cli.simulate import simulate
 
+
+class Command(TyperCommand):
+    """A command whose help shows every flag's whole name at any width, under the headings of its panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (row := parameter.get_help_record(ctx)) is not None:
+                other = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or other, []).append(row)
+        for name, rows in panels.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+class Commands(TyperGroup):
+    """All commands, each with its whole sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, c.get_short_help_str(limit=500)) for name, c in found.items() if c])
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Inference for hybrid-attention models: each layer pays only for the tokens it can still see.",
 )
 for command in (plan, models, doctor, simulate, generate, chat, bench, serve):
-    app.command()(with_flags(command))
+    app.command(cls=Command)(with_flags(command))
 
 
 def main() -> int:
@@ -53,6 +80,11 @@ def _explain(error: Exception) -> str | None:
         return None
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "windowpane"
+    if refused := getattr(error, "option_name", None):
+        from windowpane.cli.vllm_flags import instead_of
+
+        if (answer := instead_of(sys.argv[1:], refused)) is not None:
+            return f"{answer} (see `{command} --help`)"
     return f"{' '.join(message().split())} (see `{command} --help`)"
 
 

@@ -63,6 +63,11 @@ def plan(
     if as_json:
         from windowpane.plan.document import document
 
+        if concurrency is not None and made.capacity is None:
+            raise UserError(
+                f"--concurrency {concurrency} needs to know how much memory there is: add --gpu, --gpu-memory or "
+                "--kv-cache-memory-bytes; without --json, cards that hold so many are listed"
+            )
         typer.echo(json.dumps(document(made), indent=2))
         return
     from rich.console import Console
@@ -71,4 +76,4 @@ def plan(
     from windowpane.plan.report import print_report
 
     cards = cards_that_fit(made.sizing.spec, config, concurrency or 1) if made.capacity is None else []
-    print_report(Console(highlight=False), made, cards, explain=explain)
+    print_report(Console(highlight=False), made, cards, explain=explain, concurrency=concurrency)

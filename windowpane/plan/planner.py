@@ -310,7 +310,8 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, capacity: Capacity | N
     asked = config.max_model_len
     if asked is not None and asked > spec.max_position:
         raise PlanError(
-            f"--max-model-len {asked:,} is beyond what {spec.name} was made for; its limit is {spec.max_position:,}"
+            f"--max-model-len {asked:,} is beyond what {spec.name} was made for; its limit is {spec.max_position:,} "
+            f"(max_position_embeddings in its config): write --max-model-len {spec.max_position} or leave it out"
         )
     length = asked or spec.max_position
     own_limit = "" if asked else "the model's own limit"

@@ -24,9 +24,11 @@ BAR_CELLS = 60
 GIB = 2**30
 
 
-def print_report(console: Console, plan: Plan, cards: Sequence[CardFit], *, explain: bool = False) -> None:
-    """Print the plan; `cards` are the suggestions shown where no memory was given."""
-    print_trimmed(console, Group(*_parts(console.width, plan, cards, explain)))
+def print_report(
+    console: Console, plan: Plan, cards: Sequence[CardFit], *, explain: bool = False, concurrency: int | None = None
+) -> None:
+    """Print the plan; `cards`, which hold `concurrency` sequences, are the suggestions where no memory was given."""
+    print_trimmed(console, Group(*_parts(console.width, plan, cards, explain, concurrency)))
 
 
 def print_trimmed(console: Console, part: RenderableType) -> None:
@@ -41,7 +43,9 @@ def print_trimmed(console: Console, part: RenderableType) -> None:
     console.print(Segments(trimmed), end="")
 
 
-def _parts(width: int, plan: Plan, cards: Sequence[CardFit], explain: bool) -> list[RenderableType]:
+def _parts(
+    width: int, plan: Plan, cards: Sequence[CardFit], explain: bool, concurrency: int | None
+) -> list[RenderableType]:
     parts: list[RenderableType] = [_headline(plan), ""]
     if plan.capacity:
         whose = "" if plan.sizing.ranks == 1 else " of one rank"
@@ -52,7 +56,8 @@ def _parts(width: int, plan: Plan, cards: Sequence[CardFit], explain: bool) -> l
     if plan.capacity:
         parts += [section("How many sequences fit, by length"), _curve(plan, width), ""]
     else:
-        parts += [section("Cards that hold it"), _cards(cards, plan), ""]
+        held = "it" if concurrency is None else f"{_many(concurrency, 'sequence')} at once"
+        parts += [section(f"Cards that hold {held}"), _cards(cards, plan, concurrency), ""]
     if plan.peers:
         parts += [section("The same KV memory and flags elsewhere"), _peers(plan), ""]
     parts += [Text(f"Note: {note}", style="dim") for note in plan.sizing.spec.notes]
@@ -273,13 +278,14 @@ def tokens_label(length: int) -> str:
     return f"{length:,}"
 
 
-def _cards(cards: Sequence[CardFit], plan: Plan) -> RenderableType:
+def _cards(cards: Sequence[CardFit], plan: Plan, concurrency: int | None) -> RenderableType:
     if not cards:
         return indented("none of the common cards, up to eight of them; try a shorter --max-model-len")
     table = plain_table("  fewest cards", "KV per rank", "sequences", "longest")
     for fit in cards:
         table.add_row(f"  --gpu {fit.gpu}", format_bytes(fit.kv_bytes), f"{fit.sequences:,}", f"{fit.longest_tokens:,}")
-    hint = f"sequences of {plan.max_model_len:,} tokens; add one of these to the command for the whole plan"
+    longest = "" if concurrency is None else f"; longest at which {_many(concurrency, 'sequence')} fit"
+    hint = f"sequences of {plan.max_model_len:,} tokens{longest}; add one of these to the command for the whole plan"
     return Group(table, indented(Text(hint, style="dim")))
 
 
