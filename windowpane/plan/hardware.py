@@ -11,10 +11,9 @@ Ampere GA100 and GA102, Ada, Hopper, Blackwell, RTX Blackwell) and the CUDA tabl
 dense (never the doubled "with sparsity" figure) tensor-core bf16 with fp32 accumulation at boost clock; fp16 on cards
 before Ampere, which have no bf16.
 
-AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. Their totals assume
-that ROCm reports the whole of an Instinct's HBM, and that macOS lets the GPU have three quarters of unified memory
-(`recommendedMaxWorkingSetSize`); neither was checked. A DGX Spark's 121.69 GiB are what CUDA reports, and the operating
-system lives in them too.
+AMD's cards and Apple's chips are here for planning alone: nothing of this package runs on them. Of unified memory macOS
+lets the GPU have a share, which Metal reports as `recommendedMaxWorkingSetSize`: three quarters or more, by size and
+release. A DGX Spark's 121.69 GiB are what CUDA reports, and the operating system lives in them too.
 """
 
 from __future__ import annotations
@@ -67,9 +66,10 @@ _CARDS = (
     _card("gh200", "GH200 96 GB", 94.50, 4000, 989.4, (9, 0)),
     _card("h200", "H200 SXM 141 GB", 139.80, 4800, 989.4, (9, 0)),
     _card("b200", "B200 SXM 180 GB", 178.35, 8000, 2250, (10, 0)),
-    # The data sheet's 288 GB, less what a B200's driver keeps of its own.
-    _card("b300", "B300 SXM 288 GB", 267.60, 8000, 2250, (10, 3)),
-    # Unified memory, shared with the operating system; its total as users' logs show it. Rates were not checked.
+    # 288 GB by the data sheet, 275,040 MiB by nvidia-smi. Rates: the HGX B300 data sheet.
+    _card("b300", "B300 SXM 288 GB", 267.69, 8000, 2250, (10, 3)),
+    # Unified memory, shared with the operating system: vLLM logs some 102 GiB of it free at start. Bandwidth: NVIDIA's
+    # specification page; bf16 is an eighth of its sparse FP4 petaflop.
     _card("gb10", "GB10 (DGX Spark)", 121.69, 273, 125, (12, 1)),
     # Workstation. Sources: the product data sheets; RTX Blackwell PRO white paper.
     _card("a6000", "RTX A6000", 47.53, 768, 154.8, (8, 6)),
@@ -92,14 +92,15 @@ _CARDS = (
     _card("5070-ti", "GeForce RTX 5070 Ti", 15.47, 896, 87.9, (12, 0)),
     _card("5080", "GeForce RTX 5080", 15.47, 960, 112.6, (12, 0)),
     _card("5090", "GeForce RTX 5090", 31.37, 1792, 209.5, (12, 0)),
-    # AMD Instinct: published sizes and dense bf16 rates, not checked against a card.
+    # AMD Instinct: totals of PyTorch's "HIP out of memory" messages; bandwidth and dense bf16 of AMD's data sheets.
     _card("mi300x", "Instinct MI300X 192 GB", 191.98, 5300, 1307.4, None),
     _card("mi325x", "Instinct MI325X 256 GB", 255.98, 6000, 1307.4, None),
     _card("mi355x", "Instinct MI355X 288 GB", 287.98, 8000, 2516.6, None),
-    # Apple: published sizes and rates, fp16 at twice fp32, not checked against a chip.
+    # Apple: published rates, fp16 at twice fp32. llama.cpp logs a working set of 115,448.73 MB on an M4 Max of 128 GB;
+    # the others are three quarters, which older releases of macOS gave to all.
     _card("m4-pro-48gb", "Apple M4 Pro 48 GB", 36, 273, 18.4, None),
     _card("m4-max-64gb", "Apple M4 Max 64 GB", 48, 546, 36.9, None),
-    _card("m4-max-128gb", "Apple M4 Max 128 GB", 96, 546, 36.9, None),
+    _card("m4-max-128gb", "Apple M4 Max 128 GB", 107.52, 546, 36.9, None),
     _card("m3-ultra-256gb", "Apple M3 Ultra 256 GB", 192, 819, 56.7, None),
     _card("m3-ultra-512gb", "Apple M3 Ultra 512 GB", 384, 819, 56.7, None),
 )

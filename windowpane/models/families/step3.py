@@ -116,7 +116,7 @@ def _sparse_layers(text: Config, layers: int) -> frozenset[int]:
     listed = text.fields.get("moe_layers_enum")
     if listed is None:
         return frozenset(range(1, layers))
-    numbers = listed.split(",") if isinstance(listed, str) else listed
+    numbers = listed.split(",") if isinstance(listed, str) else listed if isinstance(listed, list) else ["?"]
     try:
         return frozenset(range(layers)) & {int(number) for number in numbers}
     except (TypeError, ValueError):
