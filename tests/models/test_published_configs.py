@@ -81,6 +81,14 @@ def test_vision_models_compute_text_as_the_models_they_were_made_from() -> None:
         assert first.qkv.weights[0].name == f"{prefix}layers.0.self_attn.q_proj.weight"
 
 
+def test_models_that_are_planned_only_divide_as_other_engines_divide_them() -> None:
+    """Vocabularies that are no multiple of the ranks are padded, and blocks of fp8 that two ranks share are in both."""
+    for name, ranks in (("stepfun-ai/step3", 8), ("tencent/Hunyuan-A13B-Instruct", 8), ("XiaomiMiMo/MiMo-V2-Flash", 8)):
+        spec = from_config(PUBLISHED[name].config, name)
+        whole, part = weight_bytes(spec), weight_bytes(spec, ranks)
+        assert whole / ranks < part < 1.1 * whole / ranks, name
+
+
 def changed(name: str, **fields: Any) -> dict[str, Any]:
     config = deepcopy(PUBLISHED[name].config)
     text = config.get("text_config", config)

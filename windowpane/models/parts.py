@@ -210,13 +210,18 @@ def with_biases(weights: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def embeddings(
-    prefix: str, shape: Shape, head: str = "lm_head.weight", table: str = "embed_tokens"
+    prefix: str, shape: Shape, head: str = "lm_head.weight", table: str = "embed_tokens", *, uneven: bool = False
 ) -> list[TensorSpec]:
-    """The token embedding, and the LM head where it is not the same tensor."""
-    rows = Shard(0, ((shape.vocab, shape.vocab),))
-    tensors = [TensorSpec(f"{prefix}{table}.weight", (shape.vocab, shape.hidden), rows, part="embedding")]
+    """The token embedding, and the LM head where it is not the same tensor.
+
+    `uneven`, for models that are planned only: the rows beyond a multiple of 64 are on every rank, as others pad them.
+    """
+    rest = shape.vocab % 64 if uneven and shape.vocab > 64 else 0
+    sections = ((shape.vocab - rest, shape.vocab - rest), *(((rest, 1),) if rest else ()))
+    rows, size = Shard(0, sections), (shape.vocab, shape.hidden)
+    tensors = [TensorSpec(f"{prefix}{table}.weight", size, rows, part="embedding")]
     if not shape.tied:
-        tensors.append(by_rows(head, shape.vocab, shape.hidden, shape.vocab, "embedding"))
+        tensors.append(TensorSpec(head, size, rows, linear=True, part="embedding"))
     return tensors
 
 

@@ -58,9 +58,11 @@ def sharding_problem(spec: ModelSpec, ranks: int) -> str | None:
         if not tensor.shard.fits(ranks):
             units = " + ".join(str(units) for _, units in tensor.shard.sections)
             return f"{tensor.name}: {units} units do not divide over {ranks} tensor-parallel ranks"
-        cut = spec.quantization.cut_problem(tensor, ranks) if spec.quantization else None
-        if cut:
-            return cut
+        if spec.quantization and (cut := spec.quantization.cut_problem(tensor, ranks)):
+            form = spec.quantization.format_of(tensor)
+            # Engines that run these families copy the scales of fp8 blocks that two ranks share; here they are counted.
+            if spec.decoder is not None or form is None or form.scheme != "fp8":
+                return cut
     return None
 
 

@@ -35,7 +35,7 @@ def read(config: Config, name: str) -> ModelSpec:
     shared = _same(config, "num_shared_expert", shape.layers, 1) if has_experts else 0
     expert_width = _same(config, "moe_intermediate_size", shape.layers, width) if has_experts else 0
     caches = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    tensors: list[TensorSpec] = embeddings("model.", shape, uneven=True)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))

@@ -49,7 +49,7 @@ def read(config: Config, name: str) -> ModelSpec:
     shapes = {FULL: shape, SLIDING: _sliding_shape(text, shape)}
     sparse = _sparse_layers(text, shape.layers)
     caches = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    tensors: list[TensorSpec] = embeddings("model.", shape, uneven=True)
     for layer, kind in enumerate(kinds):
         prefix, own = f"model.layers.{layer}.", shapes[kind]
         caches.append(TokenCache(layer, retention(kind, text), own.kv_heads, own.head_dim, own.head_dim))
