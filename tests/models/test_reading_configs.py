@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.small_configs import CHUNKED, FULL, SLIDING, small
+from tests.models.small_configs import CHUNKED, FULL, SLIDING, SMALL, small
 from windowpane.kv.retention import Chunk, Cross, Full, Window
 from windowpane.models import ModelError, load, shipped_names
 from windowpane.models.spec import ModelSpec
@@ -186,6 +186,93 @@ def test_a_file_that_is_no_json_object_says_so(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelError, match="cannot read"):
         load(path)
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "10⁹ layers": (small("llama", num_hidden_layers=10**9), r"num_hidden_layers is 1000000000, but .* at most 4,096"),
+    "10⁹ layers with a rule": (small("gemma3 text", num_hidden_layers=10**9), r"num_hidden_layers is 1000000000"),
+    "10⁹ layers beside a pattern": (small("nemotron-h", num_hidden_layers=10**9), r"num_hidden_layers is 1000000000"),
+    "a tower of 10⁹ layers": (
+        {**small("gemma3"), "vision_config": {"num_hidden_layers": 10**9}},
+        r"vision_config.num_hidden_layers is 1000000000, but must be at most 4,096",
+    ),
+    "an encoder of 10⁹ layers": (small("whisper", encoder_layers=10**9), r"encoder_layers is 1000000000"),
+    "a width of 40 digits": (
+        small("llama", hidden_size=10**39),
+        r"hidden_size is 10+, but must be at most 2,147,483,647",
+    ),
+    "a negative width": (small("llama", hidden_size=-5), r"hidden_size is -5, but must be at least 1"),
+    "no vocabulary": (small("llama", vocab_size=0), r"vocab_size is 0, but must be at least 1"),
+    "no KV heads": (small("llama", num_key_value_heads=0), r"num_key_value_heads is 0"),
+    "a negative window": (small("mistral", sliding_window=-1), r"sliding_window is -1, but must be at least 1"),
+    "an endless length": (small("llama", max_position_embeddings=float("inf")), r"must be a whole number, not inf"),
+    "a fraction of layers": (
+        small("llama", num_hidden_layers=4.5),
+        r"num_hidden_layers must be a whole number, not 4.5",
+    ),
+    "one architecture, not a list": (
+        {**small("llama"), "architectures": "LlamaForCausalLM"},
+        r"architectures must be a list of strings, not 'LlamaForCausalLM'",
+    ),
+    "an empty list of architectures": ({**small("llama"), "architectures": []}, r"names no architectures"),
+    "a text part that is a list": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": [1]},
+        r"text_config must be an object, not \[1\]",
+    ),
+    "quantization that is a list": (
+        {**small("llama"), "quantization_config": []},
+        r"quantization_config must be an object",
+    ),
+    "quantization that is not known": (
+        {**small("llama"), "quantization_config": {"quant_method": "bitsandbytes"}},
+        r"quant_method: unknown value 'bitsandbytes'; known: awq, compressed-tensors, fp8, gptq, modelopt, mxfp4",
+    ),
+    "more experts than there are": (small("qwen3 moe", num_experts_per_tok=9), r"is 9, but a layer has only 8 experts"),
+    "more experts in a text part": (
+        small("qwen3.5 moe", num_experts_per_tok=99),
+        r"text_config.num_experts_per_tok is 99, but a layer has only",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_damaged_configs_are_one_line_before_anything_is_built(tmp_path: Path, case: str) -> None:
+    config, message = HOSTILE[case]
+    with pytest.raises(ModelError, match=message) as caught:
+        read(tmp_path, config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, config in SMALL.items() if "num_hidden_layers" in config.get("text_config", config)],
+)
+def test_no_family_builds_10_to_the_9_layers(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelError, match=r"num_hidden_layers is 1000000000"):
+        read(tmp_path, small(name, num_hidden_layers=10**9, layer_types=None))
+
+
+def test_a_byte_order_mark_is_passed_over_and_utf_16_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = json.dumps(small("llama"))
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert load(path).num_layers == 4
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(ModelError, match=r"config.json: it is UTF-16; save it again as UTF-8"):
+            load(path)
+    path.write_bytes(b'{"architectures": ["\xe4"]}')
+    with pytest.raises(ModelError, match=r"it is not UTF-8 \(invalid continuation byte at byte 20\)"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 200_000, '{"hidden_size": ' + "9" * 5000 + "}", "{'single': 1}"])
+def test_json_that_python_stumbles_over_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match="is not valid JSON: ") as caught:
+        load(path)
+    assert "\n" not in str(caught.value) and "sys." not in str(caught.value)
 
 
 def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
