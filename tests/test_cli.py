@@ -298,8 +298,12 @@ class TestReport:
     def test_models_lists_every_shipped_name(self, terminal: Terminal) -> None:
         code, out, _ = terminal.run("models")
         assert code == 0
-        assert [line.split()[0] for line in out.splitlines()[1:]] == shipped_names()
-        assert all(len(line) <= 80 for line in out.splitlines())
+        _, *rows, note = out.splitlines()
+        assert [line.split()[0] for line in rows] == shipped_names()
+        assert all(len(line) <= 80 for line in rows)
+        assert note.startswith("* the engine runs these")
+        marked = {line.split()[0] for line in rows if line.split()[1] == "*"}
+        assert {"gemma-4-31b", "qwen3-8b"} <= marked and not {"qwen3-30b-a3b", "jamba-mini"} & marked
 
     def test_version_and_help(self, terminal: Terminal) -> None:
         assert terminal.run("--version")[:2] == (0, f"windowpane {__version__}\n")

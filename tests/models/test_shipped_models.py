@@ -84,6 +84,12 @@ FACTS = {
     "recurrentgemma-9b": Facts(8.580, 38, 8192, {"state": 26, "window-2048 1x256": 12}),
     "lfm2-1.2b": Facts(1.170, 16, 128_000, {"state": 10, "full 8x64": 6}),
     "minimax-m3": Facts(427.040, 60, 1_048_576, {"full 4x128": 60, "full 1x128 latent": 57}),
+    "glm-4.5-air": Facts(106.852, 46, 131_072, {"full 8x128": 46}),
+    "minimax-m2": Facts(228.690, 62, 196_608, {"full 8x128": 62}),
+    "mixtral-8x7b": Facts(46.703, 32, 32_768, {"full 8x128": 32}),
+    "kimi-k2.5": Facts(1026.408, 61, 262_144, {"full 1x576 latent": 61}),
+    "mimo-v2-flash": Facts(308.779, 48, 262_144, {"window-129 8x192": 39, "full 4x192": 9}),
+    "llama-nemotron-super-49b": Facts(49.867, 80, 131_072, {"full 8x128": 49}),
     "whisper-large-v3": Facts(1.543, 32, 448, {"full 20x64": 32, "cross-1500 20x64": 32}),
 }
 
@@ -103,8 +109,9 @@ def test_layers_keep_what_the_model_needs(name: str) -> None:
     )
     assert described == facts.caches
     assert (spec.num_layers, spec.max_position) == (facts.layers, facts.max_position)
-    # MLA and index keys are one vector; nothing else here stores K and V of different widths.
-    assert all(c.value_dim == (0 if c.replicated else c.key_dim) for c in spec.token_caches)
+    # MLA and index keys are one vector; only MiMo stores K and V of different widths.
+    widths = {192: 128} if name == "mimo-v2-flash" else {}
+    assert all(c.value_dim == (0 if c.replicated else widths.get(c.key_dim, c.key_dim)) for c in spec.token_caches)
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -149,6 +156,8 @@ EXACT_PARAMETERS = {
     "lfm2-1.2b": 1_170_340_608,
     "minimax-m3": 427_040_132_864 + 57 * 128,
     "whisper-large-v3": 1_543_490_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "llama-nemotron-super-49b": 49_867_145_216,
 }
 
 

@@ -8,14 +8,16 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from windowpane.kv.layout import group_caches
-from windowpane.models import load, shipped_repositories
+from windowpane.models import ModelError, load, shipped_repositories
 from windowpane.models.hub import CachedModel, cached_models
+from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import parameter_count
 from windowpane.plan.report import print_trimmed, section
 from windowpane.plan.sizes import format_bytes
 
 SCHEMA_VERSION = 1
+RUNS_NOTE = "* the engine runs these; the others can be planned"
 
 
 def print_catalog(console: Console, wanted: str = "") -> None:
@@ -24,7 +26,7 @@ def print_catalog(console: Console, wanted: str = "") -> None:
     if not shipped and not cached:
         console.print(f"no shipped or cached model has {wanted!r} in its name", markup=False)
         return
-    parts: list[Any] = [_shapes(shipped)] if shipped else []
+    parts: list[Any] = [_shapes(shipped), RUNS_NOTE] if shipped else []
     if cached:
         parts += ["", section("In the cache"), _in_cache(cached)] if parts else [_in_cache(cached)]
     print_trimmed(console, Group(*parts))
@@ -39,6 +41,7 @@ def catalog(wanted: str = "") -> dict[str, Any]:
                 "name": spec.name,
                 "repository": shipped_repositories()[spec.name],
                 "architecture": spec.architecture,
+                "runs": _runs(spec),
                 "parameters": parameter_count(spec, towers=False),
                 "max_position": spec.max_position,
                 "num_layers": spec.num_layers,
@@ -68,8 +71,18 @@ def _shapes(specs: list[ModelSpec]) -> Table:
         table.add_column(name, justify="right" if name in ("parameters", "longest") else "left", no_wrap=True)
     for spec in specs:
         billions = parameter_count(spec, towers=False) / 1e9
-        table.add_row(spec.name, f"{billions:.2f} B", f"{spec.max_position:,}", _mix(spec))
+        name = f"{spec.name} *" if _runs(spec) else spec.name
+        table.add_row(name, f"{billions:.2f} B", f"{spec.max_position:,}", _mix(spec))
     return table
+
+
+def _runs(spec: ModelSpec) -> bool:
+    """Whether the engine runs it; the others are for planning."""
+    try:
+        runnable(spec)
+    except ModelError:
+        return False
+    return True
 
 
 def _in_cache(models: list[CachedModel]) -> Table:
