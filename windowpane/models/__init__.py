@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from windowpane.models.config import Config, ModelError
-from windowpane.models.gguf import hf_config, is_gguf, read_header
+from windowpane.models.gguf import hf_config, is_gguf, read_header, stored_types
 from windowpane.models.spec import ModelSpec
 
 __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_name", "shipped_names", "shipped_repositories"]
@@ -66,8 +66,16 @@ def load(source: str | Path, *, revision: str | None = None, download_dir: str |
     if is_directory:
         return _read(_read_file(path / "config.json"), path.resolve().name)
     if is_file and is_gguf(path):
-        spec = from_config(hf_config(read_header(path)), path.stem)
-        return replace(spec, notes=(*spec.notes, f"the GGUF file has {path.stat().st_size / 2**30:.2f} GiB"))
+        header = read_header(path)
+        size = f"the GGUF file has {path.stat().st_size / 2**30:.2f} GiB"
+        spec = replace(from_config(hf_config(header), path.stem), quantization=stored_types(header))
+        return replace(
+            spec,
+            notes=(
+                *spec.notes,
+                f"{size}; CPUs run it as it is stored, GPUs with --dtype",
+            ),
+        )
     if is_file:
         # A bare config.json takes the name of the model's directory.
         return _read(_read_file(path), path.resolve().parent.name if path.name == "config.json" else path.stem)

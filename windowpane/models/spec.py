@@ -11,6 +11,7 @@ from windowpane.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from windowpane.models.config import Config
+    from windowpane.models.ggml import StoredTypes
     from windowpane.models.quantization import Quantization
 
 
@@ -39,7 +40,7 @@ class ModelSpec:
     tensors: tuple[TensorSpec, ...] = field(repr=False)
     text: Config = field(repr=False, compare=False)
     decoder: Decoder | None = field(default=None, repr=False)
-    quantization: Quantization | None = None
+    quantization: Quantization | StoredTypes | None = None
     shared_caches: tuple[TokenCache, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -55,6 +56,10 @@ class ModelSpec:
             tensors=tuple(tensor.on_rank(ranks) for tensor in self.tensors if tensor.tower is None),
             decoder=on_rank(self.decoder, ranks),
         )
+
+    def expanded(self) -> ModelSpec:
+        """The model with every weight in its dtype, whatever the file has."""
+        return replace(self, quantization=None)
 
     @property
     def token_caches(self) -> tuple[TokenCache, ...]:
