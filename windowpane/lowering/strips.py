@@ -27,7 +27,7 @@ class Packed(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("values", "scales")),
-        *((name, c_int64) for name in ("outputs", "inputs", "kind", "scaled_inputs")),
+        *((name, c_int64) for name in ("outputs", "inputs", "kind")),
     )
 
 
@@ -73,7 +73,7 @@ class StripWeight:
     def described(self) -> Packed:
         """Where it lies, for kernels; true as long as this object lives."""
         form = self.form
-        return Packed(self.values.data_ptr(), self.scales.data_ptr(), form.outputs, form.inputs, form.kind, 0)
+        return Packed(self.values.data_ptr(), self.scales.data_ptr(), form.outputs, form.inputs, form.kind)
 
     def fill(self, first: int, rows: torch.Tensor) -> None:
         """Outputs from `first` on, whole strips, from rows of the file's bytes [outputs, row bytes]."""

@@ -145,9 +145,8 @@ INLINE void halves(const uint8_t *from, float *to) {
 
 /* Of inputs [first, first + inputs) of a strip: [inputs / scaled, 16] floats each. What is stored as q means
  * scale × (q - zero) - offset. first is a multiple of 256. */
-INLINE void scales_of(const Packed *w, const uint8_t *scales, long first, long inputs, float *scale, float *offset,
-                      const Form f) {
-    const uint8_t *at = scales + (f.scales == FLOAT_AND_OFFSET ? 0 : scale_bytes(w, &f, first));
+INLINE void scales_of(const uint8_t *scales, long first, long inputs, float *scale, float *offset, const Form f) {
+    const uint8_t *at = scales + scale_bytes(&f, first);
     long count = inputs / f.scaled, small = SPAN / f.scaled * STRIP;
     float all[STRIP], all_offset[STRIP];
     switch (f.scales) {
@@ -161,7 +160,7 @@ INLINE void scales_of(const Packed *w, const uint8_t *scales, long first, long i
                 for (int o = 0; o < STRIP; o++) offset[i * STRIP + o] = -offset[i * STRIP + o];
             }
             break;
-        case RELATIVE_SIGNED:
+        case RELATIVE:
             halves(at, all);
             for (long i = 0; i < count; i++)
                 for (int o = 0; o < STRIP; o++)
@@ -176,20 +175,10 @@ INLINE void scales_of(const Packed *w, const uint8_t *scales, long first, long i
                     offset[i * STRIP + o] = all_offset[o] * at[STRIP * 4 + small + i * STRIP + o];
                 }
             break;
-        case EXPONENT:
+        default:
             for (long i = 0; i < count * STRIP; i++) scale[i] = from_exponent(at[i]);
             break;
-        default:
-            for (long i = 0; i < count; i++) {
-                const float *both = (const float *)at + (first + i * GROUP) / w->scaled_inputs * STRIP * 2;
-                memcpy(scale + i * STRIP, both, 4 * STRIP);
-                memcpy(offset + i * STRIP, both + STRIP, 4 * STRIP);
-            }
     }
-}
-
-void read_scales(const Packed *w, const uint8_t *scales, long first, long inputs, float *scale, float *offset) {
-    scales_of(w, scales, first, inputs, scale, offset, form_of(w->kind));
 }
 
 /* -- a strip times R rows ------------------------------------------------------------------------------------------------
@@ -204,13 +193,13 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
     const int per_group = GROUP / f.scaled, bits = f.low + f.high, offsets = has_offsets(&f);
     const long groups = w->inputs / GROUP;
     const uint8_t *group = w->values + strip * groups * group_bytes(&f);
-    const uint8_t *scales = w->scales + strip * scale_bytes(w, &f, w->inputs);
+    const uint8_t *scales = w->scales + strip * scale_bytes(&f, w->inputs);
     float scale[SPAN], offset[SPAN];
     vec total[PARTS][MOST_ROWS];
     UNROLL for (int p = 0; p < PARTS; p++) UNROLL for (int r = 0; r < R; r++) total[p][r] = (vec){0};
     for (long span = 0; span < groups; span += SPAN_GROUPS) {
         long some = groups - span < SPAN_GROUPS ? groups - span : SPAN_GROUPS;
-        scales_of(w, scales, span * GROUP, some * GROUP, scale, offset, f);
+        scales_of(scales, span * GROUP, some * GROUP, scale, offset, f);
         for (long g = 0; g < some; g++, group += group_bytes(&f), x++) {
             UNROLL for (int p = 0; p < PARTS; p++) {
                 bytes v[8];
@@ -293,7 +282,7 @@ INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_st
     }
 #define KIND_OF(KIND) ROWS_OF(KIND, 1) ROWS_OF(KIND, 2) ROWS_OF(KIND, 4) ROWS_OF(KIND, 8)
 #define EACH_KIND(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) \
-    DO(IQ4_NL) DO(IQ4_XS) DO(MXFP4) DO(INT4)
+    DO(IQ4_NL) DO(IQ4_XS) DO(MXFP4)
 EACH_KIND(KIND_OF)
 
 typedef void (*Strip)(const Packed *, long, const Inputs *, const float *, float *, long);
@@ -406,11 +395,11 @@ void packed_rows(const Packed *w, const int64_t *which, float *out, long count, 
             }
             continue;
         }
-        const uint8_t *scales = w->scales + strip * scale_bytes(w, &f, w->inputs);
+        const uint8_t *scales = w->scales + strip * scale_bytes(&f, w->inputs);
         float scale[SPAN], offset[SPAN];
         for (long g = 0; g < groups; g++) {
             if (g % SPAN_GROUPS == 0)
-                read_scales(w, scales, g * GROUP, (groups - g < SPAN_GROUPS ? groups - g : SPAN_GROUPS) * GROUP, scale, offset);
+                scales_of(scales, g * GROUP, (groups - g < SPAN_GROUPS ? groups - g : SPAN_GROUPS) * GROUP, scale, offset, f);
             const uint8_t *group = w->values + (strip * groups + g) * group_bytes(&f);
             for (long k = 0; k < GROUP; k++) {
                 int value = stored_value(group, &f, output, k);

@@ -10,7 +10,7 @@
  *     1 bit     one line holds step s at bit s
  *
  * 3, 5 and 6 bits are 2 + 1, 4 + 1 and 4 + 2. So one load, shift and mask give a vector whose lanes are outputs: a product
- * needs no sums across lanes, and scales are vectors too. Scales of a strip lie apart (see `read_scales`), as exact as
+ * needs no sums across lanes, and scales are vectors too. Scales of a strip lie apart (see `scales_of`), as exact as
  * they were stored.
  */
 
@@ -24,16 +24,16 @@
 #define LINE_BYTES 64
 #define SPAN_GROUPS (SPAN / GROUP)
 
-/* ggml's numbers of its types. INT4 is what AWQ, GPTQ and compressed-tensors come to: float32 scales and offsets. */
+/* ggml's numbers of its types. */
 enum { F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-       IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, INT4 = 100 };
+       IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39 };
 
 /* How scales are stored: one for each group, or small ones relative to one for 256 inputs. */
-enum { HALF, HALF_AND_OFFSET, RELATIVE, RELATIVE_SIGNED, RELATIVE_AND_OFFSET, EXPONENT, FLOAT_AND_OFFSET };
+enum { HALF, HALF_AND_OFFSET, RELATIVE, RELATIVE_AND_OFFSET, EXPONENT };
 
 typedef struct {
     int low, high;  /* bits of a value in its two planes */
-    int scaled;     /* inputs that share a scale: 16 or 32; INT4 may have more */
+    int scaled;     /* inputs that share a scale: 16 or 32 */
     int zero;       /* the stored value that means 0 */
     int scales;     /* how they are stored */
     int is_indexed; /* values are places in a table */
@@ -41,7 +41,7 @@ typedef struct {
 
 typedef struct {
     const uint8_t *values, *scales;
-    int64_t outputs, inputs, kind, scaled_inputs; /* the last of INT4 alone */
+    int64_t outputs, inputs, kind;
 } Packed;
 
 /* 32 inputs of one row in 8 bits. `sums` and `weighted` (sums × scale) are of all of them and of either half. */
@@ -64,34 +64,31 @@ INLINE Form form_of(long kind) {
         case Q5_1: return (Form){4, 1, 32, 0, HALF_AND_OFFSET, 0};
         case Q8_0: return (Form){8, 0, 32, 0, HALF, 0};
         case Q2_K: return (Form){2, 0, 16, 0, RELATIVE_AND_OFFSET, 0};
-        case Q3_K: return (Form){2, 1, 16, 4, RELATIVE_SIGNED, 0};
+        case Q3_K: return (Form){2, 1, 16, 4, RELATIVE, 0};
         case Q4_K: return (Form){4, 0, 32, 0, RELATIVE_AND_OFFSET, 0};
         case Q5_K: return (Form){4, 1, 32, 0, RELATIVE_AND_OFFSET, 0};
-        case Q6_K: return (Form){4, 2, 16, 32, RELATIVE_SIGNED, 0};
+        case Q6_K: return (Form){4, 2, 16, 32, RELATIVE, 0};
         case IQ4_NL: return (Form){4, 0, 32, 0, HALF, 1};
-        case IQ4_XS: return (Form){4, 0, 32, 0, RELATIVE_SIGNED, 1};
-        case MXFP4: return (Form){4, 0, 32, 0, EXPONENT, 1};
-        default: return (Form){4, 0, 32, 0, FLOAT_AND_OFFSET, 0}; /* INT4 */
+        case IQ4_XS: return (Form){4, 0, 32, 0, RELATIVE, 1};
+        default: return (Form){4, 0, 32, 0, EXPONENT, 1}; /* MXFP4 */
     }
 }
 
 INLINE int has_offsets(const Form *f) {
-    return f->scales == HALF_AND_OFFSET || f->scales == RELATIVE_AND_OFFSET || f->scales == FLOAT_AND_OFFSET;
+    return f->scales == HALF_AND_OFFSET || f->scales == RELATIVE_AND_OFFSET;
 }
 
 INLINE const int8_t *table_of(long kind) { return kind == MXFP4 ? MXFP4_TABLE : IQ4_TABLE; }
 
-/* Bytes of a strip's scales, of as many inputs as lie before `inputs`. */
-INLINE long scale_bytes(const Packed *w, const Form *f, long inputs) {
+/* Bytes of a strip's scales for this many inputs. */
+INLINE long scale_bytes(const Form *f, long inputs) {
     long groups = inputs / GROUP, spans = inputs / SPAN, small = SPAN / f->scaled * STRIP;
     switch (f->scales) {
         case HALF: return groups * STRIP * 2;
         case HALF_AND_OFFSET: return groups * STRIP * 4;
-        case RELATIVE:
-        case RELATIVE_SIGNED: return spans * (STRIP * 2 + small);
+        case RELATIVE: return spans * (STRIP * 2 + small);
         case RELATIVE_AND_OFFSET: return spans * (STRIP * 4 + 2 * small);
-        case EXPONENT: return groups * STRIP;
-        default: return inputs / w->scaled_inputs * STRIP * 8;
+        default: return groups * STRIP; /* EXPONENT */
     }
 }
 
@@ -126,7 +123,6 @@ INLINE int stored_value(const uint8_t *group, const Form *f, long output, long i
     return value;
 }
 
-void read_scales(const Packed *w, const uint8_t *scales, long first, long inputs, float *scale, float *offset);
 void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long inputs, int threads);
 void packed_product(const Packed *parts, long count, const Inputs *x, const float *rows_as_floats, long floats_stride,
                     const float *bias, float *out, long out_stride, long rows, int threads);

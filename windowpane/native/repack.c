@@ -152,9 +152,9 @@ static void put_scales(uint8_t *at, const Form *f, long output, const Span *s, l
 static void repack_strip(const Packed *to, const Form *f, const uint8_t *rows, long row_bytes, long strip) {
     long groups = to->inputs / GROUP, of_32 = bytes_of_32(to->kind), some = to->outputs - strip * STRIP;
     uint8_t *values = (uint8_t *)to->values + strip * groups * group_bytes(f);
-    uint8_t *scales = (uint8_t *)to->scales + strip * scale_bytes(to, f, to->inputs);
+    uint8_t *scales = (uint8_t *)to->scales + strip * scale_bytes(f, to->inputs);
     memset(values, 0, groups * group_bytes(f));
-    memset(scales, 0, scale_bytes(to, f, to->inputs));
+    memset(scales, 0, scale_bytes(f, to->inputs));
     for (long o = 0; o < (some < STRIP ? some : STRIP); o++) {
         const uint8_t *row = rows + (strip * STRIP + o) * row_bytes;
         for (long first = 0; first < groups; first += SPAN_GROUPS) {
@@ -163,7 +163,7 @@ static void repack_strip(const Packed *to, const Form *f, const uint8_t *rows, l
             for (long g = 0; of_32 && g < here; g++, row += of_32)
                 take_32(to->kind, row, s.values + g * GROUP, s.scale + g, s.offset + g, s.small + g);
             if (!of_32) take_256(to->kind, row, &s), row += bytes_of_256(to->kind);
-            put_scales(scales + scale_bytes(to, f, first * GROUP), f, o, &s, here);
+            put_scales(scales + scale_bytes(f, first * GROUP), f, o, &s, here);
             for (long g = 0; g < here; g++)
                 put_values(values + (first + g) * group_bytes(f), f, o, s.values + g * GROUP);
         }
