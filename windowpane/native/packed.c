@@ -5,7 +5,11 @@
 #endif
 
 #define PARTS (STRIP / LANES) /* vectors to a strip */
+#if LANES == 16
 #define MOST_ROWS 8
+#else /* fewer registers, or more vectors to a strip */
+#define MOST_ROWS 4
+#endif
 
 typedef uint8_t bytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int8_t signed_bytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
@@ -27,6 +31,19 @@ INLINE int32_t four(const int8_t *x) {
 #define SPREAD(x) _mm512_set1_epi32(four(x))
 #elif defined(__AVX2__)
 #define SPREAD(x) _mm256_set1_epi32(four(x))
+#endif
+
+#if !defined(__AVX2__) && !defined(__ARM_FEATURE_DOTPROD)
+static __attribute__((noinline)) ivec plain_dots(const bytes w[8], int first, int count, const int8_t *x, int is_signed) {
+    ivec total = {0};
+    for (int s = first; s < first + count; s++)
+        for (int o = 0; o < LANES; o++)
+            for (int b = 0; b < 4; b++) {
+                uint8_t value = w[s][4 * o + b];
+                total[o] += (is_signed ? (int8_t)value : value) * x[4 * s + b];
+            }
+    return total;
+}
 #endif
 
 INLINE ivec dots(const bytes w[8], const int first, const int count, const int8_t *x, const int bits) {
@@ -64,11 +81,7 @@ INLINE ivec dots(const bytes w[8], const int first, const int count, const int8_
         total = vdotq_s32(total, (int8x16_t)w[s], vreinterpretq_s8_s32(vdupq_n_s32(four(x + 4 * s))));
     return (ivec)total;
 #else
-    ivec total = {0};
-    for (int s = first; s < first + count; s++)
-        for (int o = 0; o < LANES; o++)
-            for (int b = 0; b < 4; b++) total[o] += w[s][4 * o + b] * x[4 * s + b];
-    return total;
+    return plain_dots(w, first, count, x, 0);
 #endif
 }
 
@@ -98,11 +111,7 @@ INLINE ivec signed_dots(const bytes w[8], const int8_t *x, int32_t sum) {
 #elif defined(__ARM_FEATURE_DOTPROD)
     return dots(w, 0, 8, x, 8);
 #else
-    ivec total = {0};
-    for (int s = 0; s < 8; s++)
-        for (int o = 0; o < LANES; o++)
-            for (int b = 0; b < 4; b++) total[o] += (int8_t)w[s][4 * o + b] * x[4 * s + b];
-    return total;
+    return plain_dots(w, 0, 8, x, 1);
 #endif
 }
 
@@ -137,10 +146,44 @@ INLINE bytes step_of(const uint8_t *group, const int s, const int low, const int
 #undef AT
 }
 
+/* LANES numbers in 16 bits, float16 or bfloat16. */
+INLINE vec widened(const uint8_t *from, const int is_brain) {
+#if defined(__AVX512F__)
+    if (!is_brain) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(__AVX2__) && defined(__F16C__)
+    if (!is_brain) return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    vec to;
+    for (int i = 0; i < LANES; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, 2);
+        uint32_t wide = (uint32_t)half << 16;
+        float brain;
+        memcpy(&brain, &wide, 4);
+        to[i] = is_brain ? brain : from_half(half);
+    }
+    return to;
+#endif
+}
+
 /* -- scales ------------------------------------------------------------------------------------------------------------ */
 
-INLINE void halves(const uint8_t *from, float *to) {
-    for (int i = 0; i < STRIP; i++) to[i] = from_half(((const uint16_t *)from)[i]);
+typedef int8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint8_t few_unsigned __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+INLINE void halves(const uint8_t *from, float sign, float *to) {
+    UNROLL for (int i = 0; i < STRIP; i += LANES) STORE(to + i, widened(from + 2 * i, 0) * sign);
+}
+
+/* to = all × what is stored in a byte, of sixteen outputs. */
+INLINE void relative(const uint8_t *from, const float *all, float *to, const int is_signed) {
+    UNROLL for (int i = 0; i < STRIP; i += LANES) {
+        vec small = is_signed ? __builtin_convertvector(*(const few_bytes *)(from + i), vec)
+                              : __builtin_convertvector(*(const few_unsigned *)(from + i), vec);
+        STORE(to + i, LOAD(all + i) * small);
+    }
 }
 
 /* Of inputs [first, first + inputs) of a strip: [inputs / scaled, 16] floats each. What is stored as q means
@@ -151,33 +194,28 @@ INLINE void scales_of(const uint8_t *scales, long first, long inputs, float *sca
     float all[STRIP], all_offset[STRIP];
     switch (f.scales) {
         case HALF:
-            for (long i = 0; i < count; i++) halves(at + i * STRIP * 2, scale + i * STRIP);
+            for (long i = 0; i < count; i++) halves(at + i * STRIP * 2, 1, scale + i * STRIP);
             break;
         case HALF_AND_OFFSET:
             for (long i = 0; i < count; i++) {
-                halves(at + i * STRIP * 4, scale + i * STRIP);
-                halves(at + i * STRIP * 4 + STRIP * 2, offset + i * STRIP);
-                for (int o = 0; o < STRIP; o++) offset[i * STRIP + o] = -offset[i * STRIP + o];
+                halves(at + i * STRIP * 4, 1, scale + i * STRIP);
+                halves(at + i * STRIP * 4 + STRIP * 2, -1, offset + i * STRIP);
             }
             break;
         case RELATIVE:
-            halves(at, all);
-            for (long i = 0; i < count; i++)
-                for (int o = 0; o < STRIP; o++)
-                    scale[i * STRIP + o] = all[o] * (int8_t)at[STRIP * 2 + i * STRIP + o];
+            halves(at, 1, all);
+            for (long i = 0; i < count; i++) relative(at + (2 + i) * STRIP, all, scale + i * STRIP, 1);
             break;
         case RELATIVE_AND_OFFSET:
-            halves(at, all);
-            halves(at + STRIP * 2, all_offset);
-            for (long i = 0; i < count; i++)
-                for (int o = 0; o < STRIP; o++) {
-                    scale[i * STRIP + o] = all[o] * at[STRIP * 4 + i * STRIP + o];
-                    offset[i * STRIP + o] = all_offset[o] * at[STRIP * 4 + small + i * STRIP + o];
-                }
+            halves(at, 1, all);
+            halves(at + STRIP * 2, 1, all_offset);
+            for (long i = 0; i < count; i++) {
+                relative(at + (4 + i) * STRIP, all, scale + i * STRIP, 0);
+                relative(at + (4 + i) * STRIP + small, all_offset, offset + i * STRIP, 0);
+            }
             break;
         default:
             for (long i = 0; i < count * STRIP; i++) scale[i] = from_exponent(at[i]);
-            break;
     }
 }
 
@@ -233,27 +271,6 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
 
 /* Weights in 16 bits that are floating point: [inputs, 16] of a strip, times rows of floats. Four sums for each output,
  * so that one row does not wait for its own last addition. */
-INLINE vec widened(const uint8_t *from, const int is_brain) {
-#if defined(__AVX512F__)
-    if (!is_brain) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-#elif defined(__AVX2__) && defined(__F16C__)
-    if (!is_brain) return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
-#else
-    vec to;
-    for (int i = 0; i < LANES; i++) {
-        uint16_t half;
-        memcpy(&half, from + 2 * i, 2);
-        uint32_t wide = (uint32_t)half << 16;
-        float brain;
-        memcpy(&brain, &wide, 4);
-        to[i] = is_brain ? brain : from_half(half);
-    }
-    return to;
-#endif
-}
-
 INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_stride, const float *bias, float *out,
                           long out_stride, const int is_brain, const int R) {
     const uint8_t *from = w->values + strip * w->inputs * STRIP * 2;
@@ -280,7 +297,16 @@ INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_st
                                                              const float *bias, float *out, long out_stride) {         \
         strip_of(w, strip, x, bias, out, out_stride, KIND, R);                                                         \
     }
+#if MOST_ROWS == 8
 #define KIND_OF(KIND) ROWS_OF(KIND, 1) ROWS_OF(KIND, 2) ROWS_OF(KIND, 4) ROWS_OF(KIND, 8)
+#define CASE(KIND)                                                                                                     \
+    case KIND: return rows == 1 ? strip_##KIND##_1 : rows == 2 ? strip_##KIND##_2 : rows == 4 ? strip_##KIND##_4       \
+                                                                                              : strip_##KIND##_8;
+#else
+#define KIND_OF(KIND) ROWS_OF(KIND, 1) ROWS_OF(KIND, 2) ROWS_OF(KIND, 4)
+#define CASE(KIND) \
+    case KIND: return rows == 1 ? strip_##KIND##_1 : rows == 2 ? strip_##KIND##_2 : strip_##KIND##_4;
+#endif
 #define EACH_KIND(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) \
     DO(IQ4_NL) DO(IQ4_XS) DO(MXFP4)
 EACH_KIND(KIND_OF)
@@ -288,9 +314,6 @@ EACH_KIND(KIND_OF)
 typedef void (*Strip)(const Packed *, long, const Inputs *, const float *, float *, long);
 
 static Strip strips_of(long kind, long rows) {
-#define CASE(KIND)                                                                                                     \
-    case KIND: return rows == 1 ? strip_##KIND##_1 : rows == 2 ? strip_##KIND##_2 : rows == 4 ? strip_##KIND##_4       \
-                                                                                              : strip_##KIND##_8;
     switch (kind) {
         EACH_KIND(CASE)
         default: return 0;
@@ -319,7 +342,7 @@ static void strip_times(const Packed *w, long strip, const Inputs *x, const floa
     }
     long groups = w->inputs / GROUP;
     for (long few; count > 0; row += few, count -= few) {
-        few = count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1;
+        few = count >= MOST_ROWS ? MOST_ROWS : count >= 4 ? 4 : count >= 2 ? 2 : 1;
         strips_of(w->kind, few)(w, strip, x + row * groups, bias, out + row * out_stride, out_stride);
     }
 }
@@ -345,12 +368,15 @@ void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long i
         for (int j = 0; j < LANES; j++) largest = most[j] > largest ? most[j] : largest;
         to->scale = largest / 127;
         float inverse = largest > 0 ? 127 / largest : 0;
-        int32_t sums[2] = {0, 0};
-        for (int j = 0; j < GROUP; j += LANES) {
+        ivec totals[2] = {{0}, {0}};
+        UNROLL for (int j = 0; j < GROUP; j += LANES) {
             vec v = LOAD(from + j) * inverse + 12582912.0f; /* rounds to whole numbers, ties to even */
             ivec whole = __builtin_convertvector(v - 12582912.0f, ivec);
-            for (int k = 0; k < LANES; k++) to->values[j + k] = (int8_t)whole[k], sums[(j + k) / 16] += whole[k];
+            *(few_bytes *)(to->values + j) = __builtin_convertvector(whole, few_bytes);
+            totals[j / 16] += whole;
         }
+        int32_t sums[2] = {0, 0};
+        UNROLL for (int j = 0; j < LANES; j++) sums[0] += totals[0][j], sums[1] += totals[1][j];
         to->sums[0] = sums[0] + sums[1], to->sums[1] = sums[0], to->sums[2] = sums[1];
         for (int k = 0; k < 3; k++) to->weighted[k] = to->scale * to->sums[k];
         to->unused = 0;

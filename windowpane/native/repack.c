@@ -106,17 +106,20 @@ static long bytes_of_256(long kind) {
     return kind == Q2_K ? 84 : kind == Q3_K ? 110 : kind == Q4_K ? 144 : kind == Q5_K ? 176 : kind == Q6_K ? 210 : 136;
 }
 
-/* The planes of one group; `values` is zeroed. */
+/* The planes of one group, which are zeroed: four values at a time. */
 static void put_values(uint8_t *group, const Form *f, long output, const uint8_t *from) {
-    uint8_t *high = group + f->low * LINE_BYTES;
-    for (long i = 0; i < GROUP; i++) {
-        long step = i / 4, at = output * 4 + i % 4;
-        int low = f->low == 8 ? from[i] : from[i] & ((1 << f->low) - 1), rest = f->low == 8 ? 0 : from[i] >> f->low;
-        if (f->low == 8) group[step * LINE_BYTES + at] = (uint8_t)low;
-        if (f->low == 4) group[step % 4 * LINE_BYTES + at] |= (uint8_t)(low << (step < 4 ? 0 : 4));
-        if (f->low == 2) group[step / 4 * LINE_BYTES + at] |= (uint8_t)(low << 2 * (step % 4));
-        if (f->high == 1) high[at] |= (uint8_t)(rest << step);
-        if (f->high == 2) high[step / 4 * LINE_BYTES + at] |= (uint8_t)(rest << 2 * (step % 4));
+    uint32_t *low = (uint32_t *)group + output, *high = low + f->low * STRIP;
+    for (int s = 0; s < 8; s++) {
+        uint32_t v;
+        memcpy(&v, from + 4 * s, 4);
+        if (f->low == 8)
+            low[s * STRIP] = v;
+        else if (f->low == 4)
+            low[s % 4 * STRIP] |= (v & 0x0f0f0f0f) << (s < 4 ? 0 : 4);
+        else
+            low[s / 4 * STRIP] |= (v & 0x03030303) << 2 * (s % 4);
+        if (f->high == 1) high[0] |= (v >> f->low & 0x01010101) << s;
+        if (f->high == 2) high[s / 4 * STRIP] |= (v >> f->low & 0x03030303) << 2 * (s % 4);
     }
 }
 
