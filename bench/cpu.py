@@ -1,9 +1,14 @@
-"""Windowpane beside transformers on a CPU: `python -m bench.cpu`.
+"""Windowpane beside transformers or llama.cpp on a CPU: `python -m bench.cpu`.
 
-Gemma 3 270M in float32 with the same weights and threads. transformers runs with its KV cache, with the faster of eager
-and SDPA attention. Runs alternate, figures are medians; a ratio above 1 means that Windowpane is faster. tok/s counts
-new tokens over the whole run, prompt included, or the prompt's where only that is run. "of the roof" is what the matrix
-products alone would take at the memory's or the processor's measured best, as a share of the time really taken.
+Beside transformers, Gemma 3 270M runs in float32 with the same weights and threads. transformers runs with its KV
+cache, with the faster of eager and SDPA attention. tok/s counts new tokens over the whole run, prompt included, or
+the prompt's where only that is run. "of the roof" is what the matrix products alone would take at the memory's or the
+processor's measured best, as a share of the time really taken.
+
+`--beside llama.cpp` runs both embedded GGUF files packed in both engines. There tok/s counts what was decoded after the
+first token, the roof is the memory's (bytes of weights that a token reads), and what each engine holds is printed too.
+
+Runs alternate, figures are medians; a ratio above 1 means that Windowpane is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LogitsProcessor, LogitsProcessorList
 
+from bench.llama_cpp import LlamaCpp
 from bench.machine import machine_line
+from bench.resident import resident_bytes
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
@@ -55,6 +62,18 @@ CASES = (
 )
 
 
+# Beside llama.cpp, by the embedded model.
+PACKED_CASES = {
+    "gemma-3-270m": (
+        Case("alone after 512", 1, 512, 128, 1.3),
+        Case("batch of 8 after 512", 8, 512, 64, 1.5),
+        Case("prefill 2,048", 1, 2048, 1, 2.0),
+    ),
+    "smollm2-135m-instruct": (Case("alone after 512", 1, 512, 128, 1.3), Case("prefill 2,048", 1, 2048, 1, 2.0)),
+}
+RESIDENT_TOKENS = 4096
+
+
 @dataclass(frozen=True)
 class Taken:
     """Seconds of one run: until the first token, and in all."""
@@ -81,9 +100,9 @@ class Clock(LogitsProcessor):
         return Taken(self.ticks[0], time.perf_counter() - self.start)
 
 
-def prompts(case: Case) -> torch.Tensor:
+def prompts(case: Case, vocab_size: int = 200_000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(case.prompt_tokens)
-    return torch.randint(5, 200_000, (case.sequences, case.prompt_tokens), generator=generator)
+    return torch.randint(5, min(vocab_size, 200_000), (case.sequences, case.prompt_tokens), generator=generator)
 
 
 class Here:
@@ -107,7 +126,7 @@ class Here:
             device=CPU,
             dtype=torch.float32,
         )
-        rows = prompts(case).numpy()
+        rows = prompts(case, self.spec.vocab_size).numpy()
 
         def run() -> Taken:
             manager = KVManager(self.layout, slabs, case.sequences, longest)
@@ -245,15 +264,78 @@ def report(case: Case, taken: dict[str, Taken], share: float) -> tuple[list[str]
     return cells, {name: round(value, 3) for name, value in figures.items()}
 
 
+def packed_tokens_per_s(case: Case, taken: Taken) -> float:
+    """Of the prompt where only that is run, else of what was decoded after the first token."""
+    if case.new_tokens == 1:
+        return case.sequences * case.prompt_tokens / taken.total
+    return case.sequences * (case.new_tokens - 1) / (taken.total - taken.first)
+
+
+def beside_llama_cpp(runs: int) -> None:
+    roof, threads = Roof.measure(), torch.get_num_threads()
+    table = Table(
+        title=f"packed GGUF weights, tok/s\n{machine_line()}, torch {torch.__version__}, {threads} threads\n"
+        f"roof: {roof.bytes_per_s / 1e9:.1f} GB/s; kernels: {build.why_not() or 'compiled'}",
+        title_justify="left",
+    )
+    for column in ("model", "case", "windowpane", "llama.cpp", "ratio", "wanted", "of the roof"):
+        table.add_column(column, justify="left" if column in ("model", "case") else "right")
+    results: dict[str, dict[str, float]] = {}
+    for model, cases in PACKED_CASES.items():
+        path = embedded_path(model)
+        spec = load(path)
+        weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
+        weight_bytes = sum(w.nbytes for w in weights.values())
+        here, there = Here(spec, weights), LlamaCpp(path, threads)
+        for case in cases:
+            peer = there.prepare(prompts(case, spec.vocab_size).numpy(), case.new_tokens)
+
+            def run_peer(peer: Callable[[Callable[[], None]], None] = peer) -> Taken:
+                clock = Clock()
+                peer(clock.tick)
+                return clock.taken()
+
+            taken = alternate({"windowpane": here.prepare(case), "llama.cpp": run_peer}, runs)
+            ours, theirs = (packed_tokens_per_s(case, t) for t in taken.values())
+            share = ours / case.sequences * weight_bytes / roof.bytes_per_s if case.new_tokens > 1 else None
+            figures = {"tokens_per_s": ours, "llama_cpp_tokens_per_s": theirs, "ratio": ours / theirs}
+            results[f"{model}, {case.name}"] = figures | ({"share_of_roof": share} if share else {})
+            of_roof = f"{share:.0%}" if share else ""
+            cells = (
+                model,
+                case.name,
+                f"{ours:.1f}",
+                f"{theirs:.1f}",
+                f"{ours / theirs:.2f} ×",
+                f"{case.wanted} ×",
+                of_roof,
+            )
+            table.add_row(*cells)
+            print(" | ".join(cells), file=sys.stderr, flush=True)
+        held = {engine: resident_bytes(engine, model, RESIDENT_TOKENS) for engine in ("windowpane", "llama.cpp")}
+        own = {engine: after - before for engine, (before, after) in held.items()}
+        ratio = own["windowpane"] / own["llama.cpp"]
+        whole = ", ".join(f"{engine} {after / 2**20:.0f}" for engine, (_, after) in held.items())
+        mib = [f"{own[engine] / 2**20:.0f}" for engine in held]
+        table.add_row(model, f"MiB beside imports (whole process: {whole})", *mib, f"{ratio:.2f} ×", "≤ 1.0 ×", "")
+        results[f"{model}, resident"] = {"ratio": ratio, **{f"{engine} bytes": float(own[engine]) for engine in own}}
+    Console(width=140).print(table)
+    print(json.dumps({"bench": "cpu beside llama.cpp", "results": results}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each (all of it takes about 40 minutes)")
     names = ", ".join(f"{i}: {case.name}" for i, case in enumerate(CASES))
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help=f"which ({names})")
     parser.add_argument("--peers", nargs="*", default=["eager", "sdpa"], help="attention of transformers")
+    parser.add_argument("--beside", choices=["transformers", "llama.cpp"], default="transformers")
     args = parser.parse_args()
+    if args.beside == "llama.cpp":
+        beside_llama_cpp(args.runs)
+        return
     path = embedded_path("gemma-3-270m")
-    spec = load(path)
+    spec = load(path).expanded()
     weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
     here = Here(spec, weights)
     there = {f"transformers {kind}": There(spec, weights, kind) for kind in args.peers}

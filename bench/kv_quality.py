@@ -85,7 +85,7 @@ class Scorer:
     """Gemma 3 270M in float32, with KV in any formats."""
 
     def __init__(self) -> None:
-        self.spec = load(embedded_path(MODEL))
+        self.spec = load(embedded_path(MODEL)).expanded()
         weights = load_weights(embedded_path(MODEL), self.spec, dtype=torch.float32, device=CPU)
         decoder = runnable(self.spec)
         self.model = lower(decoder, Parameters(decoder, weights), CONTEXT_TOKENS)

@@ -32,7 +32,7 @@ HOUSE: dict[str, set[str]] = {
     "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
     "engine": {
         *("kv", "models", "schedule", "plan", "text"),
-        *("device", "lowering", "weights", "runners", "parallel"),
+        *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
     "server": {"kv", "schedule", "text", "parallel", "engine"},

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from windowpane.engine.devices import resolve_plan
+from windowpane.engine.devices import on_gpu, resolve_plan
 from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
 from windowpane.models.gguf import hf_config, read_header
-from windowpane.plan.config import EngineConfig
+from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.planner import make_plan
 
 LLAMA: dict[str, Any] = {
@@ -57,7 +57,8 @@ def write_gguf(
 
 def test_the_embedded_gemma_is_the_shipped_model() -> None:
     ours, shipped = load(embedded_path("gemma-3-270m")), load("gemma-3-270m")
-    assert replace(ours, name=shipped.name, notes=shipped.notes, file_bytes=None) == shipped
+    assert ours.weight_scheme == "GGUF (Q8_0 + Q5_0)"
+    assert replace(ours.expanded(), name=shipped.name, notes=shipped.notes) == shipped
 
 
 def test_the_embedded_gemma_says_how_to_run() -> None:
@@ -188,8 +189,8 @@ def test_a_model_in_several_files_is_read_as_a_whole_whichever_is_named(tmp_path
         assert list(header.tensors) == ["token_embd.weight", *TENSORS]
         assert {t.file.name for t in header.tensors.values()} == {f.name for f in files}
         spec = load(file)
-        assert spec.file_bytes == sum(f.stat().st_size for f in files)
-        assert replace(spec, name=whole.name, file_bytes=whole.file_bytes) == whole
+        assert spec.weight_scheme == "GGUF (F16)"
+        assert replace(spec, name=whole.name) == whole
 
 
 def test_a_missing_or_foreign_shard_is_named(tmp_path: Path) -> None:
@@ -206,14 +207,29 @@ def test_a_missing_or_foreign_shard_is_named(tmp_path: Path) -> None:
         load(first)
 
 
-def test_weights_are_counted_as_the_file_stores_them() -> None:
+def test_weights_are_counted_as_they_are_held() -> None:
+    """Packed as in the file, which has the tokenizer besides; expanded where that is asked for."""
     path = embedded_path("gemma-3-270m")
     config = EngineConfig(max_model_len=1024)
     plan = make_plan(load(path), config, gpu="4090")
-    assert plan.budget is not None and plan.budget.weights_bytes == path.stat().st_size == 253_113_024
-    assert any("expands them to 0.50 GiB in bfloat16" in note for note in plan.sizing.spec.notes)
-    run = resolve_plan(load(path), config, [torch.device("cpu")], "auto")
-    assert run.sizing.weights_bytes == 4 * 268_098_176, "what runs is float32 on a CPU"
+    # Q8_0, Q5_0 and Q6_K take what they take in the file, Q4_K 148 bytes for 144, and norms the dtype that is computed in.
+    matrices = 179_824_640 + 43_591_680 + 9_676_800 + 13_271_040 // 144 * 148
+    assert plan.budget is not None and plan.budget.weights_bytes == matrices + 223_744 // 2 < path.stat().st_size
+    assert any("0.24 GiB; CPUs run it as it is stored, GPUs with --dtype" in note for note in plan.sizing.spec.notes)
+    as_stored, expanded = (
+        resolve_plan(load(path), config, [torch.device("cpu")], dtype) for dtype in ("auto", "float32")
+    )
+    assert as_stored.sizing.weights_bytes == matrices + 223_744
+    assert expanded.sizing.weights_bytes == 4 * 268_098_176
+
+
+def test_gpus_expand_a_file_only_when_they_are_told_to() -> None:
+    spec = load(embedded_path("gemma-3-270m"))
+    with pytest.raises(
+        ConfigError, match=r"stored as GGUF \(Q8_0 \+ Q5_0\), which GPUs do not read; --dtype bfloat16 exp"
+    ):
+        on_gpu(spec, "auto")
+    assert on_gpu(spec, "float16").quantization is None
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -19,9 +20,13 @@ import pytest
 import torch
 
 from tests.models.test_gguf import GEMMA3, LLAMA, write_gguf
+from windowpane.lowering.strips import StripWeight
 from windowpane.models import load
+from windowpane.models.config import ModelError
 from windowpane.models.embedded import EMBEDDED, embedded_path
-from windowpane.models.weights import text_tensors
+from windowpane.models.gguf import read_header, stored_types
+from windowpane.models.tensors import RankPlace
+from windowpane.models.weights import sharding_problem, text_tensors, weight_bytes
 from windowpane.weights import WeightsError, load_weights
 from windowpane.weights import gguf as gguf_weights
 
@@ -50,13 +55,13 @@ def made_up(parts: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 
 def read(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return load_weights(path, load(path), dtype=dtype, device=CPU)
+    return load_weights(path, load(path).expanded(), dtype=dtype, device=CPU)
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_weights_are_those_that_transformers_loads(name: str) -> None:
     path = embedded_path(name)
-    spec = load(path)
+    spec = load(path).expanded()
     loaded = load_weights(path, spec, dtype=torch.float32, device=CPU)
     assert loaded.keys() == {tensor.name for tensor in text_tensors(spec)}
     for tensor, (magnitude, weighted) in GOLDEN[name].items():
@@ -129,6 +134,81 @@ def test_types_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: pytes
     expected = gguf.dequantize(gguf.quantize(values, kind), kind)
     assert np.array_equal(loaded["model.layers.0.mlp.up_proj.weight"].numpy(), expected)
     assert np.allclose(loaded["model.embed_tokens.weight"].numpy(), made_up(BLOCK)["token_embd.weight"], atol=2e-3)
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_weights_stay_as_they_are_stored(name: str) -> None:
+    path = embedded_path(name)
+    spec = load(path)
+    loaded = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    assert sum(weight.nbytes for weight in loaded.values()) == weight_bytes(replace(spec, dtype="float32"))
+    assert sum(weight.nbytes for weight in loaded.values()) < path.stat().st_size
+    expanded = load_weights(path, spec.expanded(), dtype=torch.float32, device=CPU)
+    for tensor, weight in loaded.items():
+        packed = not isinstance(weight, torch.Tensor)
+        assert packed == (weight.shape[-1:] != weight.shape)  # all matrices, and no vector
+        assert torch.equal(weight.dequantize(torch.float32) if packed else weight, expanded[tensor]), tensor
+
+
+def test_ranks_read_their_parts_of_packed_weights(tmp_path: Path) -> None:
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q5_1)
+    spec = load(path)
+    whole = load_weights(path, spec, dtype=torch.float32, device=CPU)
+    for rank in range(2):
+        place = RankPlace(rank, 2)
+        parts = load_weights(path, spec, dtype=torch.float32, device=CPU, place=place)
+        for tensor in text_tensors(spec):
+            expected, found = whole[tensor.name], parts[tensor.name]
+            if isinstance(found, StripWeight):
+                expected, found = expected.dequantize(torch.float32), found.dequantize(torch.float32)
+            if (cut := tensor.cut(place)) is not None:
+                index = torch.cat([torch.arange(some.start, some.stop) for some in cut.ranges])
+                expected = expected.index_select(cut.axis, index)
+            assert torch.equal(found, expected), tensor.name
+
+
+def test_ranks_cannot_cut_through_blocks(tmp_path: Path) -> None:
+    spec = load(write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0))
+    problem = sharding_problem(spec, 4)
+    assert problem is not None and "16 inputs per rank cut through Q8_0 blocks of 32; --dtype float32" in problem
+
+
+def test_strips_are_for_cpus_in_float32(tmp_path: Path) -> None:
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(WeightsError, match=r"run on CPUs with float32, not on cpu with torch\.bfloat16"):
+        load_weights(path, load(path), dtype=torch.bfloat16, device=CPU)
+
+
+def test_unknown_types_and_broken_rows_are_named(tmp_path: Path) -> None:
+    header = read_header(write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0))
+    tensors = dict(header.tensors)
+    up = tensors["blk.0.ffn_up.weight"]
+    for broken, message in (
+        (replace(up, kind=35), r"model.layers.0.mlp.up_proj.weight has ggml type 35, which is not run; types"),
+        (
+            replace(up, kind=12),
+            r"up_proj.weight has 64 inputs, which Q4_K blocks of 256 do not divide: the file is dam",
+        ),
+    ):
+        with pytest.raises(ModelError, match=message):
+            stored_types(replace(header, tensors=tensors | {up.name: broken}))
+
+
+def write_quantized(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    """A Llama whose matrices are all of this type."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in LLAMA.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+    for name, tensor in made_up(BLOCK).items():
+        if tensor.ndim == 2:
+            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:

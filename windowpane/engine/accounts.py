@@ -40,7 +40,12 @@ def accounts(plan: Plan, reports: Sequence[RankReport]) -> list[Account]:
     weights_bytes = tuple(r.weights_bytes for r in reports)
     arena_bytes = tuple(r.arena_bytes for r in reports)
     rows = [
-        Account("weights", plan.sizing.weights_bytes, weights_bytes, plan.sizing.compute_dtype),
+        Account(
+            "weights",
+            plan.sizing.weights_bytes,
+            weights_bytes,
+            plan.sizing.spec.weight_scheme or plan.sizing.compute_dtype,
+        ),
         Account("KV arena", plan.capacity.arena_bytes, arena_bytes, f"{count} × {length:,} tokens, each:"),
     ]
     activations = tuple(r.activation_bytes for r in reports if r.activation_bytes is not None)

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windowpane.models.ggml import StoredTypes
 from windowpane.models.spec import ModelSpec
+from windowpane.models.weights import weight_bytes
 from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.memory import Device
 from windowpane.plan.planner import Plan, make_plan
+from windowpane.plan.sizes import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -70,14 +73,16 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
     """The plan that every rank follows; a PlanError says by how much it does not fit, and the longest that would."""
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"--dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
-    spec = replace(spec, file_bytes=None)  # weights of a GGUF file are expanded when they are loaded
     if devices[0].type == "cpu":
         if dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"--dtype {dtype}: CPUs compute in float32 here, other types are far slower; leave it out"
             )
-        return make_plan(spec, config, gpu="cpu")
+        return make_plan(_on_cpu(spec, dtype), config, gpu="cpu")
     import torch
+
+    if isinstance(spec.quantization, StoredTypes):
+        spec = on_gpu(spec, dtype)
 
     # Ranks are equal, so the smallest card decides.
     card = min(map(torch.cuda.get_device_properties, devices), key=lambda c: c.total_memory)
@@ -85,6 +90,31 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
         spec = replace(spec, dtype=dtype)
     plan = make_plan(spec, config, gpu_memory_bytes=card.total_memory)
     return replace(plan, device=Device(card.name, card.total_memory, (card.major, card.minor)))
+
+
+def _on_cpu(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """Weights of a GGUF file stay as they are stored where kernels can read them, unless float32 is asked for."""
+    if not isinstance(spec.quantization, StoredTypes):
+        return spec
+    if dtype == "float32":
+        return spec.expanded()
+    from windowpane.native import build
+
+    why_not = build.why_not()
+    if why_not is None:
+        return spec
+    return replace(spec.expanded(), notes=(*spec.notes, f"weights are expanded to float32: {why_not}"))
+
+
+def on_gpu(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """A GGUF model as a GPU runs it: expanded, and never without being asked to."""
+    if dtype == "auto":
+        expanded_bytes = weight_bytes(spec.expanded())
+        raise ConfigError(
+            f"{spec.name} is stored as {spec.weight_scheme}, which GPUs do not read; --dtype {spec.dtype} expands it "
+            f"to {format_bytes(expanded_bytes)}, and --device cpu runs it as it is"
+        )
+    return spec.expanded()
 
 
 def free_memory_bytes() -> int:

@@ -21,7 +21,8 @@ def find_model(model: str | Path | None, options: StartOptions) -> tuple[ModelSp
     name = DEFAULT_GENERATE if model is None else str(model)
     path = Path(name)
     if path.exists():
-        return load(path), path
+        spec = load(path)
+        return (spec.expanded() if options.load_format == "dummy" and is_gguf(path) else spec), path
     if options.load_format == "dummy":
         return load(name, revision=options.revision, download_dir=options.download_dir), None
     if name in EMBEDDED:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from windowpane.lowering.strips import StripWeight
 from windowpane.models.tensors import ONLY_RANK, RankPlace
 
 
@@ -48,11 +49,15 @@ class _Alone:
 ALONE: RankGroup = _Alone()
 
 
-def look_up(table: torch.Tensor, tokens: torch.Tensor, group: RankGroup) -> torch.Tensor:
+def look_up(table: torch.Tensor | StripWeight, tokens: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Rows of an embedding whose vocabulary is shared out over ranks: one has a token's row, the others add zeros."""
     if group.place.ranks == 1:
-        return F.embedding(tokens, table)
+        return _rows(table, tokens)
     own = tokens - group.place.rank * len(table)
     elsewhere = (own < 0) | (own >= len(table))
-    rows = F.embedding(own.masked_fill(elsewhere, 0), table)
+    rows = _rows(table, own.masked_fill(elsewhere, 0))
     return group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+
+def _rows(table: torch.Tensor | StripWeight, which: torch.Tensor) -> torch.Tensor:
+    return table.rows(which) if isinstance(table, StripWeight) else F.embedding(which, table)

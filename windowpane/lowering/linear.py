@@ -9,10 +9,11 @@ import torch
 
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.packed import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs, stack
+from windowpane.lowering.strips import StripWeight
 from windowpane.models.blocks import Attention, Decoder, Norm, Projection, each, tensors_of
 from windowpane.models.tensors import TensorSpec
 
-Weights = dict[str, torch.Tensor | PackedWeight]
+Weights = dict[str, torch.Tensor | PackedWeight | StripWeight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def summed(
     return out if linear.bias is None else out + linear.bias
 
 
-def _singles(weight: Weight) -> tuple[torch.Tensor | PackedWeight, ...]:
+def _singles(weight: Weight) -> tuple[torch.Tensor | PackedWeight | StripWeight, ...]:
     return weight.parts if isinstance(weight, JoinedWeight) else (weight,)
 
 
@@ -130,6 +131,11 @@ class Parameters:
         tensor = self._tensors[spec.name]
         assert isinstance(tensor, torch.Tensor), f"{spec.name} is quantized, and only projections may be"
         return tensor
+
+    def table(self, spec: TensorSpec) -> torch.Tensor | StripWeight:
+        """A matrix whose rows are looked up."""
+        table = self._tensors[spec.name]
+        return table if isinstance(table, StripWeight) else self.tensor(spec)
 
     def head_norms(self, attention: Attention) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of queries and keys."""

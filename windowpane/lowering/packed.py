@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from windowpane.lowering.strips import MOST_PARTS, StripWeight
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS, MIDDLE_OF_INT4, VALUES_PER_UNIT, PackedForm
 
 # What a product expands at once: 16 MiB in float32.
@@ -180,7 +181,7 @@ class PackedWeight:
         return values.reshape(len(part), -1)[:, : part.inputs]
 
 
-_Single = torch.Tensor | PackedWeight
+_Single = torch.Tensor | PackedWeight | StripWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +217,21 @@ class JoinedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-Weight = torch.Tensor | PackedWeight | JoinedWeight
+Weight = torch.Tensor | PackedWeight | StripWeight | JoinedWeight
+
+
+def strips_of(weight: Weight) -> tuple[StripWeight, ...]:
+    """The parts of a weight that is all strips, few enough for one product; else nothing."""
+    parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
+    found = tuple(part for part in parts if isinstance(part, StripWeight))
+    return found if len(found) == len(parts) <= MOST_PARTS else ()
 
 
 def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x · weightᵀ + bias, however the weight is held."""
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight, bias)
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, PackedWeight | StripWeight):
         return weight.linear(x, bias)
     out = torch.cat([product(x, part) for part in weight.parts], dim=-1)
     return out if bias is None else out + bias
@@ -237,7 +245,7 @@ def stack(weights: Sequence[_Single]) -> Weight:
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     if len(plain) == len(weights):
         return torch.cat(plain)
-    if plain or not _alike(packed):
+    if len(packed) < len(weights) or not _alike(packed):
         return JoinedWeight(tuple(weights))
     if len({w.scale_outputs for w in packed}) > 1 or any(len(w) % w.scale_outputs for w in packed[:-1]):
         packed = [w._with_own_scales() for w in packed]
@@ -253,6 +261,7 @@ def permute_outputs(weight: Weight, order: torch.Tensor) -> Weight:
     if isinstance(weight, JoinedWeight):
         # Heads are not cut between parts, so that each part permutes by itself. Parts are single weights.
         return JoinedWeight(tuple(permute_outputs(part, order) for part in weight.parts))  # type: ignore[misc]
+    assert not isinstance(weight, StripWeight)  # files have these in the order that is rotated
     index = _in_every_head(order, len(weight))
     return weight[index] if isinstance(weight, torch.Tensor) else weight.permute_outputs(index)
 
@@ -261,6 +270,7 @@ def permute_inputs(weight: Weight, order: torch.Tensor) -> Weight:
     """As `permute_outputs`, for every `len(order)` inputs."""
     if isinstance(weight, JoinedWeight):
         return JoinedWeight(tuple(permute_inputs(part, order) for part in weight.parts))  # type: ignore[misc]
+    assert not isinstance(weight, StripWeight)
     index = _in_every_head(order, weight.shape[1])
     return weight[:, index] if isinstance(weight, torch.Tensor) else weight.permute_inputs(index)
 

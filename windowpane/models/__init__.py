@@ -11,10 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 from windowpane.models.config import CONFIG, QUANT_CONFIG, Config, ModelError
-from windowpane.models.gguf import hf_config, is_gguf, read_header, shards
+from windowpane.models.gguf import hf_config, is_gguf, read_header, shards, stored_types
 from windowpane.models.modelopt import unmatched_target
 from windowpane.models.spec import ModelSpec
-from windowpane.models.weights import weight_bytes
 
 __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_name", "shipped_names", "shipped_repositories"]
 
@@ -133,11 +132,11 @@ def _read_json(path: Path, name: str) -> dict[str, object]:
 
 
 def _read_gguf(path: Path) -> ModelSpec:
-    spec = from_config(hf_config(read_header(path)), path.stem)
-    files = shards(path)
-    held = weight_bytes(spec) / 2**30
-    note = f"weights are counted as GGUF stores them; running here expands them to {held:.2f} GiB in {spec.dtype}"
-    return replace(spec, file_bytes=sum(file.stat().st_size for file in files), notes=(*spec.notes, note))
+    header = read_header(path)
+    size = sum(file.stat().st_size for file in shards(path)) / 2**30
+    note = f"the GGUF model has {size:.2f} GiB; CPUs run it as it is stored, GPUs with --dtype"
+    spec = from_config(hf_config(header), path.stem)
+    return replace(spec, quantization=stored_types(header), notes=(*spec.notes, note))
 
 
 def _read(path: Path, name: str) -> ModelSpec:

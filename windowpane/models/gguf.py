@@ -16,6 +16,7 @@ from math import isclose, pi
 from pathlib import Path
 
 from windowpane.models.config import ModelError, every
+from windowpane.models.ggml import StoredTypes
 from windowpane.models.parts import FULL, SLIDING
 
 MAGIC = b"GGUF"
@@ -372,3 +373,58 @@ def _shortest(value: float) -> float:
         if struct.pack("<f", short) == struct.pack("<f", value):
             return short
     return value
+
+
+# -- names and types of tensors ----------------------------------------------------------------------------------
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# ggml's names of a block's parts, and what they are called in each family.
+_ATTENTION_AND_MLP = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCKS = {
+    "llama": {**_ATTENTION_AND_MLP, "ffn_norm": "post_attention_layernorm"},
+    "gemma3": {
+        **_ATTENTION_AND_MLP,
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Made anew from the config, so not loaded.
+_SKIPPED = ("rope_freqs.weight",)
+
+
+def tensors_by_hf_name(header: GgufHeader) -> dict[str, GgufTensor]:
+    """The tensors that are loaded, by their Hugging Face names."""
+    family = header.text("general.architecture") or ""
+    if family not in _BLOCKS:
+        raise ModelError(f"{header.path.name}: {family!r} weights are not read from GGUF; known: {', '.join(_BLOCKS)}")
+    return {hf_name(t.name, family): t for t in header.tensors.values() if t.name not in _SKIPPED}
+
+
+def stored_types(header: GgufHeader) -> StoredTypes | None:
+    """The types of this file's matrices; None where all are float32."""
+    return StoredTypes.of({name: (t.shape, t.kind) for name, t in tensors_by_hf_name(header).items()})
+
+
+def hf_name(name: str, family: str) -> str:
+    """The Hugging Face name, or ggml's own for a tensor that the family does not have: it is then unexpected."""
+    block = _BLOCK_NAME.fullmatch(name)
+    if block is None or block[2] not in _BLOCKS[family]:
+        return _TOP.get(name, name)
+    return f"model.layers.{block[1]}.{_BLOCKS[family][block[2]]}.{block[3]}"

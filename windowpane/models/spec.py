@@ -11,6 +11,7 @@ from windowpane.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from windowpane.models.config import Config
+    from windowpane.models.ggml import StoredTypes
     from windowpane.models.quantization import Quantization
 
 
@@ -23,8 +24,7 @@ class ModelSpec:
     `kv_cache_scheme` (fp8_e4m3, else the config's own words) are what the checkpoint's quantization says, None where it
     says nothing. `decoder` is what the model computes, None where it can be planned only; `planned_only` then says what
     no lowering has, unless that is experts or states. `text` is the config of the text model. `shared_caches` are those
-    that layers which share KV do without. `file_bytes` is the size of a GGUF model, None for others. `notes` are doubts
-    to tell a user.
+    that layers which share KV do without. `notes` are doubts to tell a user.
     """
 
     name: str
@@ -41,11 +41,10 @@ class ModelSpec:
     tensors: tuple[TensorSpec, ...] = field(repr=False)
     text: Config = field(repr=False, compare=False)
     decoder: Decoder | None = field(default=None, repr=False)
-    quantization: Quantization | None = None
+    quantization: Quantization | StoredTypes | None = None
     shared_caches: tuple[TokenCache, ...] = ()
     notes: tuple[str, ...] = ()
     planned_only: str = ""
-    file_bytes: int | None = None
 
     def on_rank(self, ranks: int) -> ModelSpec:
         """The model as one of `ranks` ranks computes it: its heads, caches and tensors. The vocabulary stays whole."""
@@ -59,6 +58,10 @@ class ModelSpec:
             tensors=tuple(tensor.on_rank(ranks) for tensor in self.tensors if tensor.tower is None),
             decoder=on_rank(self.decoder, ranks),
         )
+
+    def expanded(self) -> ModelSpec:
+        """The model with every weight in its dtype, whatever the file has."""
+        return replace(self, quantization=None)
 
     @property
     def token_caches(self) -> tuple[TokenCache, ...]:

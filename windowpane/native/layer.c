@@ -1,14 +1,22 @@
 #include "kernels.h"
+#include "packed.h"
 
 /* -- a whole decoder layer for decoding tokens: attention, then a gated MLP --------------------------------------------
  *
  * The same kernels in the same order as when they are called one by one, so with the same bits.
  */
 
+/* A weight and its bias: plain floats, or packed parts one above the other. */
 typedef struct {
-    /* Norms around either block, biases, head norms and sinks may be missing. */
-    const float *before_attention, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *after_attention;
-    const float *before_mlp, *gate_up, *gate_up_bias, *down, *down_bias, *after_mlp, *sinks;
+    const float *plain, *bias;
+    const Packed *parts;
+    int64_t count;
+} Matrix;
+
+typedef struct {
+    /* Norms around either block, head norms and sinks may be missing. */
+    const float *before_attention, *q_norm, *k_norm, *after_attention, *before_mlp, *after_mlp, *sinks;
+    Matrix qkv, out, gate_up, down;
     char *keys, *values; /* the arena, at this layer's K and V of the page at offset 0 */
     int64_t hidden, query_heads, kv_heads, dim, mlp, block_tokens, row_floats;
     int64_t head_norms, v_norm, is_gelu;
@@ -33,6 +41,17 @@ long layer_scratch_floats(const Layer *l, long parts) {
     long heads = l->query_heads + 2 * l->kv_heads, query_floats = l->query_heads * l->dim;
     return 2 * l->hidden + widest(l) + 2 * heads * l->dim + query_floats + 3 * l->mlp
            + l->query_heads * parts * (l->dim + 16);
+}
+
+/* `packed` has room for the inputs, either way. */
+static void times(const Matrix *w, const float *x, float *out, float *packed, long n, long outputs, long inputs,
+                  int threads) {
+    if (!w->count) {
+        product_of_few(x, inputs, w->plain, w->bias, out, packed, n, outputs, inputs, threads);
+        return;
+    }
+    quantize_rows(x, inputs, (Inputs *)packed, n, inputs, threads);
+    packed_product(w->parts, w->count, (Inputs *)packed, x, inputs, w->bias, out, outputs, n, threads);
 }
 
 /* What a block reads: the residual stream, normed into `normed` where there is a weight. */
@@ -63,7 +82,7 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     float *attended = v + n * kv, *both = attended + n * queries, *one = both + 2 * n * l->mlp, *partial = one + n * l->mlp;
 
     const float *x = before(l, l->before_attention, hidden, normed, n, threads);
-    product_of_few(x, l->hidden, l->qkv, l->qkv_bias, qkv, packed, n, projected, l->hidden, threads);
+    times(&l->qkv, x, qkv, packed, n, projected, l->hidden, threads);
     heads(qkv, projected, l->head_norms, l->q_norm, t->cos, t->sin, q, n, l->query_heads, l->dim, l->eps, threads);
     heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps,
           threads);
@@ -74,13 +93,13 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     attend_decoding(&a, threads);
     write_rows(l->keys, t->to_offsets, t->to_rows, k, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
     write_rows(l->values, t->to_offsets, t->to_rows, v, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
-    product_of_few(attended, queries, l->out, l->out_bias, mixed, packed, n, l->hidden, queries, threads);
+    times(&l->out, attended, mixed, packed, n, l->hidden, queries, threads);
     join(l, l->after_attention, mixed, hidden, n, threads);
 
     x = before(l, l->before_mlp, hidden, normed, n, threads);
-    product_of_few(x, l->hidden, l->gate_up, l->gate_up_bias, both, packed, n, 2 * l->mlp, l->hidden, threads);
+    times(&l->gate_up, x, both, packed, n, 2 * l->mlp, l->hidden, threads);
     gated(both, one, n, l->mlp, l->is_gelu, threads);
-    product_of_few(one, l->mlp, l->down, l->down_bias, mixed, packed, n, l->hidden, l->mlp, threads);
+    times(&l->down, one, mixed, packed, n, l->hidden, l->mlp, threads);
     join(l, l->after_mlp, mixed, hidden, n, threads);
     if (l->scalar != 1)
         for (long i = 0; i < n * l->hidden; i++) hidden[i] *= l->scalar;

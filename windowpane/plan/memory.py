@@ -28,6 +28,7 @@ from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratc
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Window, ceil_div
 from windowpane.models.packing import DEQUANTIZED_BYTES
+from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.plan.config import EngineConfig
 
@@ -100,7 +101,7 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks)
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size * 4 * 2
-    dequantized = DEQUANTIZED_BYTES if spec.quantization else 0
+    dequantized = DEQUANTIZED_BYTES if isinstance(spec.quantization, Quantization) else 0
     return tokens + logits + dequantized
 
 

@@ -161,8 +161,6 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
     try:
         caches = rank_caches(spec.caches, config, ranks)
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
-        if spec.file_bytes is not None:
-            weights = spec.file_bytes * weights // weight_bytes(replace(spec, dtype=compute_dtype))
     except ShardingError as error:
         works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
         problem = rank_problem(spec, ranks) or error

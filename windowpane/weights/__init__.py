@@ -13,19 +13,24 @@ from pathlib import Path
 import torch
 
 from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.strips import StripWeight
+from windowpane.models.ggml import StoredTypes
 from windowpane.models.gguf import is_gguf
+from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK, RankPlace, RankSlice, TensorSpec
 from windowpane.models.weights import text_tensors
-from windowpane.native.build import start_building
+from windowpane.native.build import start_building, why_not
 from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names, stored_tensors
+from windowpane.weights.gguf import GgufCheckpoint
 from windowpane.weights.quantized import check_runs, held_form, read_packed
 
 __all__ = ["LOAD_FORMATS", "LoadedWeights", "WeightsError", "load_kv_scales", "load_weights"]
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
-LoadedWeights = dict[str, torch.Tensor | PackedWeight]
+LoadedWeight = torch.Tensor | PackedWeight | StripWeight
+LoadedWeights = dict[str, LoadedWeight]
 Progress = Callable[[str, int, int], None]
 
 
@@ -50,12 +55,14 @@ def load_weights(
     WeightsError.
     """
     check_runs(spec)
+    if isinstance(spec.quantization, StoredTypes):
+        _check_strips(load_format, dtype, device)
     if device.type == "cpu" and dtype == torch.float32:
         start_building()  # the kernels that these weights will be run by
     if load_format == "dummy":
         from windowpane.weights.dummy import random_packed, random_tensor
 
-        def make(tensor: TensorSpec) -> torch.Tensor | PackedWeight:
+        def make(tensor: TensorSpec) -> LoadedWeight:
             if _is_packed(tensor, spec):
                 return random_packed(tensor, spec, dtype, device, seed, place)
             return random_tensor(tensor, spec, dtype, device, seed, place)
@@ -65,9 +72,12 @@ def load_weights(
     stored = match_names(spec, checkpoint.shapes)
     cuts = {name: part.cut(place) for part in stored_tensors(spec) for name, _ in part.checkpoint_entries()}
 
-    def read(tensor: TensorSpec) -> torch.Tensor | PackedWeight:
+    def read(tensor: TensorSpec) -> LoadedWeight:
+        if isinstance(spec.quantization, StoredTypes) and (form := spec.quantization.held(tensor.on_rank(place.ranks))):
+            assert isinstance(checkpoint, GgufCheckpoint)
+            return checkpoint.strips(stored[tensor.name], form, cuts[tensor.name])
         if _is_packed(tensor, spec):
-            assert spec.quantization is not None
+            assert isinstance(spec.quantization, Quantization)
             return read_packed(
                 tensor,
                 spec.quantization,
@@ -83,6 +93,14 @@ def load_weights(
         return out
 
     return _make(spec, read, dtype, place, progress)
+
+
+def _check_strips(load_format: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Weights as GGUF stores them are read by the kernels of CPUs alone."""
+    if device.type != "cpu" or dtype != torch.float32 or load_format == "dummy":
+        raise WeightsError(f"weights as GGUF stores them run on CPUs with float32, not on {device} with {dtype}")
+    if why := why_not():
+        raise WeightsError(f"weights as GGUF stores them need compiled kernels: {why}; --dtype float32 expands them")
 
 
 def _is_packed(tensor: TensorSpec, spec: ModelSpec) -> bool:
@@ -105,7 +123,7 @@ def load_kv_scales(
 
 def _make(
     spec: ModelSpec,
-    make: Callable[[TensorSpec], torch.Tensor | PackedWeight],
+    make: Callable[[TensorSpec], LoadedWeight],
     dtype: torch.dtype,
     place: RankPlace,
     progress: Progress | None,
@@ -123,10 +141,10 @@ def _make(
 
 
 def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
-    if _is_packed(tensor, spec):
-        assert spec.quantization is not None
+    if isinstance(spec.quantization, Quantization) and _is_packed(tensor, spec):
         return held_form(spec.quantization, tensor).held_bytes(str(dtype).removeprefix("torch."))
-    return tensor.elements * dtype.itemsize
+    form = spec.quantization.held(tensor) if spec.quantization else None
+    return tensor.elements * dtype.itemsize if form is None else form.held_bytes(str(dtype))
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, cut: RankSlice | None, device: torch.device) -> torch.Tensor:
@@ -163,8 +181,6 @@ def _open(source: str | Path | None, spec: ModelSpec, load_format: str) -> Check
     if load_format == "auto":
         load_format = "gguf" if is_gguf(path) else "safetensors"
     if load_format == "gguf":
-        from windowpane.weights.gguf import GgufCheckpoint
-
         return GgufCheckpoint(path, spec)
     from windowpane.weights.safetensors import SafetensorsCheckpoint
 

@@ -12,6 +12,7 @@ import torch
 
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import MIDDLE_OF_INT4
+from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK, RankPlace, TensorSpec
 from windowpane.weights.quantized import held_form
@@ -55,7 +56,7 @@ def random_packed(
     place: RankPlace = ONLY_RANK,
 ) -> PackedWeight:
     """One quantized weight, made packed on the device: its values lie around 0 as those of `random_tensor` do."""
-    assert spec.quantization is not None
+    assert isinstance(spec.quantization, Quantization)
     form = held_form(spec.quantization, tensor)
     generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
     out = PackedWeight.empty(form, dtype, device)

@@ -28,7 +28,7 @@ Values = Callable[[int, int], torch.Tensor]
 
 def check_runs(spec: ModelSpec) -> None:
     """Raises a WeightsError where a weight is quantized in a way that is planned with but not run."""
-    if spec.quantization is None:
+    if not isinstance(spec.quantization, Quantization):
         return
     for weight in text_tensors(spec):
         if spec.quantization.format_of(weight) is not None:

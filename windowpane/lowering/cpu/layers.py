@@ -13,22 +13,36 @@ import torch
 
 from windowpane.device.pages import LayerPages
 from windowpane.lowering.cpu.attention import ALIGNED_FLOATS, holds_plain_pairs, parts_for
+from windowpane.lowering.linear import Linear
+from windowpane.lowering.packed import strips_of
 from windowpane.lowering.reference.mixers import AttentionMixer, MlpMixer, StepState
 from windowpane.lowering.reference.model import ReferenceLayer, ReferenceModel
+from windowpane.lowering.strips import Packed
 from windowpane.models.blocks import RMS
 from windowpane.native.calls import address, count, function
 
-_TENSORS = (
-    *("before_attention", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "after_attention"),
-    *("before_mlp", "gate_up", "gate_up_bias", "down", "down_bias", "after_mlp", "sinks"),
-)
+_TENSORS = ("before_attention", "q_norm", "k_norm", "after_attention", "before_mlp", "after_mlp", "sinks")
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` in layer.c."""
+
+    _fields_ = (("plain", c_void_p), ("bias", c_void_p), ("parts", ctypes.POINTER(Packed)), ("count", c_int64))
+
+    @classmethod
+    def of(cls, linear: Linear) -> _Matrix:
+        parts = strips_of(linear.weight)
+        plain = address(linear.weight) if isinstance(linear.weight, torch.Tensor) else None
+        return cls(plain, address(linear.bias), (Packed * len(parts))(*(part.described for part in parts)), len(parts))
 
 
 class _Layer(ctypes.Structure):
     """`Layer` in layer.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (*_TENSORS, "keys", "values")),
+        *((name, c_void_p) for name in _TENSORS),
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("keys", "values")),
         *((name, c_int64) for name in ("hidden", "query_heads", "kv_heads", "dim", "mlp", "block_tokens")),
         *((name, c_int64) for name in ("row_floats", "head_norms", "v_norm", "is_gelu")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "multiplier", "scalar")),
@@ -75,7 +89,7 @@ def _is_plain(layer: ReferenceLayer, shared: frozenset[int]) -> bool:
         (described.q_norm is None) == (described.k_norm is None)
         and described.cache.key_dim % (2 * ALIGNED_FLOATS) == 0
         and not any(width % ALIGNED_FLOATS for width in widths)
-        and all(isinstance(w, torch.Tensor) and w.is_contiguous() for w in weights)
+        and all((isinstance(w, torch.Tensor) and w.is_contiguous()) or strips_of(w) for w in weights)
     )
 
 
@@ -120,15 +134,15 @@ class JoinedLayer:
         attends, feeds = self._layer.blocks
         attention, mlp, described = self._attention, feeds.mixer, self._attention.described
         tensors = {
-            "before_attention": attends.before, "qkv": attention.qkv.weight, "qkv_bias": attention.qkv.bias,
-            "q_norm": attention.q_norm, "k_norm": attention.k_norm, "out": attention.out.weight,
-            "out_bias": attention.out.bias, "after_attention": attends.after, "before_mlp": feeds.before,
-            "gate_up": mlp.gate_up.weight, "gate_up_bias": mlp.gate_up.bias, "down": mlp.down.weight,
-            "down_bias": mlp.down.bias, "after_mlp": feeds.after, "sinks": attention.scores.sinks,
+            "before_attention": attends.before, "q_norm": attention.q_norm, "k_norm": attention.k_norm,
+            "after_attention": attends.after, "before_mlp": feeds.before, "after_mlp": feeds.after,
+            "sinks": attention.scores.sinks,
         }  # fmt: skip
+        linears = {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
         norm = next(n for n in (feeds.described.before, feeds.described.after) if n is not None)
         return _Layer(
             **{name: address(tensor) for name, tensor in tensors.items()},
+            **{name: _Matrix.of(linear) for name, linear in linears.items()},
             keys=stored.address(0), values=stored.address(1), hidden=attention.out.outputs,
             query_heads=described.query_heads, kv_heads=described.cache.kv_heads, dim=described.cache.key_dim,
             mlp=mlp.down.inputs, block_tokens=stored.block_tokens, row_floats=stored.row_elements(0),

@@ -9,13 +9,15 @@ from windowpane.lowering.cpu.ops import CpuOps
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters
 from windowpane.lowering.reference.model import ReferenceModel
+from windowpane.lowering.strips import StripWeight
 from windowpane.models.blocks import Decoder
 from windowpane.native import build
 
 
 def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE) -> ReferenceModel:
-    embedding = parameters.tensor(decoder.embedding)
-    covered = embedding.device.type == "cpu" and embedding.dtype == torch.float32
+    embedding = parameters.table(decoder.embedding)
+    is_float32 = not isinstance(embedding, StripWeight) and embedding.dtype == torch.float32
+    covered = embedding.device.type == "cpu" and (is_float32 or isinstance(embedding, StripWeight))
     library = build.library() if covered else None
     if library is None:
         return ReferenceModel(decoder, parameters, max_model_len, group)

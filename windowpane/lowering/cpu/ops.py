@@ -15,7 +15,9 @@ from windowpane.attention.scores import Scores
 from windowpane.device.pages import LayerPages
 from windowpane.lowering.cpu.attention import ALIGNED_FLOATS, CAttention
 from windowpane.lowering.linear import Linear
+from windowpane.lowering.packed import strips_of
 from windowpane.lowering.reference.ops import Angles, Ops
+from windowpane.lowering.strips import packed_linear
 from windowpane.models.blocks import RMS, Norm
 from windowpane.native.calls import address, count, function
 from windowpane.schedule.step import Step
@@ -44,6 +46,8 @@ class CpuOps(Ops):
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         weight = linear.weight
+        if parts := strips_of(weight):
+            return packed_linear(x, parts, linear.bias)
         if not isinstance(weight, torch.Tensor):
             return super().linear(x, linear)
         rows, (outputs, width) = x.shape[0], weight.shape

@@ -20,6 +20,7 @@ def product(x: torch.Tensor, linear: Linear, *, pdl: bool) -> torch.Tensor:
     if isinstance(weight, JoinedWeight):
         out = torch.cat([product(x, Linear(part), pdl=pdl) for part in weight.parts], dim=-1)
         return out if bias is None else out + bias
+    assert isinstance(weight, torch.Tensor)  # strips are refused before they are loaded on a GPU
     if len(x) and pays(len(x), len(weight)):
         out = x.new_empty(len(x), len(weight))
         matvec(x, weight, out, bias, pdl=pdl)

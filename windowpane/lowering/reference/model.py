@@ -37,7 +37,7 @@ class ReferenceModel:
         ops: Ops | None = None,
     ) -> None:
         self.decoder, self.group, self.ops = decoder, group, ops or Ops()
-        self.embedding = parameters.tensor(decoder.embedding)
+        self.embedding = parameters.table(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
         self.final_norm = parameters.norm(decoder.norm)
         context = Context(parameters, self.ops, group, RopeTables(max_model_len), decoder.shared_layers)

@@ -1,0 +1,139 @@
+"""Weights as a GGUF file stores them, on a CPU: products and look-ups in compiled kernels, rows of inputs in 8 bits.
+
+`StripWeight` holds what `windowpane.models.ggml` describes. A decoder treats it as it treats a tensor [outputs,
+inputs].
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64, c_long, c_void_p
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+from windowpane.models.ggml import GGML_TYPES, STRIP_OUTPUTS, StripForm
+from windowpane.native import build
+from windowpane.native.calls import address, function
+
+MOST_PARTS = 8  # of one product: packed_product in packed.c has room for one more
+_INPUTS_BYTES = 2  # of one input in 8 bits, with its share of what stands beside: `Inputs` in packed.h
+
+
+class Packed(ctypes.Structure):
+    """`Packed` in packed.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "scales")),
+        *((name, c_int64) for name in ("outputs", "inputs", "kind")),
+    )
+
+
+@dataclass(frozen=True)
+class StripWeight:
+    form: StripForm
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, form: StripForm) -> StripWeight:
+        return cls(form, *(torch.empty(size, dtype=torch.uint8) for size in (form.values_bytes, form.scales_bytes)))
+
+    def __len__(self) -> int:
+        return self.form.outputs
+
+    def __getitem__(self, outputs: slice) -> StripWeight:
+        """Some consecutive outputs, as views: whole strips."""
+        start, stop, _ = outputs.indices(len(self))
+        if start % STRIP_OUTPUTS or (stop % STRIP_OUTPUTS and stop != len(self)):
+            raise IndexError(f"outputs {start} to {stop} cut through strips of {STRIP_OUTPUTS}")
+        form = StripForm(self.form.kind, stop - start, self.form.inputs)
+        before = StripForm(self.form.kind, start, self.form.inputs)
+        return StripWeight(
+            form,
+            self.values[before.values_bytes : before.values_bytes + form.values_bytes],
+            self.scales[before.scales_bytes : before.scales_bytes + form.scales_bytes],
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.form.outputs, self.form.inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    @cached_property
+    def described(self) -> Packed:
+        """Where it lies, for kernels; true as long as this object lives."""
+        form = self.form
+        return Packed(self.values.data_ptr(), self.scales.data_ptr(), form.outputs, form.inputs, form.kind)
+
+    def fill(self, first: int, rows: torch.Tensor) -> None:
+        """Outputs from `first` on, whole strips, from rows of the file's bytes [outputs, row bytes]."""
+        rows = rows.contiguous()
+        part = self[first : first + len(rows)]
+        _kernels().repack(ctypes.byref(part.described), rows.data_ptr(), rows.shape[1], torch.get_num_threads())
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        """float32 rows [which, inputs], exactly what the file means."""
+        which = which.to(torch.int64).contiguous()
+        out = torch.empty(*which.shape, self.form.inputs)
+        count = which.numel()
+        _kernels().rows(ctypes.byref(self.described), which.data_ptr(), out.data_ptr(), count, torch.get_num_threads())
+        return out
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole matrix."""
+        return self.rows(torch.arange(len(self))).to(dtype)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return packed_linear(x, [self], bias)
+
+
+def packed_linear(x: torch.Tensor, parts: Sequence[StripWeight], bias: torch.Tensor | None) -> torch.Tensor:
+    """x [rows, inputs] · weightᵀ + bias for weights of one input, one above the other."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, inputs = x.shape
+    out = x.new_empty(rows, sum(map(len, parts)))
+    quantized = torch.empty(rows * inputs * _INPUTS_BYTES, dtype=torch.uint8)
+    kernels, threads = _kernels(), torch.get_num_threads()
+    if any(GGML_TYPES[part.form.kind].scale_bytes for part in parts):
+        kernels.quantize(x.data_ptr(), x.stride(0), quantized.data_ptr(), rows, inputs, threads)
+    described = (Packed * len(parts))(*(part.described for part in parts))
+    kernels.product(
+        described, len(parts), quantized.data_ptr(), x.data_ptr(), x.stride(0), address(bias), out.data_ptr(),
+        out.shape[1], rows, threads,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    repack: Callable[..., None]
+    rows: Callable[..., None]
+    quantize: Callable[..., None]
+    product: Callable[..., None]
+
+
+@cache
+def _kernels() -> _Kernels:
+    library = build.library()
+    assert library is not None, f"packed weights are loaded where kernels are: {build.why_not()}"
+    packed = ctypes.POINTER(Packed)
+    return _Kernels(
+        function(library, "repack", packed, c_void_p, c_long, c_int),
+        function(library, "packed_rows", packed, c_void_p, c_void_p, c_long, c_int),
+        function(library, "quantize_rows", c_void_p, c_long, c_void_p, c_long, c_long, c_int),
+        function(
+            library, "packed_product", packed, c_long, c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_long,
+            c_int,
+        ),
+    )  # fmt: skip

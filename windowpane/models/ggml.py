@@ -1,0 +1,138 @@
+"""ggml's types of weights, and how a weight lies in memory where it is computed with as it is stored. Torch-free.
+
+A GGUF file says the type of every tensor by itself, so `StoredTypes` stands where other checkpoints have one
+`Quantization`. `native/packed.h` has the layout: sixteen outputs side by side, and their scales apart. Values take the
+bits they have in the file; of scales only those of six bits grow, to a byte.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from windowpane.kv.retention import ceil_div
+from windowpane.models.config import ModelError
+from windowpane.models.tensors import TensorSpec
+
+STRIP_OUTPUTS = 16
+F32 = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """One type: a block of `inputs` takes `stored_bytes` in a file.
+
+    In memory a value takes `bits`, and the scales of sixteen outputs and 256 inputs take `scale_bytes`.
+    """
+
+    name: str
+    inputs: int
+    stored_bytes: int
+    bits: int
+    scale_bytes: int = 0
+
+
+# By ggml's numbers.
+GGML_TYPES: dict[int, GgmlType] = {
+    F32: GgmlType("F32", 1, 4, 32),
+    1: GgmlType("F16", 1, 2, 16),
+    2: GgmlType("Q4_0", 32, 18, 4, 256),
+    3: GgmlType("Q4_1", 32, 20, 4, 512),
+    6: GgmlType("Q5_0", 32, 22, 5, 256),
+    7: GgmlType("Q5_1", 32, 24, 5, 512),
+    8: GgmlType("Q8_0", 32, 34, 8, 256),
+    10: GgmlType("Q2_K", 256, 84, 2, 576),
+    11: GgmlType("Q3_K", 256, 110, 3, 288),
+    12: GgmlType("Q4_K", 256, 144, 4, 320),
+    13: GgmlType("Q5_K", 256, 176, 5, 320),
+    14: GgmlType("Q6_K", 256, 210, 6, 288),
+    20: GgmlType("IQ4_NL", 32, 18, 4, 256),
+    23: GgmlType("IQ4_XS", 256, 136, 4, 160),
+    30: GgmlType("BF16", 1, 2, 16),
+    39: GgmlType("MXFP4", 32, 17, 4, 128),
+}
+
+
+def ggml_type(number: int, tensor: str) -> GgmlType:
+    """The type of this number; an unknown one is refused by the name of the tensor that has it."""
+    known = GGML_TYPES.get(number)
+    if known is None:
+        names = ", ".join(kind.name for kind in GGML_TYPES.values())
+        raise ModelError(f"{tensor} has ggml type {number}, which is not run; types that run: {names}")
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class StripForm:
+    """One weight in memory: strips of sixteen outputs, the last one padded. `kind` is ggml's number."""
+
+    kind: int
+    outputs: int
+    inputs: int
+
+    @property
+    def strips(self) -> int:
+        return ceil_div(self.outputs, STRIP_OUTPUTS)
+
+    @property
+    def values_bytes(self) -> int:
+        return self.strips * STRIP_OUTPUTS * self.inputs * GGML_TYPES[self.kind].bits // 8
+
+    @property
+    def scales_bytes(self) -> int:
+        return self.strips * self.inputs * GGML_TYPES[self.kind].scale_bytes // 256
+
+    def held_bytes(self, _compute_dtype: str) -> int:
+        return self.values_bytes + self.scales_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTypes:
+    """The types of a GGUF file's matrices by their Hugging Face names, as a ModelSpec's `quantization`."""
+
+    kinds: Mapping[str, int] = field(hash=False, repr=False)
+    scheme: str
+    method: str = "gguf"
+    kv_cache_scheme: str | None = None
+
+    @classmethod
+    def of(cls, shapes_and_kinds: Mapping[str, tuple[tuple[int, ...], int]]) -> StoredTypes | None:
+        """None where no matrix is in fewer than 32 bits."""
+        kinds: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
+        for name, (shape, kind) in shapes_and_kinds.items():
+            found = ggml_type(kind, name)
+            if shape[-1] % found.inputs:
+                blocks = f"{found.name} blocks of {found.inputs}"
+                raise ModelError(f"{name} has {shape[-1]} inputs, which {blocks} do not divide: the file is damaged")
+            # Kernels take floats of 16 bits four at a time.
+            if len(shape) == 2 and kind != F32 and shape[1] % 4 == 0:
+                kinds[name] = kind
+                sizes[found.name] += prod(shape)
+        return cls(kinds, f"GGUF ({' + '.join(name for name, _ in sizes.most_common(2))})") if kinds else None
+
+    def format_of(self, weight: TensorSpec) -> GgmlType | None:
+        kind = self.kinds.get(weight.name)
+        return None if kind is None else GGML_TYPES[kind]
+
+    def stored(self, weight: TensorSpec) -> list[TensorSpec]:
+        return [weight]
+
+    def held(self, weight: TensorSpec) -> StripForm | None:
+        kind = self.kinds.get(weight.name)
+        return None if kind is None else StripForm(kind, *weight.shape)
+
+    def cut_problem(self, weight: TensorSpec, ranks: int) -> str | None:
+        """Say so where splitting `weight` over ranks would cut through blocks of its inputs."""
+        stored = self.format_of(weight)
+        if stored is None or weight.shard is None or weight.shard.axis != 1:
+            return None
+        length = weight.shard.rank_length(ranks)
+        if length % max(stored.inputs, 4) == 0:
+            return None
+        return (
+            f"{weight.name}: {length} inputs per rank cut through {stored.name} blocks of {stored.inputs}; "
+            "--dtype float32 expands the weights"
+        )
