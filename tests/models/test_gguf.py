@@ -212,7 +212,7 @@ def test_weights_are_counted_as_they_are_held() -> None:
     path = embedded_path("gemma-3-270m")
     config = EngineConfig(max_model_len=1024)
     plan = make_plan(load(path), config, gpu="4090")
-    # Q8_0, Q5_0 and Q6_K take what they take in the file, Q4_K 148 bytes for 144, and norms the dtype that is computed in.
+    # Q8_0, Q5_0 and Q6_K take what they take in the file, Q4_K 148 bytes for 144, and norms the dtype of the rest.
     matrices = 179_824_640 + 43_591_680 + 9_676_800 + 13_271_040 // 144 * 148
     assert plan.budget is not None and plan.budget.weights_bytes == matrices + 223_744 // 2 < path.stat().st_size
     assert any("0.24 GiB; CPUs run it as it is stored, GPUs with --dtype" in note for note in plan.sizing.spec.notes)
