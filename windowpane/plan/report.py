@@ -85,7 +85,7 @@ def plain_table(*columns: str, left: Sequence[str] = ()) -> Table:
 
 def _headline(plan: Plan) -> RenderableType:
     spec = plan.sizing.spec
-    weights = spec.weight_scheme or spec.dtype
+    weights = "GGUF" if spec.file_bytes is not None else spec.weight_scheme or spec.dtype
     lines = [
         Text.assemble((spec.name, "bold"), f" · {where(plan.device, plan.sizing.ranks)}"),
         Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
@@ -145,7 +145,7 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         estimate = f"estimate of the largest step, {config.batched_tokens:,} tokens"
         left_bytes = budget.device_bytes - budget.before_kv_bytes - capacity.arena_bytes
         rows = [
-            ("weights", "blue", budget.weights_bytes, "of the text model"),
+            ("weights", "blue", budget.weights_bytes, _whose_weights(plan)),
             ("activations", "magenta", budget.activation_bytes, estimate),
             ("runtime", "yellow", budget.runtime_bytes, "context, workspaces and graphs, assumed"),
             *rows,
@@ -163,6 +163,10 @@ def _memory(plan: Plan, width: int) -> RenderableType:
                 table.add_row(f"    {part}", _gib(part_bytes), part_note)
     bar = _bar([(style, size) for _, style, size, _ in rows], min(BAR_CELLS, width - 4))
     return Group(*([indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _whose_weights(plan: Plan) -> str:
+    return "of the text model" if plan.sizing.spec.file_bytes is None else "of the GGUF file, as it stores them"
 
 
 def _arena_rows(plan: Plan, use: ArenaUse) -> list[tuple[str, int, str]]:
