@@ -616,6 +616,18 @@ SMALL: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2,
         },
     },
+    "glm4 moe lite": {
+        **_FLAT,
+        **_LATENT,
+        "head_dim": 8,  # another name of the rotated width
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "step3.7": {
         "model_type": "step3p7",
         "architectures": ["Step3p7ForConditionalGeneration"],

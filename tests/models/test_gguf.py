@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from windowpane.cli.main import main
 from windowpane.engine.devices import on_gpu, resolve_plan
 from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
@@ -205,6 +207,16 @@ def test_a_missing_or_foreign_shard_is_named(tmp_path: Path) -> None:
     fourth.unlink()
     with pytest.raises(ModelError, match=r"m-00001-of-00004.gguf is one of 4 parts, and .* lacks m-00003.* and 1 more"):
         load(first)
+
+
+def test_the_report_names_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(embedded_path("gemma-3-270m"))
+    monkeypatch.setattr(sys, "argv", ["windowpane", "plan", path, "--gpu", "4090"])
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main() == 0
+    out, _ = capsys.readouterr()
+    assert "18 layers, GGUF (Q8_0 + Q5_0) weights, computes in bfloat16" in out
+    assert re.search(r"weights +0\.23 GiB +of the GGUF file, as it stores them", out)
 
 
 def test_weights_are_counted_as_they_are_held() -> None:

@@ -54,6 +54,12 @@ def test_fp8_and_int4_experts_are_counted_as_they_are_stored() -> None:
     assert weight_bytes(minimax) / 1e9 == pytest.approx(230, rel=0.01)
 
 
+def test_glm_4_7_flash_is_exactly_the_recorded_checkpoint() -> None:
+    """62,442,983,168 bytes, of which the drafting layer has 2,556,189,440; router corrections are float32."""
+    spec = from_config(PUBLISHED["zai-org/GLM-4.7-Flash"].config, "flash")
+    assert 2 * parameter_count(spec) + 2 * 46 * 64 == 62_442_983_168 - 2_556_189_440
+
+
 def test_k_and_v_of_different_widths_are_both_kept() -> None:
     spec = from_config(PUBLISHED["XiaomiMiMo/MiMo-V2-Flash"].config, "mimo")
     assert {(c.key_dim, c.value_dim) for c in spec.token_caches} == {(192, 128)}
@@ -98,6 +104,10 @@ def changed(name: str, **fields: Any) -> dict[str, Any]:
 
 SUPER = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "experts before an MLP": (
+        changed("zai-org/GLM-4.7-Flash", mlp_layer_types=["sparse"] + ["dense"] * 46),
+        r"mlp_layer_types must be dense for some layers and sparse for the rest of 47",
+    ),
     "more experts than there are": (
         changed("mistralai/Mixtral-8x7B-v0.1", num_experts_per_tok=9),
         r"num_experts_per_tok is 9, but a layer has only 8 experts",

@@ -37,6 +37,7 @@ UNIFORM = {
     "ernie",
     "ernie moe",
     "kimi k2.5",
+    "glm4 moe lite",
     "granite",
     "llama",
     "llama with biases",

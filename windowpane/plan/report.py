@@ -14,6 +14,7 @@ from rich.text import Text
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import Group as KVGroup
 from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Window
+from windowpane.models.ggml import StoredTypes
 from windowpane.plan.cards import CardFit
 from windowpane.plan.memory import ArenaUse, Device
 from windowpane.plan.peers.report import PeerReport
@@ -145,7 +146,7 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         estimate = f"estimate of the largest step, {config.batched_tokens:,} tokens"
         left_bytes = budget.device_bytes - budget.before_kv_bytes - capacity.arena_bytes
         rows = [
-            ("weights", "blue", budget.weights_bytes, "of the text model"),
+            ("weights", "blue", budget.weights_bytes, _whose_weights(plan)),
             ("activations", "magenta", budget.activation_bytes, estimate),
             ("runtime", "yellow", budget.runtime_bytes, "context, workspaces and graphs, assumed"),
             *rows,
@@ -163,6 +164,11 @@ def _memory(plan: Plan, width: int) -> RenderableType:
                 table.add_row(f"    {part}", _gib(part_bytes), part_note)
     bar = _bar([(style, size) for _, style, size, _ in rows], min(BAR_CELLS, width - 4))
     return Group(*([indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _whose_weights(plan: Plan) -> str:
+    is_packed = isinstance(plan.sizing.spec.quantization, StoredTypes)
+    return "of the GGUF file, as it stores them" if is_packed else "of the text model"
 
 
 def _arena_rows(plan: Plan, use: ArenaUse) -> list[tuple[str, int, str]]:

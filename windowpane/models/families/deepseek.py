@@ -1,5 +1,6 @@
-"""DeepSeek V3 and V3.2, Kimi K2 and K2.5, GLM 5: latent attention and experts. The indexers of V3.2 and GLM 5 keep
-a key per token.
+"""DeepSeek V3 and V3.2, Kimi K2 and K2.5, GLM 4.7 Flash and GLM 5: latent attention and experts.
+
+The indexers of V3.2 and GLM 5 keep a key per token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
 KIMI_K25 = "KimiK25ForConditionalGeneration"
-WITHOUT_INDEXER = ("DeepseekV3ForCausalLM", KIMI_K25)
+GLM_LITE = "Glm4MoeLiteForCausalLM"
+WITHOUT_INDEXER = ("DeepseekV3ForCausalLM", KIMI_K25, GLM_LITE)
 ARCHITECTURES = (*WITHOUT_INDEXER, "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 OWN, SHARED = "full", "shared"
@@ -46,7 +48,7 @@ def _read(root: Config, config: Config, name: str, wrapper: str = "") -> ModelSp
     shape = read_shape(root, config, tied=False, defaults={"head_dim": attends.query_dim})
     if config.integer("moe_layer_freq", 1) != 1:
         raise ModelError(f"{config.where}moe_layer_freq is {config.integer('moe_layer_freq')}; only 1 is known")
-    first_sparse = config.integer("first_k_dense_replace", 3, minimum=0)
+    first_sparse = _first_sparse(config, shape.layers, 1 if root.texts("architectures") == (GLM_LITE,) else 3)
     indexed = _indexed_layers(root, shape.layers)
     caches: list[TokenCache] = []
     tensors: list[TensorSpec] = embeddings(f"{wrapper}model.", shape, head=f"{wrapper}lm_head.weight")
@@ -74,6 +76,19 @@ def _read(root: Config, config: Config, name: str, wrapper: str = "") -> ModelSp
         tensors=tensors,
         notes=(*mtp_notes(config), *((INDEXER_NOTE,) if indexed else ())),
     )
+
+
+def _first_sparse(config: Config, layers: int, default: int) -> int:
+    """How many layers have an MLP before those with experts: a number, or in newer configs a word for each layer."""
+    words = config.texts("mlp_layer_types")
+    if words is None:
+        return config.integer("first_k_dense_replace", default, minimum=0)
+    dense = words.count("dense")
+    if words != ("dense",) * dense + ("sparse",) * (layers - dense):
+        raise ModelError(
+            f"{config.where}mlp_layer_types must be dense for some layers and sparse for the rest of {layers}"
+        )
+    return dense
 
 
 def _indexed_layers(config: Config, layers: int) -> frozenset[int]:
