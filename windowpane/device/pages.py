@@ -235,16 +235,14 @@ class LayerPages:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
         offsets, within = self.decoding_writes(step)
         kept = self._kept_rows(step.decode_positions)
-        for part, values in enumerate(rows):
-            self._store(part, offsets[kept], within[kept], values[kept])
+        self._store(offsets[kept], within[kept], [x[kept] for x in rows])
 
     def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
         """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
         positions = np.arange(start, start + len(rows[0]))
         offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
         within = self._pages._tensor(positions % self.block_tokens)
-        for part, values in enumerate(rows):
-            self._store(part, offsets, within, values)
+        self._store(offsets, within, rows)
 
     def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
         """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
@@ -253,8 +251,7 @@ class LayerPages:
             blocks = positions // self.block_tokens - tail.start // self.block_tokens
             offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
             within = self._pages._tensor(positions % self.block_tokens)
-            for part, values in enumerate(rows):
-                self._store(part, offsets, within, values[tail.start - start : tail.stop - start])
+            self._store(offsets, within, [x[tail.start - start : tail.stop - start] for x in rows])
 
     def transformed(self, values: torch.Tensor) -> torch.Tensor:
         """Values into the basis that they are stored in, and what was attended back out of it."""
@@ -310,20 +307,19 @@ class LayerPages:
         scales = self._scale_views[part].index_select(0, offsets)[..., 0] if self._scale_views else None
         return codecs.decode(self.kv_format, stored, scales, self._dims[part], self._layer_scale(part))
 
-    def _store(self, part: int, offsets: torch.Tensor, within: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows [n, heads, dim] into page `offsets[i]`, token `within[i]`.
+    def _store(self, offsets: torch.Tensor, within: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Rows ([n, heads, dim] each) into page `offsets[i]`, token `within[i]`.
 
         What went through the format before is stored as it was then (the codecs' tests see to it).
         """
-        if self.warming_up:
-            return
-        if not self.is_coded:
-            self._views[part][offsets, :, within] = values.to(self.dtype)
-            return
-        words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
-        self._views[part][offsets, :, within] = words
-        if scales is not None:
-            self._scale_views[part][offsets, :, within] = scales[..., None]
+        for part, values in enumerate(() if self.warming_up else rows):
+            if not self.is_coded:
+                self._views[part][offsets, :, within] = values.to(self.dtype)
+                continue
+            words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
+            self._views[part][offsets, :, within] = words
+            if scales is not None:
+                self._scale_views[part][offsets, :, within] = scales[..., None]
 
     def first_written(self, start: int, stop: int) -> int:
         """The first of tokens [start, stop) that a later one can see."""

@@ -89,10 +89,9 @@ def _plan(
     own = segments[first:last].copy()
     own[:, 0] = np.arange(last - first)
     transfer = Transfer(device)
-    handles = [transfer.add(a) for a in (np.stack([numbers + first, blocks], 1), table, own)]
-    sent = transfer.send()
-    shaped = (sent[h].view(a) for h, a in zip(handles, ((-1, 2), (last - first, columns), (-1, 6)), strict=True))
-    return PastPlan(first, last, len(numbers), columns, *shaped)
+    for array in (np.stack([numbers + first, blocks], 1), table, own):
+        transfer.add(array)
+    return PastPlan(first, last, len(numbers), columns, *transfer.send())
 
 
 def scratch_page_bytes(view: LayerView) -> int:

@@ -6,6 +6,7 @@ padding row has position -1, reads nothing and writes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,24 +76,20 @@ class StepBuilder:
         sent = transfer.send()
         self._tables.apply(sent[late])
         self._tables.apply(sent[now])
-        nothing = sent[wanted][:0]
+        nothing = PageWrites(*(sent[wanted][:0],) * 3)
+        stored = [PageWrites(*(sent[h] for h in handles)) if handles else nothing for handles in writes]
         return DeviceStep(
-            positions=sent[positions],
-            slots=sent[slots],
-            chunk_tokens=sent[tokens],
-            chunks=everything.on_device(sent),
-            wanted=sent[wanted].long(),
-            wanted_chunks=narrowed.on_device(sent),
-            writes=[
-                PageWrites(*(sent[h] for h in handles)) if handles else PageWrites(nothing, nothing, nothing)
-                for handles in writes
-            ],
+            sent[positions], sent[slots], sent[tokens], everything(sent), sent[wanted].long(), narrowed(sent), stored
         )
 
-    def _queries(self, segments: tuple[Segment, ...], transfer: Transfer) -> _QueryHandles:
+    def _queries(
+        self, segments: tuple[Segment, ...], transfer: Transfer
+    ) -> Callable[[list[torch.Tensor]], ChunkQueries]:
+        """Puts these segments and their tiles on the transfer; what is returned finds them in what was sent."""
         table = np.array(segments, dtype=np.int32).reshape(-1, len(Segment._fields))
         tiles = {t: transfer.add(prefill_tiles(t.queries(table), t.tokens)) for t in self._tilings}
-        return _QueryHandles(transfer.add(table), segments, tiles)
+        at = transfer.add(table)
+        return lambda sent: ChunkQueries(sent[at], segments, {tiling: sent[tile] for tiling, tile in tiles.items()})
 
     def _writes(self, step: Step, group: int) -> tuple[Ints, Ints, Ints]:
         """What the future can see of every token of the step, and where this group stores it."""
@@ -120,14 +117,3 @@ class StepBuilder:
             np.ascontiguousarray(offsets.T),
             (at % layer.block_tokens).astype(np.int32),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryHandles:
-    segments: int
-    host_segments: tuple[Segment, ...]
-    tiles: dict[Tiling, int]
-
-    def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
-        tiles = {tiling: sent[handle] for tiling, handle in self.tiles.items()}
-        return ChunkQueries(sent[self.segments], self.host_segments, tiles)

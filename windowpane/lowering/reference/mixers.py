@@ -6,7 +6,6 @@ a few rows, the last layers that keep anything call it for all rows and the mixe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,8 +198,8 @@ class PerLayerMixer:
 
 
 class SumMixer:
-    def __init__(self, described: Sum, context: Context) -> None:
-        self._branches = [Branch(block, context) for block in described.branches]
+    def __init__(self, branches: list[Branch]) -> None:
+        self._branches = branches
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         first, *others = (branch(x, state) for branch in self._branches)
@@ -214,11 +213,9 @@ class SumMixer:
 class Branch:
     """norm → mixer → norm: a block without its residual."""
 
-    def __init__(self, described: Block, context: Context) -> None:
-        self.described, self._ops = described, context.ops
-        self.before = context.parameters.norm(described.before)
-        self.after = context.parameters.norm(described.after)
-        self.mixer: Any = MIXERS[type(described.mixer)](described.mixer, context)
+    def __init__(self, described: Block, mixer: Any, parameters: Parameters, ops: Ops) -> None:
+        self.described, self.mixer, self._ops = described, mixer, ops
+        self.before, self.after = parameters.norm(described.before), parameters.norm(described.after)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         mixed: torch.Tensor = self.mixer(self.normed(x), state)
@@ -235,12 +232,14 @@ class Branch:
             self.mixer.keep(self.normed(x), state)
 
 
-MIXERS: dict[type[Mixer], Callable[[Any, Context], Any]] = {
-    Attention: AttentionMixer,
-    GatedMLP: MlpMixer,
-    PerLayerInput: PerLayerMixer,
-    Sum: SumMixer,
-}
+MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, PerLayerInput: PerLayerMixer}
+
+
+def make_mixer(described: Mixer, context: Context) -> Any:
+    if isinstance(described, Sum):
+        own = context.parameters, context.ops
+        return SumMixer([Branch(block, make_mixer(block.mixer, context), *own) for block in described.branches])
+    return MIXERS[type(described)](described, context)
 
 
 def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
@@ -24,8 +23,7 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
-        keeps = retention(kind, config, DEFAULT_WINDOW)
-        cache = TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim)
+        cache = shape.cache(layer, retention(kind, config, DEFAULT_WINDOW))
         mixer = attention(f"{prefix}self_attn.", shape, cache, rope=rope)
         layers.append(norms.pre(prefix, mixer, gated_mlp(f"{prefix}mlp.", shape, width, activation)))
     described = decoder("model.", shape, layers, norms("model.norm"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import (
@@ -43,11 +42,10 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer, kind in enumerate(_kinds(config, shape.layers, config.integer("max_window_layers", 28, minimum=0))):
         prefix = f"model.layers.{layer}."
-        keeps = retention(kind, config, DEFAULT_WINDOW)
         mixer = attention(
             f"{prefix}self_attn.",
             shape,
-            TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim),
+            shape.cache(layer, retention(kind, config, DEFAULT_WINDOW)),
             rope=rope,
             tensors=_attention_tensors(f"{prefix}self_attn.", shape, q_k_v=is_qwen2 or has_bias, out=has_bias),
             head_norms=None if is_qwen2 else block_norms.of_heads(shape.head_dim),
@@ -72,7 +70,7 @@ def _read_experts(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(_kinds(config, shape.layers, first_sliding=0)):
         prefix = f"model.layers.{layer}."
         keeps = retention(kind, config, DEFAULT_WINDOW)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, keeps))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias, qk_norm=True)
         if layer in sparse:
             tensors += _experts(f"{prefix}mlp.", config, shape.hidden)
