@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 
 # 8 values a thread: one 16-byte load each of gate and gated.
 BLOCK, WARPS = 1024, 4
@@ -56,13 +57,24 @@ def gate_times_up(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
+def store_gated(OUT, sums, first, out_stride, rows, width, GELU: tl.constexpr):
+    """Sums [2 × pairs, rows], in turn of a gate and of what it gates: as outputs from `first` on of `width`."""
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
+    PAIRS: tl.constexpr = sums.shape[0] // 2
+    # [pairs, 2, rows] with the 2 last, where it can be split.
+    gate, up = tl.split(tl.permute(tl.reshape(sums, [PAIRS, 2, sums.shape[1]]), [0, 2, 1]))
+    row = tl.arange(0, sums.shape[1])
+    m = first + tl.arange(0, PAIRS)
+    y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
+    tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=(m[:, None] < width) & (row[None, :] < rows))
+
+
+@triton.jit
 def _gated_kernel(
     GATE, UP, OUT, gate_stride, up_stride, up_offset, out_stride, width, BLOCK: tl.constexpr, GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

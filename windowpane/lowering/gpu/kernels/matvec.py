@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu
+from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu, store_gated
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 
 # What the kernels take. They beat cuBLAS up to FEW_ROWS; beyond, only where outputs are many (`pays`).
 MAX_ROWS = 8
@@ -158,19 +159,14 @@ def _sums_kernel(
         y = tl.sum(sums[row], 0)
         if GATED:
             gate, up = tl.split(tl.reshape(y, [WEIGHT_ROWS // 2, 2]))
-            _store_gated(OUT + row * out_stride, gate, up, outputs // 2, WEIGHT_ROWS // 2, GELU)
+            m = tl.program_id(0) * (WEIGHT_ROWS // 2) + tl.arange(0, WEIGHT_ROWS // 2)
+            y = gate_times_up(gate.to(OUT.dtype.element_ty), up.to(OUT.dtype.element_ty), GELU)
+            tl.store(OUT + row * out_stride + m, y, mask=m < outputs // 2)
         else:
             if BIAS is not None:
                 y += tl.load(BIAS + n).to(tl.float32)
             m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
             tl.store(OUT + row * out_stride + m, y.to(OUT.dtype.element_ty), mask=m < outputs)
-
-
-@triton.jit
-def _store_gated(OUT, gate, up, width, PAIRS: tl.constexpr, GELU: tl.constexpr):
-    DTYPE: tl.constexpr = OUT.dtype.element_ty
-    m = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    tl.store(OUT + m, gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU), mask=m < width)
 
 
 @triton.jit
@@ -180,9 +176,7 @@ def _dot_kernel(
     STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The weight's rows are the tensor core's rows; the rows of x, padded to 16, its columns."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     PADDED: tl.constexpr = 16
     n = _weight_row(outputs, WEIGHT_ROWS, GATED)
     k = tl.arange(0, STEP)
@@ -198,14 +192,7 @@ def _dot_kernel(
             x = tl.load(x_at + start, mask=(row[None, :] < ROWS) & (start + k[:, None] < inputs), other=0.0)
         sums = tl.dot(w, x, sums, input_precision="ieee")
     if GATED:
-        # [pairs, 2, rows of x] with the 2 last, where it can be split.
-        pairs = tl.permute(tl.reshape(sums, [WEIGHT_ROWS // 2, 2, PADDED]), [0, 2, 1])
-        gate, up = tl.split(pairs)
-        DTYPE: tl.constexpr = OUT.dtype.element_ty
-        m = tl.program_id(0) * (WEIGHT_ROWS // 2) + tl.arange(0, WEIGHT_ROWS // 2)
-        y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
-        inside = (m[:, None] < outputs // 2) & (row[None, :] < ROWS)
-        tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=inside)
+        store_gated(OUT, sums, tl.program_id(0) * (WEIGHT_ROWS // 2), out_stride, ROWS, outputs // 2, GELU)
     else:
         if BIAS is not None:
             sums += tl.load(BIAS + n).to(tl.float32)[:, None]
