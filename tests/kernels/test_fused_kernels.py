@@ -18,7 +18,7 @@ if INTERPRETED:
     from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
     from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
     from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
-    from windowpane.lowering.gpu.kernels.matvec import Launch, gated_matvec, matvec
+    from windowpane.lowering.gpu.kernels.matvec import Launch, matvec
     from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
     from windowpane.lowering.reference.ops import Ops
     from windowpane.lowering.rope import RopeTables, rotate
@@ -329,7 +329,7 @@ def check_gated_products() -> None:
         gate, up = F.linear(x, gate_up).chunk(2, -1)
         for name, activation in ACTIVATIONS.items():
             out = nans(rows, width)
-            gated_matvec(x, gate_up, out, name, launch=launch)
+            matvec(x, gate_up, out, activation=name, launch=launch)
             close(out, activation(gate) * up, 1e-4)
 
 

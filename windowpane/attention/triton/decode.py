@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.attention.mask import Mask
 from windowpane.attention.triton.codes import operand_type
-from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item
+from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item, present_weight
 from windowpane.attention.triton.decode_tunings import tuning_for
 from windowpane.attention.triton.view import (
     ELEMENTS,
@@ -232,9 +232,13 @@ def _latent_item(
         s = add_scores(k1.to(DTYPE), q1.to(DTYPE), tl.zeros([N, GROUP_ROWS], tl.float32))
         s = add_scores(k2.to(DTYPE), q2.to(DTYPE), s)
         q1, q2 = rotate(q1, q2, step_cos, -step_sin)
-        for piece in tl.static_range(len(still)):
-            x += (tl.load(at + piece_start(piece + 2, R) + e, mask=row_ok, other=0.0),)
-            s = add_scores(x[piece + 2], still[piece], s)
+        if D > 2 * R:
+            x += (tl.load(at + 2 * R + e, mask=row_ok, other=0.0),)
+            s = add_scores(x[2], still[0], s)
+        if D > 4 * R:
+            x += (tl.load(at + 4 * R + e, mask=row_ok, other=0.0), tl.load(at + 6 * R + e, mask=row_ok, other=0.0))
+            s = add_scores(x[3], still[1], s)
+            s = add_scores(x[4], still[2], s)
         s = tl.where(row_ok, soft_capped(s * scale_log2, CAP), float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2(m - m_new)[None, :]
@@ -248,7 +252,7 @@ def _latent_item(
         sums = more
     total = tl.sum(norm, 0)
     if whole:
-        weight, alpha, m = _present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, GROUP_ROWS, CAP)
+        weight, alpha, m = present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, CAP)
         total = with_sinks(total * alpha + weight, m, SINKS, head * G + g, g < G)
         for piece in tl.static_range(len(sums)):
             # The present token is added to these dims of the output, [dims, query heads].
@@ -264,17 +268,6 @@ def _latent_item(
             d = tl.arange(0, sums[piece].shape[0])[None, :]
             tl.store(part + piece_start(piece, R) + d, tl.trans(sums[piece] / total[None, :]), mask=g_ok)
         tl.store(LSE + out, m + tl.log2(total), mask=g < G)
-
-
-@triton.jit
-def _present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr):
-    """What the present token weighs beside a maximum of m so far, what the sums so far shrink by, and the new m."""
-    g = tl.arange(0, GROUP_ROWS)[:, None]
-    d = tl.arange(0, D)[None, :]
-    q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
-    s = soft_capped(tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2, CAP)
-    m_new = tl.maximum(m, s)
-    return tl.exp2(s - m_new), tl.exp2(m - m_new), m_new
 
 
 @triton.jit(do_not_specialize=["rows", "stripe"], do_not_specialize_on_alignment=["TABLE", "SLOTS", "POSITIONS", "CUM"])

@@ -253,9 +253,13 @@ def _latent_kernel(
         k1, k2 = rotate(x[0].to(tl.float32) * w1, x[1].to(tl.float32) * w2, cos, sin)
         s = add_scores(k1.to(DTYPE), q1, tl.zeros([N, M], tl.float32))
         s = add_scores(k2.to(DTYPE), q2, s)
-        for piece in tl.static_range(len(still)):
-            x += (tl.load(at + piece_start(piece + 2, R) + e, mask=row_ok, other=0.0),)
-            s = add_scores(x[piece + 2], still[piece], s)
+        if D > 2 * R:
+            x += (tl.load(at + 2 * R + e, mask=row_ok, other=0.0),)
+            s = add_scores(x[2], still[0], s)
+        if D > 4 * R:
+            x += (tl.load(at + 4 * R + e, mask=row_ok, other=0.0), tl.load(at + 6 * R + e, mask=row_ok, other=0.0))
+            s = add_scores(x[3], still[1], s)
+            s = add_scores(x[4], still[2], s)
         if CAP > 0:
             s = soft_capped(s * scale_log2, CAP)
         if (i + N - 1 > first_query) | (i <= last_query - window):

@@ -49,21 +49,24 @@ def _rows_of(r, first, FORM: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def prepare(U, S, first, last, steps, SHAPE: gl.constexpr, GATE: gl.constexpr):
-    """Where the first portion of all lies, row by row, and which outputs and steps its rows are, once for units and
-    once for scales; behind which output there is nothing; and how many steps of 256 inputs there are.
+    """Where units and scales of the first portion of all lie; behind which output there is nothing; and how many steps
+    of 256 inputs there are.
     """
-    FORM: gl.constexpr = SHAPE[1]
     by_units: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     by_scales: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
-    r = gl.arange(0, 128, gl.SliceLayout(1, by_units))
+    units_at = _places_of(U, first, steps, 64, by_units, SHAPE[1], GATE)
+    return units_at, _places_of(S, first, steps, 8, by_scales, SHAPE[1], GATE), last, steps
+
+
+@gluon.jit
+def _places_of(
+    X, first, steps, COUNT: gl.constexpr, layout: gl.constexpr, FORM: gl.constexpr, GATE: gl.constexpr
+):  # fmt: skip
+    """Of COUNT units or scales in each row of a portion; and which outputs and steps the rows are."""
+    r = gl.arange(0, 128, gl.SliceLayout(1, layout))
     n, row, step = _rows_of(r, first, FORM, GATE)
-    c = gl.arange(0, 64, gl.SliceLayout(0, by_units))
-    units_at = U + ((row * (steps * 64) + step * 64)[:, None] + c[None, :])
-    r = gl.arange(0, 128, gl.SliceLayout(1, by_scales))
-    n2, row, step2 = _rows_of(r, first, FORM, GATE)
-    c = gl.arange(0, 8, gl.SliceLayout(0, by_scales))
-    scales_at = S + ((row * (steps * 8) + step2 * 8)[:, None] + c[None, :])
-    return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None], last, steps
+    c = gl.arange(0, COUNT, gl.SliceLayout(0, layout))
+    return X + ((row * (steps * COUNT) + step * COUNT)[:, None] + c[None, :]), n[:, None], step[:, None]
 
 
 @gluon.jit
@@ -71,8 +74,7 @@ def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
     """Ask for the portions of a turn: a step of three parts of the outputs, or three steps of the only one. Three parts
     come with all their steps before the next three.
     """
-    units, scales = ring
-    units_at, n, step, scales_at, n2, step2, last, steps = asked
+    last, steps = asked[2], asked[3]
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
     OUTPUTS: gl.constexpr = 16 if FORM == IS_LONG else 64 if FORM == IS_GATED else 128  # of a part
@@ -87,23 +89,19 @@ def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
         turns = (steps + (STEP - 1)) // STEP  # of three parts
         part = turn // turns * PORTIONS
         first_step = turn % turns * STEP
-    units_at += part * OUTPUTS * (steps * 64) + first_step * 64
-    scales_at += part * OUTPUTS * (steps * 8) + first_step * 8
     # From one portion of the turn to the next.
     MORE_OUTPUTS: gl.constexpr = 0 if PARTS == 1 else OUTPUTS
     MORE_STEPS: gl.constexpr = STEP if PARTS == 1 else 0
     for j in gl.static_range(PORTIONS):
-        ok = n + (part * OUTPUTS + j * MORE_OUTPUTS) < last
-        ok2 = n2 + (part * OUTPUTS + j * MORE_OUTPUTS) < last
-        if SHAPE[0]:
-            ok = ok & (step + (first_step + j * MORE_STEPS) < steps)
-            ok2 = ok2 & (step2 + (first_step + j * MORE_STEPS) < steps)
-        async_copy.async_copy_global_to_shared(
-            units[j].index(slot), units_at + j * (MORE_OUTPUTS * (steps * 64) + MORE_STEPS * 64), mask=ok
-        )
-        async_copy.async_copy_global_to_shared(
-            scales[j].index(slot), scales_at + j * (MORE_OUTPUTS * (steps * 8) + MORE_STEPS * 8), mask=ok2
-        )
+        for kind in gl.static_range(2):  # units and scales
+            at, n, step = asked[kind]
+            COUNT: gl.constexpr = 64 if kind == 0 else 8
+            at += part * OUTPUTS * (steps * COUNT) + first_step * COUNT
+            ok = n + (part * OUTPUTS + j * MORE_OUTPUTS) < last
+            if SHAPE[0]:
+                ok = ok & (step + (first_step + j * MORE_STEPS) < steps)
+            at += j * (MORE_OUTPUTS * (steps * COUNT) + MORE_STEPS * COUNT)
+            async_copy.async_copy_global_to_shared(ring[kind][j].index(slot), at, mask=ok)
 
 
 @gluon.jit
@@ -122,13 +120,11 @@ def _load_portion(units, scales, slot, FORM: gl.constexpr):
     LAST: gl.constexpr = 2 if FORM == IS_LONG else 1
     found = ()
     for half in gl.static_range(4):
-        found = found + (  # noqa: RUF005
-            bytes.index(slot).slice(half * 32, 32, dim=LAST).load(gl.DotOperandLayout(0, layout, 4)),
-        )
+        own = bytes.index(slot).slice(half * 32, 32, dim=LAST).load(gl.DotOperandLayout(0, layout, 4))
+        found = found + (own,)  # noqa: RUF005
     for block in gl.static_range(2):
-        found = found + (  # noqa: RUF005
-            scales.index(slot).slice(block * 4, 4, dim=LAST).load(gl.SliceLayout(LAST + 1, pairs)),
-        )
+        own = scales.index(slot).slice(block * 4, 4, dim=LAST).load(gl.SliceLayout(LAST + 1, pairs))
+        found = found + (own,)  # noqa: RUF005
     return found
 
 

@@ -68,29 +68,17 @@ def plan_launch(rows: int, outputs: int, inputs: int) -> Launch:
 
 def matvec(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None,
-    *, pdl: bool = False, launch: Launch | None = None,
+    *, activation: str | None = None, pdl: bool = False, launch: Launch | None = None,
 ) -> None:  # fmt: skip
-    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32."""
-    _launch(x, weight, bias, out, None, pdl, launch)
+    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32.
 
-
-def gated_matvec(
-    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, activation: str,
-    *, pdl: bool = False, launch: Launch | None = None,
-) -> None:  # fmt: skip
-    """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ). `gate_up` is one above the other: [2 × width, inputs]."""
-    _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
-
-
-def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
-    launch: Launch | None,
-) -> None:  # fmt: skip
-    """`gelu` None: not gated."""
+    With an `activation`, the weight is a gate above what it gates, [2 × width, inputs], and has no bias:
+    out [rows, width] = activation(x · gateᵀ) × (x · upᵀ).
+    """
     (rows, inputs), outputs = x.shape, len(weight)
     launch = launch or plan_launch(rows, outputs, inputs)
     # A gate and what it gates go together.
-    weight_rows = launch.weight_rows if gelu is None else max(2, launch.weight_rows)
+    weight_rows = launch.weight_rows if activation is None else max(2, launch.weight_rows)
     if launch.uses_dot:
         kernel, step, tiling = _dot_kernel, _DOT_STEP, {"STEP": _DOT_STEP, "STAGES": _DOT_STAGES}
     else:
@@ -98,8 +86,8 @@ def _launch(
         kernel, step, tiling = _sums_kernel, lanes * vector, {"LANES": lanes, "VECTOR": vector}
     kernel[(triton.cdiv(outputs, weight_rows),)](
         x, weight, bias, out, x.stride(0), weight.stride(0), out.stride(0), outputs, inputs, ROWS=rows,
-        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=gelu is not None, GELU=bool(gelu), PDL=pdl,
-        num_warps=launch.warps, launch_pdl=pdl, **tiling,
+        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=activation is not None,
+        GELU=activation is not None and is_gelu(activation), PDL=pdl, num_warps=launch.warps, launch_pdl=pdl, **tiling,
     )  # fmt: skip
 
 
