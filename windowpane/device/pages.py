@@ -237,21 +237,32 @@ class LayerPages:
         kept = self._kept_rows(step.decode_positions)
         self._store(offsets[kept], within[kept], [x[kept] for x in rows])
 
-    def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
-        """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
-        positions = np.arange(start, start + len(rows[0]))
-        offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
-        within = self._pages._tensor(positions % self.block_tokens)
-        self._store(offsets, within, rows)
+    def write(self, step: Step, rows: list[torch.Tensor]) -> None:
+        """Store what `writes` lists of a step's rows ([rows, heads, dim] each)."""
+        at, offsets, within = (self._pages._tensor(x.astype(np.int64)) for x in self.writes(step))
+        self._store(offsets[:, self._stripe], within, [x[at] for x in rows])
 
-    def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
-        """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
-        for tail in self._pages.tails.get((self.group, slot), ()):
-            positions = np.arange(tail.start, tail.stop)
-            blocks = positions // self.block_tokens - tail.start // self.block_tokens
-            offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
-            within = self._pages._tensor(positions % self.block_tokens)
-            self._store(offsets, within, [x[tail.start - start : tail.stop - start] for x in rows])
+    def writes(self, step: Step) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        """Rows of a step that a later token can see or a restore point keeps, the offsets of their pages [rows,
+        stripes], and their tokens within these.
+        """
+        block, pages = self.block_tokens, self._pages
+        rows = [np.arange(step.num_decoding)[self._kept_rows(step.decode_positions)]]
+        slots = [step.decode_slots[rows[0]]]
+        tail_rows, tail_positions, tail_offsets = [], [], []
+        for segment in step.segments:
+            kept = np.arange(self.first_written(segment.start, segment.stop), segment.stop)
+            rows.append(kept - segment.start + segment.row)
+            slots.append(np.full(len(kept), segment.slot))
+            for tail in pages.tails.get((self.group, segment.slot), ()):
+                tail_positions.append(np.arange(tail.start, tail.stop))
+                tail_rows.append(tail_positions[-1] - segment.start + segment.row)
+                tail_offsets.append(tail.offsets[tail_positions[-1] // block - tail.start // block])
+        own = np.concatenate(rows)
+        columns = step.positions[own] // block % pages.columns(self.group)
+        offsets = np.concatenate([pages.writing[self.group][np.concatenate(slots), columns], *tail_offsets])
+        within = np.concatenate([step.positions[own], *tail_positions]) % block
+        return np.concatenate([own, *tail_rows]), offsets, within
 
     def transformed(self, values: torch.Tensor) -> torch.Tensor:
         """Values into the basis that they are stored in, and what was attended back out of it."""

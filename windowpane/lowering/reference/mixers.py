@@ -253,11 +253,7 @@ def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm
 def write_present(ops: Ops, state: StepState, layer: int) -> None:
     """Store what the future can see of each token; nobody reads it as the present any more."""
     step, rows, stored = state.step, state.present.pop(layer), state.pages.layers[layer]
-    if step.num_decoding:
-        ops.write_decoding(stored, step, [x[: step.num_decoding] for x in rows])
-    for s in step.segments:
-        first = stored.first_written(s.start, s.stop)
-        if first < s.stop:
-            kept = slice(s.row + first - s.start, s.rows.stop)
-            stored.write(s.slot, first, [x[kept] for x in rows])
-        stored.write_tails(s.slot, s.start, [x[s.rows] for x in rows])
+    if step.segments:
+        stored.write(step, rows)
+    else:
+        ops.write_decoding(stored, step, rows)
