@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from bench.timing import microseconds
 from windowpane.attention.triton.view import LayerView
-from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
+from windowpane.lowering.gpu.kernels.gated import gated
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.kernels.logits import ArgmaxScratch, argmax, softcap
 from windowpane.lowering.gpu.kernels.matvec import MAX_ROWS, Launch, matvec, plan_launch
@@ -105,7 +105,7 @@ def gates(name: str) -> str:
         gated(gate_up, out, name)
         told.append(no_worse(out, activation(gate) * up, activation(gate.double()) * up.double()))
         out = nans(rows, width)
-        gated_per_layer(gate, up, out, name)
+        gated(gate, out, name, up=up)
         no_worse(out, activation(gate) * up, activation(gate.double()) * up.double())
     return ", ".join(told)
 

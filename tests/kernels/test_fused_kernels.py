@@ -15,7 +15,7 @@ import torch.nn.functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
-    from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
+    from windowpane.lowering.gpu.kernels.gated import gated
     from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
     from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
     from windowpane.lowering.gpu.kernels.matvec import Launch, matvec
@@ -91,7 +91,7 @@ def check_gates() -> None:
         gated(gate_up, out, name)
         close(out, activation(gate_up[:, :1100]) * gate_up[:, 1100:])
         gate, per_layer, out = strided(2, 48), torch.randn(2, 5, 48)[:, 3], nans(2, 48)
-        gated_per_layer(gate, per_layer, out, name)
+        gated(gate, out, name, up=per_layer)
         close(out, activation(gate) * per_layer)
 
 

@@ -80,9 +80,21 @@ class KVPages:
         return self._columns[group]
 
     def decoding_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
+        """The pages that decoding tokens see."""
         key = (group, stripe, sees)
         if key not in self._reads:
-            self._reads[key] = self._plan_reads(group, stripe, sees, step)
+            block = self.layout.groups[group].block_tokens or 1
+            slots, stops = step.decode_slots, step.decode_positions
+            starts = np.array([sees.first_visible(position) for position in stops.tolist()])
+            first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
+            blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
+            columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
+            offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
+            self._reads[key] = _Reads(
+                offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
+                stops=self._tensor(stops), most_tokens=int((stops - starts).max()),
+                first_positions=self._tensor(first_blocks * block), block_tokens=block,
+            )  # fmt: skip
         return self._reads[key]
 
     def decoding_writes(self, group: int, stripe: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,20 +106,6 @@ class KVPages:
             entries = self.writing[group][step.decode_slots, columns, stripe].astype(np.int64)
             self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
         return self._writes[key]
-
-    def _plan_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
-        block = self.layout.groups[group].block_tokens or 1
-        slots, stops = step.decode_slots, step.decode_positions
-        starts = np.array([sees.first_visible(position) for position in stops.tolist()])
-        first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
-        blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
-        columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
-        offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
-        return _Reads(
-            offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
-            stops=self._tensor(stops), most_tokens=int((stops - starts).max()),
-            first_positions=self._tensor(first_blocks * block), block_tokens=block,
-        )  # fmt: skip
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -28,7 +28,7 @@ from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
-from windowpane.lowering.gpu.kernels.gated import gated_per_layer
+from windowpane.lowering.gpu.kernels.gated import gated
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.products import gated_product, product
 from windowpane.lowering.gpu.step import DeviceStep
@@ -289,7 +289,7 @@ class GpuPerLayer:
         gate = product(x, self.gate, pdl=self._pdl)
         inner = torch.empty_like(gate)
         own = state.per_layer[:, self.described.layer]
-        gated_per_layer(gate, own, inner, self.described.activation, pdl=self._pdl)
+        gated(gate, inner, self.described.activation, up=own, pdl=self._pdl)
         return product(inner, self.projection, pdl=self._pdl)
 
 

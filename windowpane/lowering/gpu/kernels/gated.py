@@ -12,33 +12,22 @@ from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 BLOCK, WARPS = 1024, 4
 
 
-def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str, *, pdl: bool = False) -> None:
-    """out [rows, width] = activation(first half of gate_up's columns) × second half."""
-    width = out.shape[1]
-    _launch(gate_up, gate_up, width, out, activation, pdl)
-
-
-def gated_per_layer(
-    gate: torch.Tensor, per_layer: torch.Tensor, out: torch.Tensor, activation: str, *, pdl: bool = False
+def gated(
+    gate: torch.Tensor, out: torch.Tensor, activation: str, *, up: torch.Tensor | None = None, pdl: bool = False
 ) -> None:
-    """out = activation(gate) × per_layer, all [rows, width]."""
-    _launch(gate, per_layer, 0, out, activation, pdl)
+    """out [rows, width] = activation(gate) × up. Without `up`, both are halves of the columns of `gate`."""
+    rows, width = out.shape
+    up, up_offset = (gate, width) if up is None else (up, 0)
+    _gated_kernel[(rows, triton.cdiv(width, BLOCK))](
+        gate, up, out, gate.stride(0), up.stride(0), up_offset, out.stride(0), width,
+        BLOCK=BLOCK, GELU=is_gelu(activation), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def is_gelu(activation: str) -> bool:
     if activation not in ("gelu_pytorch_tanh", "silu"):
         raise ValueError(f"no kernel for activation {activation!r}; there is gelu_pytorch_tanh and silu")
     return activation == "gelu_pytorch_tanh"
-
-
-def _launch(
-    gate: torch.Tensor, up: torch.Tensor, up_offset: int, out: torch.Tensor, activation: str, pdl: bool
-) -> None:
-    rows, width = out.shape
-    _gated_kernel[(rows, triton.cdiv(width, BLOCK))](
-        gate, up, out, gate.stride(0), up.stride(0), up_offset, out.stride(0), width,
-        BLOCK=BLOCK, GELU=is_gelu(activation), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
-    )  # fmt: skip
 
 
 @triton.jit
