@@ -25,8 +25,8 @@ def runnable(spec: ModelSpec) -> Decoder:
     kinds = {a.rope.kind for a in decoder.attentions if a.rope is not None}
     for kind in sorted(kinds - set(KINDS)):
         raise ModelError(f"rope_type: {kind!r} cannot be run yet; known: {', '.join(KINDS)}")
-    mixers = (*each(decoder.layers, GatedMLP), *each(decoder.layers, PerLayerInput))
-    activations = {mixer.activation for mixer in mixers}
+    activations = {mlp.activation for mlp in each(decoder.layers, GatedMLP)}
+    activations |= {mixer.activation for mixer in each(decoder.layers, PerLayerInput)}
     for activation in sorted(activations - set(ACTIVATIONS)):
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
     problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]

@@ -156,10 +156,10 @@ def coded_latent_item(
     start = tl.zeros([GROUP_ROWS], tl.float32)  # what scores start from, for raw numbers
     if APART:
         still = ()  # of planes 1 and on, two pieces each
-        for i in tl.static_range(2, 2 * PLANES):
-            at = i // 2 * W + i % 2 * R
-            own, start, q_sum = _still(q + at + r, W_NORM + at + r, g_ok, start, q_sum, i // 2, CODE, OPERAND)
-            still += (own,)
+        for part in tl.static_range(2, 2 * PLANES):
+            at = part // 2 * W + part % 2 * R
+            own_q, start, q_sum = _still(q + at + r, W_NORM + at + r, g_ok, start, q_sum, part // 2, CODE, OPERAND)
+            still += (own_q,)
         if W > 2 * R:
             q03, start, q_sum = _still(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, start, q_sum, 0, CODE, OPERAND)
             q13, start, q_sum = _still(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, start, q_sum, 1, CODE, OPERAND)
@@ -220,8 +220,8 @@ def coded_latent_item(
         s = tl.broadcast_to(start[None, :], [N, GROUP_ROWS])
         if APART:
             for piece in tl.static_range(len(still)):
-                own = plane(x1 if piece % 2 == 0 else x2, piece // 2 + 1, CODE, OPERAND, True)
-                s = add_scores(own, still[piece], s)
+                x_piece = x1 if piece % 2 == 0 else x2
+                s = add_scores(plane(x_piece, piece // 2 + 1, CODE, OPERAND, True), still[piece], s)
             if W > 2 * R:
                 x3 = tl.load(x + 2 * R + e)
                 s = add_scores(plane(x3, 0, CODE, OPERAND, True), q03, s)
