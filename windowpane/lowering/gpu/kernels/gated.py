@@ -46,16 +46,17 @@ def gate_times_up(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
-def store_gated(OUT, sums, first, out_stride, rows, width, GELU: tl.constexpr):
-    """Sums [2 × pairs, rows], in turn of a gate and of what it gates: as outputs from `first` on of `width`."""
+def store_gated(OUT, sums, tile, out_stride, rows, width, GELU: tl.constexpr):
+    """Sums [2 × pairs, rows] of a tile, in turn of a gate and of what it gates, as outputs [rows, width]."""
     DTYPE: tl.constexpr = OUT.dtype.element_ty
     PAIRS: tl.constexpr = sums.shape[0] // 2
     # [pairs, 2, rows] with the 2 last, where it can be split.
     gate, up = tl.split(tl.permute(tl.reshape(sums, [PAIRS, 2, sums.shape[1]]), [0, 2, 1]))
     row = tl.arange(0, sums.shape[1])
-    m = first + tl.arange(0, PAIRS)
+    m = tile * PAIRS + tl.arange(0, PAIRS)
     y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
-    tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=(m[:, None] < width) & (row[None, :] < rows))
+    kept = (m[:, None] < width) & (row[None, :] < rows)
+    tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=kept)
 
 
 @triton.jit

@@ -122,6 +122,7 @@ def _sums_kernel(
     what it read. LANES counts all threads, so that the layout of x needs no exchange between them.
     """
     STEP: tl.constexpr = LANES * VECTOR
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
     n = _weight_row(outputs, WEIGHT_ROWS, GATED)
@@ -147,14 +148,14 @@ def _sums_kernel(
         y = tl.sum(sums[row], 0)
         if GATED:
             gate, up = tl.split(tl.reshape(y, [WEIGHT_ROWS // 2, 2]))
+            to = OUT + row * out_stride
             m = tl.program_id(0) * (WEIGHT_ROWS // 2) + tl.arange(0, WEIGHT_ROWS // 2)
-            y = gate_times_up(gate.to(OUT.dtype.element_ty), up.to(OUT.dtype.element_ty), GELU)
-            tl.store(OUT + row * out_stride + m, y, mask=m < outputs // 2)
+            tl.store(to + m, gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU), mask=m < outputs // 2)
         else:
             if BIAS is not None:
                 y += tl.load(BIAS + n).to(tl.float32)
             m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
-            tl.store(OUT + row * out_stride + m, y.to(OUT.dtype.element_ty), mask=m < outputs)
+            tl.store(OUT + row * out_stride + m, y.to(DTYPE), mask=m < outputs)
 
 
 @triton.jit
@@ -180,7 +181,7 @@ def _dot_kernel(
             x = tl.load(x_at + start, mask=(row[None, :] < ROWS) & (start + k[:, None] < inputs), other=0.0)
         sums = tl.dot(w, x, sums, input_precision="ieee")
     if GATED:
-        store_gated(OUT, sums, tl.program_id(0) * (WEIGHT_ROWS // 2), out_stride, ROWS, outputs // 2, GELU)
+        store_gated(OUT, sums, tl.program_id(0), out_stride, ROWS, outputs // 2, GELU)
     else:
         if BIAS is not None:
             sums += tl.load(BIAS + n).to(tl.float32)[:, None]

@@ -220,7 +220,7 @@ def _store(
     TILE_ROWS: tl.constexpr = total.shape[1]
     row = tl.arange(0, TILE_ROWS)
     if GATED:
-        store_gated(OUT, total, tile * (OUTPUTS // 2), out_stride, rows, outputs // 2, GELU)
+        store_gated(OUT, total, tile, out_stride, rows, outputs // 2, GELU)
     else:
         m = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         if BIAS is not None:
