@@ -36,7 +36,7 @@ class KVPages:
         self.device = device
         self.arena = _zeros(num_slabs * layout.slab_bytes, device)
         tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
-        self._columns = [max(t.columns, 1) for t in tables]
+        self.columns = [max(t.columns, 1) for t in tables]
         # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
         shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
         self.reading: list[NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for shape in shapes]
@@ -76,9 +76,6 @@ class KVPages:
         """[slots, columns, stripes] of each group's table."""
         return [entries.shape for entries in self.reading]
 
-    def columns(self, group: int) -> int:
-        return self._columns[group]
-
     def decoding_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
         """The pages that decoding tokens see."""
         key = (group, stripe, sees)
@@ -88,7 +85,7 @@ class KVPages:
             starts = np.array([sees.first_visible(position) for position in stops.tolist()])
             first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
             blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
-            columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
+            columns = np.minimum(blocks, last_blocks[:, None]) % self.columns[group]
             offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
             self._reads[key] = _Reads(
                 offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
@@ -102,7 +99,7 @@ class KVPages:
         key = (group, stripe)
         if key not in self._writes:
             block = self.layout.groups[group].block_tokens or 1
-            columns = step.decode_positions // block % self._columns[group]
+            columns = step.decode_positions // block % self.columns[group]
             entries = self.writing[group][step.decode_slots, columns, stripe].astype(np.int64)
             self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
         return self._writes[key]
@@ -257,7 +254,7 @@ class LayerPages:
                 tail_rows.append(tail_positions[-1] - segment.start + segment.row)
                 tail_offsets.append(tail.offsets[tail_positions[-1] // block - tail.start // block])
         own = np.concatenate(rows)
-        columns = step.positions[own] // block % pages.columns(self.group)
+        columns = step.positions[own] // block % pages.columns[self.group]
         offsets = np.concatenate([pages.writing[self.group][np.concatenate(slots), columns], *tail_offsets])
         within = np.concatenate([step.positions[own], *tail_positions]) % block
         return np.concatenate([own, *tail_rows]), offsets, within
@@ -342,7 +339,7 @@ class LayerPages:
         return np.flatnonzero([self.first_written(p, p + 1) <= p for p in positions.tolist()])
 
     def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
-        columns = blocks % self._pages.columns(self.group)
+        columns = blocks % self._pages.columns[self.group]
         return self._pages._tensor(tables[self.group][slot, columns, self._stripe].astype(np.int64))
 
 

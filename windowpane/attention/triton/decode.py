@@ -12,8 +12,6 @@ all of is ended by it.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +29,7 @@ from windowpane.attention.triton.view import (
     add_scores,
     column_of,
     piece_start,
+    processors_of,
     ring_base,
     rotate,
     section,
@@ -49,12 +48,7 @@ LINE_BYTES = tl.constexpr(128)  # of L2
 
 def decode_programs(view: LayerView, device: torch.device) -> int:
     """How many programs share a step of this layer."""
-    return tuning_for(view).programs_per_sm * _multiprocessors(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return tuning_for(view).programs_per_sm * processors_of(device)
 
 
 class DecodeScratch:

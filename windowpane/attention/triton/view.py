@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -132,6 +133,12 @@ class PagedLayer:
         if dim not in (2 * pairs, 4 * pairs, 8 * pairs):
             raise ValueError(f"{pairs} rotary pairs of {dim} dims: kernels know 1/8, 1/4 and 1/2 of the head")
         return pairs
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors; a number that shares work out where there are none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit

@@ -95,7 +95,7 @@ class GpuContext:
         stored = self.pages.layers[layer]
         group = self.pages.layout.groups[stored.group]
         piece = next(s for s in group.slices if s.cache.layer == layer)
-        return LayerView.of(group, piece, self.pages.columns(stored.group), stored.layer_scales)
+        return LayerView.of(group, piece, self.pages.columns[stored.group], stored.layer_scales)
 
     def angles(self, rope: Rope | None) -> Angles | None:
         """cos and sin [positions, pairs], made in float64: kernels rotate in two steps, which only adds up for exact

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.chain_forms import AT_A_TURN, GATED, LONG, PIECE_GROUPS, TALL, WARPS
 from windowpane.lowering.gpu.kernels.chain_inputs import pieces_of
 from windowpane.lowering.gpu.kernels.chain_kernel import chain_kernel
 from windowpane.lowering.gpu.kernels.chain_portions import ends_within_a_turn
 from windowpane.lowering.gpu.kernels.hopper_tiled import GROUP_INPUTS, is_hopper, is_symmetric_int4
-from windowpane.lowering.gpu.kernels.launch import processors_of
 from windowpane.lowering.packed import PackedWeight
 
 STEP_INPUTS = 256

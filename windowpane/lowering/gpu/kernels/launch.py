@@ -36,11 +36,6 @@ class Launch(NamedTuple):
         return self.rows <= SPLIT_ROWS
 
 
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors; a number that shares work out where there are none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def flags_of(device: torch.device) -> torch.Tensor:
     """0 between launches: one set for all products of a device, which run one after the other."""
     found = _FLAGS.get(device)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.dequantize import dequantize_into
 from windowpane.lowering.gpu.kernels.gated import is_gelu
 from windowpane.lowering.gpu.kernels.hopper_tiled import Shares, has_hopper_kernel, hopper_product, plan_shares
-from windowpane.lowering.gpu.kernels.launch import SPLIT_ROWS, Launch, processors_of
+from windowpane.lowering.gpu.kernels.launch import SPLIT_ROWS, Launch
 from windowpane.lowering.gpu.kernels.split import plan_split, split_product
 from windowpane.lowering.gpu.kernels.tiled import plan_tiles, tiled_product
 from windowpane.lowering.packed import PackedWeight

@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from windowpane.attention.triton.view import processors_of
 from windowpane.lowering.gpu.kernels.gated import store_gated
-from windowpane.lowering.gpu.kernels.launch import Launch, Operands, flags_of, processors_of
+from windowpane.lowering.gpu.kernels.launch import Launch, Operands, flags_of
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of, zero_of
 from windowpane.lowering.packed import PackedWeight
 
