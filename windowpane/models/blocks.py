@@ -57,10 +57,6 @@ class Projection:
         return cls(weights, biases, any(t.shard is not None and t.shard.axis == 1 for t in weights))
 
     @property
-    def outputs(self) -> int:
-        return sum(t.shape[0] for t in self.weights)
-
-    @property
     def inputs(self) -> int:
         return self.weights[0].shape[1]
 

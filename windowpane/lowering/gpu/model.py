@@ -111,10 +111,8 @@ class GpuModel:
     def _first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         first = self.layers[0].blocks[0]
         norm = first.described.before
-        if norm is None:
-            return hidden
-        if norm.kind != RMS:
-            return PLAIN.norm(hidden, first.before, norm)
+        if norm is None or norm.kind != RMS:
+            return hidden if norm is None else PLAIN.norm(hidden, first.before, norm)
         normed = torch.empty_like(hidden)
         rms_norm(hidden, first.before, norm.eps, normed, pdl=self._pdl)
         return normed

@@ -139,8 +139,7 @@ def _cuts(links: Links, programs: int) -> list[ProgramShare]:
 
 
 def _held_pieces(links: Links) -> int:
-    pieces: int = max(pieces_of(w.inputs) for w in links.weights)
-    return pieces
+    return int(max(pieces_of(w.inputs) for w in links.weights))
 
 
 def _shared_bytes(links: Links) -> int:

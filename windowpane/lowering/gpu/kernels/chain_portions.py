@@ -95,12 +95,12 @@ def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
     for j in gl.static_range(PORTIONS):
         for kind in gl.static_range(2):  # units and scales
             at, n, step = asked[kind]
-            COUNT: gl.constexpr = 64 if kind == 0 else 8
-            at += part * OUTPUTS * (steps * COUNT) + first_step * COUNT
+            count = 64 if kind == 0 else 8
+            at += part * OUTPUTS * (steps * count) + first_step * count
             ok = n + (part * OUTPUTS + j * MORE_OUTPUTS) < last
             if SHAPE[0]:
                 ok = ok & (step + (first_step + j * MORE_STEPS) < steps)
-            at += j * (MORE_OUTPUTS * (steps * COUNT) + MORE_STEPS * COUNT)
+            at += j * (MORE_OUTPUTS * (steps * count) + MORE_STEPS * count)
             async_copy.async_copy_global_to_shared(ring[kind][j].index(slot), at, mask=ok)
 
 

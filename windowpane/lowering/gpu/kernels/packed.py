@@ -15,7 +15,7 @@ from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.dequantize import dequantize_into
 from windowpane.lowering.gpu.kernels.gated import is_gelu
-from windowpane.lowering.gpu.kernels.hopper_tiled import Shares, has_hopper_kernel, hopper_product, plan_shares
+from windowpane.lowering.gpu.kernels.hopper_tiled import Shares, hopper_product, is_described, is_hopper, plan_shares
 from windowpane.lowering.gpu.kernels.launch import SPLIT_ROWS, Launch
 from windowpane.lowering.gpu.kernels.split import plan_split, split_product
 from windowpane.lowering.gpu.kernels.tiled import plan_tiles, tiled_product
@@ -45,7 +45,7 @@ def choose_launch(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> L
     rows, (outputs, inputs) = len(x), weight.shape
     if x.element_size() != 2:
         return _plan_float32(rows)
-    if rows > SPLIT_ROWS and has_hopper_kernel(x, weight, out):
+    if rows > SPLIT_ROWS and is_hopper(x.device) and is_described(x, weight, out):
         return plan_shares(rows, outputs, inputs, processors_of(x.device))
     return plan_launch(rows, outputs, inputs, processors_of(x.device))
 
