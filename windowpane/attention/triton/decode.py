@@ -10,6 +10,8 @@ all of is ended by it.
     programs  |. . . .|. . . .|. . .|     one of the two, so no slot is taken twice
 """
 
+# mypy: disable-error-code="assignment,misc"
+
 from __future__ import annotations
 
 import torch

@@ -6,6 +6,8 @@ and from the activations if it is present, which is decided per row, before rows
 both, and a chunk may begin anywhere in a tile.
 """
 
+# mypy: disable-error-code="assignment,misc"
+
 from __future__ import annotations
 
 from collections.abc import Sequence

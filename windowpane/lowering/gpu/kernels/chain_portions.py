@@ -74,6 +74,9 @@ def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
     """Ask for the portions of a turn: a step of three parts of the outputs, or three steps of the only one. Three parts
     come with all their steps before the next three.
     """
+    units, scales = ring
+    units_at, n, step = asked[0]
+    scales_at, n2, step2 = asked[1]
     last, steps = asked[2], asked[3]
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
@@ -89,19 +92,23 @@ def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
         turns = (steps + (STEP - 1)) // STEP  # of three parts
         part = turn // turns * PORTIONS
         first_step = turn % turns * STEP
+    units_at += part * OUTPUTS * (steps * 64) + first_step * 64
+    scales_at += part * OUTPUTS * (steps * 8) + first_step * 8
     # From one portion of the turn to the next.
     MORE_OUTPUTS: gl.constexpr = 0 if PARTS == 1 else OUTPUTS
     MORE_STEPS: gl.constexpr = STEP if PARTS == 1 else 0
     for j in gl.static_range(PORTIONS):
-        for kind in gl.static_range(2):  # units and scales
-            at, n, step = asked[kind]
-            count = 64 if kind == 0 else 8
-            at += part * OUTPUTS * (steps * count) + first_step * count
-            ok = n + (part * OUTPUTS + j * MORE_OUTPUTS) < last
-            if SHAPE[0]:
-                ok = ok & (step + (first_step + j * MORE_STEPS) < steps)
-            at += j * (MORE_OUTPUTS * (steps * count) + MORE_STEPS * count)
-            async_copy.async_copy_global_to_shared(ring[kind][j].index(slot), at, mask=ok)
+        ok = n + (part * OUTPUTS + j * MORE_OUTPUTS) < last
+        ok2 = n2 + (part * OUTPUTS + j * MORE_OUTPUTS) < last
+        if SHAPE[0]:
+            ok = ok & (step + (first_step + j * MORE_STEPS) < steps)
+            ok2 = ok2 & (step2 + (first_step + j * MORE_STEPS) < steps)
+        async_copy.async_copy_global_to_shared(
+            units[j].index(slot), units_at + j * (MORE_OUTPUTS * (steps * 64) + MORE_STEPS * 64), mask=ok
+        )
+        async_copy.async_copy_global_to_shared(
+            scales[j].index(slot), scales_at + j * (MORE_OUTPUTS * (steps * 8) + MORE_STEPS * 8), mask=ok2
+        )
 
 
 @gluon.jit
