@@ -23,6 +23,7 @@ from windowpane.kv.retention import Full, LooksBack, Window
 from windowpane.kv.tables import PageTable
 from windowpane.schedule.step import Step
 
+QUERIES, KEYS = 0, 1  # sides of a balance
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,11 +71,6 @@ class KVPages:
     def after_step(self, changes: Changes) -> None:
         for update in changes.late:
             self.reading[update.group][update.slots, update.columns] = update.offsets
-
-    @property
-    def table_shapes(self) -> list[tuple[int, ...]]:
-        """[slots, columns, stripes] of each group's table."""
-        return [entries.shape for entries in self.reading]
 
     def decoding_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
         """The pages that decoding tokens see."""
@@ -263,14 +259,8 @@ class LayerPages:
         """Values into the basis that they are stored in, and what was attended back out of it."""
         return values if self.basis is None else values @ self.basis.to(values.dtype)
 
-    def transformed_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        return self._balanced(keys, 1)
-
-    def transformed_queries(self, queries: torch.Tensor) -> torch.Tensor:
-        return self._balanced(queries, 0)
-
-    def _balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """Queries or keys [rows, heads, dim] into their basis; query heads share their KV head's balance."""
+    def balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """QUERIES or KEYS [rows, heads, dim] into their basis; query heads share their KV head's balance."""
         if self.basis is None:
             return x
         heads = x.float().reshape(len(x), self._kv_heads, x.shape[1] // self._kv_heads, x.shape[2])

@@ -110,8 +110,8 @@ class GpuContext:
         return None if rope is None else self._angles[rope]
 
     def decode_scratch(self, described: Attention, view: LayerView) -> DecodeScratch:
-        kv_heads, dim = described.cache.kv_heads, described.cache.key_dim
-        shape = (kv_heads, described.query_heads // kv_heads, dim, decode_programs(view, self.pages.device))
+        group = described.query_heads // view.kv_heads
+        shape = (view.kv_heads, group, view.dim, decode_programs(view, self.pages.device))
         if shape not in self._scratches:
             self._scratches[shape] = DecodeScratch(self._max_rows, *shape, device=self.pages.device)
         return self._scratches[shape]

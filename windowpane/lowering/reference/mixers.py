@@ -14,7 +14,7 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.device.pages import KVPages
+from windowpane.device.pages import KEYS, QUERIES, KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Linear, Parameters, summed
 from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
@@ -86,7 +86,7 @@ class AttentionMixer:
     def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         rotated = self._rotated(projected, self.described.q_norm, self.q_norm, state)
-        return state.pages.layers[self.described.cache.layer].transformed_queries(rotated)
+        return state.pages.layers[self.described.cache.layer].balanced(rotated, QUERIES)
 
     def _store_form(self, projected: torch.Tensor, state: StepState) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -100,7 +100,7 @@ class AttentionMixer:
         values = self._heads(projected[:, width:])
         if described.v_norm is not None:
             values = self._ops.heads(values, None, described.v_norm, None)
-        keys, values = stored.transformed_keys(keys), stored.transformed(values)
+        keys, values = stored.balanced(keys, KEYS), stored.transformed(values)
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:

@@ -42,10 +42,6 @@ class ReferenceModel:
             for index, layer in enumerate(decoder.layers)
         ]
 
-    def forward(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
-        """float32 logits [wanted rows, vocabulary] of these tokens, one per row."""
-        return self.logits(self.final_hidden(step, tokens, pages))
-
     def final_hidden(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
         """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
         hidden = look_up(self.embedding, tokens, self.group)
@@ -63,6 +59,7 @@ class ReferenceModel:
         return self.ops.norm(hidden, self.final_norm, self.decoder.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary]."""
         logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float() * self.decoder.logit_multiplier
         cap = self.decoder.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
