@@ -122,7 +122,7 @@ def _multiply(
     """A product of this program's outputs from `first` on, into OUT, where gated ones go once activated and joined."""
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
-    last = asked[2]
+    last = asked[6]
     for group in range(groups_of(SHAPE)):
         sums = product(asked, following, ring, inputs, source, before, group, turns, SHAPE, NEXT_SHAPE)
         if FORM == IS_LONG:

@@ -49,24 +49,21 @@ def _rows_of(r, first, FORM: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def prepare(U, S, first, last, steps, SHAPE: gl.constexpr, GATE: gl.constexpr):
-    """Where units and scales of the first portion of all lie; behind which output there is nothing; and how many steps
-    of 256 inputs there are.
+    """Where the first portion of all lies, row by row, and which outputs and steps its rows are, once for units and
+    once for scales; behind which output there is nothing; and how many steps of 256 inputs there are.
     """
+    FORM: gl.constexpr = SHAPE[1]
     by_units: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     by_scales: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
-    units_at = _places_of(U, first, steps, 64, by_units, SHAPE[1], GATE)
-    return units_at, _places_of(S, first, steps, 8, by_scales, SHAPE[1], GATE), last, steps
-
-
-@gluon.jit
-def _places_of(
-    X, first, steps, COUNT: gl.constexpr, layout: gl.constexpr, FORM: gl.constexpr, GATE: gl.constexpr
-):  # fmt: skip
-    """Of COUNT units or scales in each row of a portion; and which outputs and steps the rows are."""
-    r = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    r = gl.arange(0, 128, gl.SliceLayout(1, by_units))
     n, row, step = _rows_of(r, first, FORM, GATE)
-    c = gl.arange(0, COUNT, gl.SliceLayout(0, layout))
-    return X + ((row * (steps * COUNT) + step * COUNT)[:, None] + c[None, :]), n[:, None], step[:, None]
+    c = gl.arange(0, 64, gl.SliceLayout(0, by_units))
+    units_at = U + ((row * (steps * 64) + step * 64)[:, None] + c[None, :])
+    r = gl.arange(0, 128, gl.SliceLayout(1, by_scales))
+    n2, row, step2 = _rows_of(r, first, FORM, GATE)
+    c = gl.arange(0, 8, gl.SliceLayout(0, by_scales))
+    scales_at = S + ((row * (steps * 8) + step2 * 8)[:, None] + c[None, :])
+    return units_at, n[:, None], step[:, None], scales_at, n2[:, None], step2[:, None], last, steps
 
 
 @gluon.jit
@@ -75,9 +72,7 @@ def fetch(asked, ring, slot, turn, SHAPE: gl.constexpr):
     come with all their steps before the next three.
     """
     units, scales = ring
-    units_at, n, step = asked[0]
-    scales_at, n2, step2 = asked[1]
-    last, steps = asked[2], asked[3]
+    units_at, n, step, scales_at, n2, step2, last, steps = asked
     FORM: gl.constexpr = SHAPE[1]
     PARTS: gl.constexpr = SHAPE[2]
     OUTPUTS: gl.constexpr = 16 if FORM == IS_LONG else 64 if FORM == IS_GATED else 128  # of a part
