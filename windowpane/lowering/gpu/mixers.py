@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -34,10 +33,10 @@ from windowpane.lowering.gpu.products import gated_product, product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters, summed
-from windowpane.lowering.reference.mixers import Branch, SumMixer, normed_across_heads
+from windowpane.lowering.reference.mixers import normed_across_heads
 from windowpane.lowering.reference.ops import PLAIN, Angles
 from windowpane.lowering.rope import cos_and_sin, frequencies
-from windowpane.models.blocks import Attention, GatedMLP, Mixer, PerLayerInput, Sum
+from windowpane.models.blocks import Attention, GatedMLP, PerLayerInput
 from windowpane.models.rope import Rope
 
 LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
@@ -83,7 +82,7 @@ class GpuContext:
         max_model_len: int, max_rows: int, dtype: torch.dtype, pdl: bool,
     ) -> None:  # fmt: skip
         self.parameters, self.pages, self.tables, self.group, self.shared = parameters, pages, tables, group, shared
-        self.dtype, self.pdl = dtype, pdl
+        self.dtype, self.pdl, self.ops = dtype, pdl, PLAIN
         self.prefill_scratch: PrefillScratch | None = None
         self.decoded = torch.empty(0, dtype=torch.uint8, device=pages.device)
         self._max_model_len, self._max_rows = max_model_len, max_rows
@@ -294,13 +293,6 @@ class GpuPerLayer:
 
 
 MIXERS = {Attention: GpuAttention, GatedMLP: GpuMlp, PerLayerInput: GpuPerLayer}
-
-
-def make_mixer(described: Mixer, context: GpuContext) -> Any:
-    if isinstance(described, Sum):  # one branch after another, their norms in plain torch
-        own = context.parameters, PLAIN
-        return SumMixer([Branch(block, make_mixer(block.mixer, context), *own) for block in described.branches])
-    return MIXERS[type(described)](described, context)
 
 
 def rotary_pairs(found: torch.Tensor, head_dim: int) -> int:

@@ -6,6 +6,7 @@ a few rows, the last layers that keep anything call it for all rows and the mixe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,11 +236,12 @@ class Branch:
 MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, PerLayerInput: PerLayerMixer}
 
 
-def make_mixer(described: Mixer, context: Context) -> Any:
+def make_mixer(described: Mixer, context: Any, kinds: Mapping[type, Any] = MIXERS) -> Any:
+    """A mixer of a lowering that has these kinds; branches of a sum run one after another."""
     if isinstance(described, Sum):
         own = context.parameters, context.ops
-        return SumMixer([Branch(block, make_mixer(block.mixer, context), *own) for block in described.branches])
-    return MIXERS[type(described)](described, context)
+        return SumMixer([Branch(block, make_mixer(block.mixer, context, kinds), *own) for block in described.branches])
+    return kinds[type(described)](described, context)
 
 
 def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup) -> torch.Tensor:
