@@ -26,7 +26,7 @@ HOUSE: dict[str, set[str]] = {
     "native": {"models.embedded"},
     "device": {"kv", "schedule.step"},
     "attention": {"kv", "schedule.step", "device"},
-    "lowering": {"kv", "models", "schedule.batch", "schedule.step", "native", "device", "attention"},
+    "lowering": {"kv", "models", "schedule.step", "native", "device", "attention"},
     "weights": {"models", "native", "lowering"},
     "runners": {"kv", "models", "schedule.batch", "schedule.step", "device", "lowering"},
     "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},

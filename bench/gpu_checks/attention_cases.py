@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from windowpane.attention.chunk_attention import ChunkAttention
-from windowpane.attention.coded_chunks import CodedChunkAttention, make_chunk_attention
+from windowpane.attention.chunk_attention import ChunkAttention, CodedChunkAttention, make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding

@@ -18,7 +18,7 @@ from bench.timing import microseconds
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, has_chain, run_chain
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
 from windowpane.lowering.gpu.kernels.norms import residual_norm
-from windowpane.lowering.gpu.kernels.packed import packed_gated, packed_linear
+from windowpane.lowering.gpu.kernels.packed import packed_linear
 from windowpane.lowering.reference.ops import ACTIVATIONS
 from windowpane.measure.rounds import roof_bytes_per_second
 
@@ -179,7 +179,7 @@ def as_launches(attended: torch.Tensor, hidden: torch.Tensor, links: Links) -> N
     inner = hidden.new_empty(1, links.down.inputs)
     packed_linear(attended, links.out, mixed, pdl=True)
     residual_norm(hidden, mixed, links.post_attention_norm, links.pre_mlp_norm, None, links.eps, normed, pdl=True)
-    packed_gated(normed, links.gate_up, inner, "gelu_pytorch_tanh" if links.gelu else "silu")
+    packed_linear(normed, links.gate_up, inner, activation="gelu_pytorch_tanh" if links.gelu else "silu")
     packed_linear(inner, links.down, mixed, pdl=True)
     residual_norm(hidden, mixed, links.post_mlp_norm, links.next_norm, links.scalar, links.eps, normed, pdl=True)
     if links.following is not None:

@@ -20,8 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from bench.gpu_checks.chain import MOST_FOLLOWING, SHAPES, random_links
 from bench.gpu_checks.fused import CUDA, values
 from bench.timing import exclusive_times
+from windowpane.attention.triton.view import processors_of
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, run_chain
-from windowpane.lowering.gpu.kernels.launch import processors_of
 
 INSTRUCTION_BYTES = 16
 SIZES_KIB = (0, 1, 8, 16, 24, 32, 48, 64, 96, 128, 192)

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from bench.timing import microseconds
 from windowpane.attention.triton.view import LayerView
-from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
+from windowpane.lowering.gpu.kernels.gated import gated
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.kernels.logits import ArgmaxScratch, argmax, softcap
-from windowpane.lowering.gpu.kernels.matvec import MAX_ROWS, Launch, gated_matvec, matvec, plan_launch
+from windowpane.lowering.gpu.kernels.matvec import MAX_ROWS, Launch, matvec, plan_launch
 from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.lowering.rope import RopeTables, rotate
@@ -105,7 +105,7 @@ def gates(name: str) -> str:
         gated(gate_up, out, name)
         told.append(no_worse(out, activation(gate) * up, activation(gate.double()) * up.double()))
         out = nans(rows, width)
-        gated_per_layer(gate, up, out, name)
+        gated(gate, out, name, up=up)
         no_worse(out, activation(gate) * up, activation(gate.double()) * up.double())
     return ", ".join(told)
 
@@ -222,7 +222,7 @@ def product(rows: int, inputs: int, outputs: int, launch: Launch | None = None) 
     if outputs % 2 == 0:
         weight /= inputs**0.5
         out = nans(rows, outputs // 2)
-        gated_matvec(x, weight, out, "gelu_pytorch_tanh", launch=launch)
+        matvec(x, weight, out, activation="gelu_pytorch_tanh", launch=launch)
         activation = ACTIVATIONS["gelu_pytorch_tanh"]
         gate, up = F.linear(x, weight).chunk(2, -1)
         exact = F.linear(x.double(), weight.double()).chunk(2, -1)
@@ -242,7 +242,7 @@ def dependent_launches() -> str:
     def chain(pdl: bool) -> None:
         rms_norm(hidden, weight, EPS, normed, pdl=pdl)
         for first, second in zip(into, back, strict=True):
-            gated_matvec(normed, first, mid, "silu", pdl=pdl)
+            matvec(normed, first, mid, activation="silu", pdl=pdl)
             matvec(mid, second, out, pdl=pdl)
             residual_norm(hidden, out, weight, weight, None, EPS, normed, pdl=pdl)
 
@@ -325,7 +325,7 @@ def time_heads(name: str, rows: int, query_heads: int, kv_heads: int, dim: int, 
 
 
 def products() -> None:
-    """What `matvec` and `gated_matvec` plan for each shape, beside cuBLAS."""
+    """What `matvec` plans for each shape, beside cuBLAS."""
     print(f"\n{'product':20} {'rows':>4} {'launch':>8} {'matvec':>14} {'gated':>14} {'cuBLAS':>14}   µs and TB/s")
     for inputs, outputs in PRODUCTS:
         weights = copies(outputs, inputs)
@@ -363,7 +363,7 @@ def _matvec(x: torch.Tensor, out: torch.Tensor, launch: Launch, weight: torch.Te
 
 
 def _gated(x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor) -> None:
-    gated_matvec(x, weight, out, "gelu_pytorch_tanh")
+    matvec(x, weight, out, activation="gelu_pytorch_tanh")
 
 
 def _cublas(x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor) -> None:

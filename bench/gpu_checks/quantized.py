@@ -33,7 +33,6 @@ from windowpane.lowering.gpu.kernels.packed import (
     choose_launch,
     dequantize_into,
     dequantized_product,
-    packed_gated,
     packed_linear,
     packed_product,
     plan_launch,
@@ -160,7 +159,7 @@ def compare(
         x = x / 8
         activation = ACTIVATIONS["gelu_pytorch_tanh"]
         out = nans(rows, outputs // 2, dtype=dtype)
-        packed_gated(x, weight, out, "gelu_pytorch_tanh", launch=launch)
+        packed_linear(x, weight, out, activation="gelu_pytorch_tanh", launch=launch)
         gate, up = F.linear(x.double(), weight.dequantize(torch.float64)).chunk(2, -1)
         plain_gate, plain_up = F.linear(x, matrix).chunk(2, -1)
         gated = relative(out, activation(gate) * up), relative(activation(plain_gate) * plain_up, activation(gate) * up)
@@ -189,7 +188,7 @@ def dependent_launches() -> str:
         def chain(wait: bool, x: torch.Tensor = x, mid: torch.Tensor = mid, rows: int = rows, pdl: bool = True) -> None:
             for layer, (first, second) in enumerate(zip(into, back, strict=True)):
                 if rows <= SPLIT_ROWS and layer == 0:  # many gates in a row would end in zeros
-                    packed_gated(x, first, mid, "silu")
+                    packed_linear(x, first, mid, activation="silu")
                 else:
                     packed_linear(x, first[:inner], mid, pdl=pdl)
                 if wait:
@@ -342,7 +341,7 @@ def _product(x: torch.Tensor, bias: torch.Tensor | None, weight: PackedWeight) -
 
 
 def _gated(x: torch.Tensor, out: torch.Tensor, weight: PackedWeight) -> None:
-    packed_gated(x, weight, out, "gelu_pytorch_tanh")
+    packed_linear(x, weight, out, activation="gelu_pytorch_tanh")
 
 
 def _cublas(x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor) -> None:

@@ -162,8 +162,9 @@ def test_making_storing_and_widening(fmt, latent, monkeypatch):
             balance=None if latent else torch.zeros(2, view.kv_heads, view.dim), pdl=True,
         )  # fmt: skip
         assert making.compiled is not None
-    storing = record(monkeypatch, writing, "_write_coded_kernel")
-    writing.write_coded(writing.CodedRows.empty(ROWS, view, CPU), arena, view, ints(ROWS), ints(ROWS), ints(ROWS))
+    storing = record(monkeypatch, writing, "_write_kernel")
+    rows, lists = writing.CodedRows.empty(ROWS, view, CPU), (ints(ROWS), ints(ROWS), ints(ROWS))
+    writing.write(rows.k, rows.v, arena, view, *lists, scales=(rows.k_scales, rows.v_scales))
     kernel = record(monkeypatch, widening, "_widen_kernel")
     segments = torch.tensor([(0, 100, 200, 0, 0, 100)], dtype=torch.int32)
     plan = widening.plan_past(segments.numpy(), layer, torch.bfloat16, 2**24)[0]

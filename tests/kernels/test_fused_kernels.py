@@ -15,10 +15,10 @@ import torch.nn.functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
-    from windowpane.lowering.gpu.kernels.gated import gated, gated_per_layer
+    from windowpane.lowering.gpu.kernels.gated import gated
     from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
     from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
-    from windowpane.lowering.gpu.kernels.matvec import Launch, gated_matvec, matvec
+    from windowpane.lowering.gpu.kernels.matvec import Launch, matvec
     from windowpane.lowering.gpu.kernels.norms import residual_norm, rms_norm
     from windowpane.lowering.reference.ops import Ops
     from windowpane.lowering.rope import RopeTables, rotate
@@ -91,7 +91,7 @@ def check_gates() -> None:
         gated(gate_up, out, name)
         close(out, activation(gate_up[:, :1100]) * gate_up[:, 1100:])
         gate, per_layer, out = strided(2, 48), torch.randn(2, 5, 48)[:, 3], nans(2, 48)
-        gated_per_layer(gate, per_layer, out, name)
+        gated(gate, out, name, up=per_layer)
         close(out, activation(gate) * per_layer)
 
 
@@ -329,7 +329,7 @@ def check_gated_products() -> None:
         gate, up = F.linear(x, gate_up).chunk(2, -1)
         for name, activation in ACTIVATIONS.items():
             out = nans(rows, width)
-            gated_matvec(x, gate_up, out, name, launch=launch)
+            matvec(x, gate_up, out, activation=name, launch=launch)
             close(out, activation(gate) * up, 1e-4)
 
 

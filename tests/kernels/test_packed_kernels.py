@@ -18,7 +18,7 @@ from windowpane.lowering.packed import PackedWeight, pack_units, pack_zeros
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.lowering.gpu.kernels import packed
-    from windowpane.lowering.gpu.kernels.packed import Launch, dequantize_into, packed_gated, packed_linear
+    from windowpane.lowering.gpu.kernels.packed import Launch, dequantize_into, packed_linear
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -104,7 +104,7 @@ def check_gates() -> None:
         for rows, launch in ((1, None), (10, Launch(32, 16, 4, 2))):
             weight = random_weight("int4", 2 * 37, 384, 32, zeros=rows > 1)
             x, out = strided(rows, 384) / 20, nans(rows, 37)
-            packed_gated(x, weight, out, name, launch=launch)
+            packed_linear(x, weight, out, activation=name, launch=launch)
             gate, up = F.linear(x, weight.dequantize(torch.float32)).chunk(2, -1)
             close(out, activation(gate) * up)
 

@@ -178,7 +178,7 @@ class Decoding:
         slabs = -(-len(positions) * pages_each * layout.groups[group].page_bytes // layout.slab_bytes) + 1
         self.pages = KVPages(layout, slabs, len(positions), 4096, torch.device("cpu"))
         self.pages.arena.view(torch.float32).normal_()
-        columns = self.pages.columns(group)
+        columns = self.pages.columns[group]
         shuffled = np.random.default_rng(3).permutation(len(positions) * pages_each)
         for slot in range(len(positions)):
             mine = shuffled[slot * pages_each : (slot + 1) * pages_each][:columns] * page_units

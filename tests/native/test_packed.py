@@ -22,7 +22,7 @@ from windowpane.native import build
 
 KINDS = [number for number in GGML_TYPES if number != F32]
 INTEGER_KINDS = [number for number in KINDS if GGML_TYPES[number].scale_bytes]
-NAMES = [GGML_TYPES[number].name for number in KINDS]
+NAMES = [GGML_TYPES[number].scheme for number in KINDS]
 # Where a block holds float16 scales: those must be numbers, all other bytes may be anything.
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)} | dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 
@@ -40,10 +40,10 @@ def stored(kind: int, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
         values = random.standard_normal((outputs, inputs), dtype=np.float32)
         return gguf.quantize(values, gguf.GGMLQuantizationType(kind)).view(np.uint8)
     blocks = random.integers(0, 256, (outputs, inputs // found.inputs, found.stored_bytes), dtype=np.uint8)
-    for at in () if found.name == "MXFP4" else HALVES.get(found.name, (0,)):
+    for at in () if found.scheme == "MXFP4" else HALVES.get(found.scheme, (0,)):
         scales = random.standard_normal(blocks.shape[:2]).astype(np.float16) * np.float16(0.1)
         blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    if found.name == "MXFP4":
+    if found.scheme == "MXFP4":
         blocks[..., 0] = random.integers(0, 140, blocks.shape[:2])
     return blocks.reshape(outputs, -1)
 
@@ -88,11 +88,11 @@ def test_products_are_those_of_inputs_in_8_bits(kind: int, rows: int) -> None:
     assert (weight.linear(x, bias).double() - expected - bias).abs().max() <= 2e-6 * scale
 
 
-@pytest.mark.parametrize("kind", INTEGER_KINDS, ids=[GGML_TYPES[k].name for k in INTEGER_KINDS])
+@pytest.mark.parametrize("kind", INTEGER_KINDS, ids=[GGML_TYPES[k].scheme for k in INTEGER_KINDS])
 def test_whole_numbers_are_exact(kind: int) -> None:
     """Inputs of ±127 and weights at the ends of their range: nothing saturates, nothing is rounded."""
     raw = stored(kind, 16, 256)
-    name, found = GGML_TYPES[kind].name, GGML_TYPES[kind]
+    name, found = GGML_TYPES[kind].scheme, GGML_TYPES[kind]
     blocks = raw.reshape(16, -1, found.stored_bytes)
     one = np.float16(1).view(np.uint16)
     blocks[:] = np.where(np.arange(16)[:, None, None] % 2, 255, 0)  # the largest and the smallest values

@@ -11,7 +11,7 @@ import torch
 from tests.running.harness import Knobs, Run, generate
 from tests.running.small_models import WINDOW, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
-from windowpane.device.pages import KVPages
+from windowpane.device.pages import KEYS, QUERIES, KVPages
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.lowering.linear import Parameters
@@ -138,16 +138,16 @@ def test_a_balance_evens_out_what_keys_have_and_queries_lack(monkeypatch):
     exact = torch.einsum("qhgd,khd->qhgk", queries.view(200, heads, 2, dim), keys)
 
     def error() -> float:
-        coded = layer.through_format(layer.transformed_keys(keys), 0)
-        asking = layer.transformed_queries(queries).view(200, heads, 2, dim)
+        coded = layer.through_format(layer.balanced(keys, KEYS), 0)
+        asking = layer.balanced(queries, QUERIES).view(200, heads, 2, dim)
         return float((torch.einsum("qhgd,khd->qhgk", asking, coded) - exact).norm() / exact.norm())
 
     with monkeypatch.context() as alike:
         alike.setattr(layer, "balance", torch.ones(2, heads, dim))
         unbalanced = error()
     assert layer.warming_up
-    layer.transformed_keys(keys)
-    layer.transformed_queries(queries)
+    layer.balanced(keys, KEYS)
+    layer.balanced(queries, QUERIES)
     layer.end_warm_up()
     assert error() < min(0.2, unbalanced / 10)
 

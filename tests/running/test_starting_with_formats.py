@@ -21,10 +21,13 @@ from windowpane.models import ModelSpec, load, shipped_names
 from windowpane.plan.config import EngineConfig
 from windowpane.plan.planner import PlanError, make_plan, size_up
 from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.step import Segment, Step
 from windowpane.weights import load_kv_scales, load_weights
 
 CPU = torch.device("cpu")
 CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
+CHUNK = (Segment(0, 0, 3, 0, 0, 3),)
+FIRST_TOKENS = Step(np.zeros(3, np.int32), np.arange(3), np.zeros(0, np.int64), CHUNK, CHUNK, np.arange(3))
 MOST_ERROR = {"int8_per_token_head": 0.02, "fp8_per_token_head": 0.05, "fp8_e4m3": 0.05}
 
 
@@ -47,7 +50,7 @@ def test_rows_of_every_shipped_layout_survive_every_format(name, kv_cache_dtype)
             layer.layer_scales = [0.02] * len(rows)
             if layer.warming_up:
                 layer.end_warm_up()
-            layer.write(0, 0, rows)
+            layer.write(FIRST_TOKENS, rows)
             for stored, row in zip(layer.past(0, 0, 3), rows, strict=True):
                 error = (stored.transpose(0, 1) - row).norm() / row.norm()
                 assert 0 < error < MOST_ERROR.get(kv_cache_dtype, 0.2)

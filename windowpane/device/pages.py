@@ -23,6 +23,7 @@ from windowpane.kv.retention import Full, LooksBack, Window
 from windowpane.kv.tables import PageTable
 from windowpane.schedule.step import Step
 
+QUERIES, KEYS = 0, 1  # sides of a balance
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,7 +37,7 @@ class KVPages:
         self.device = device
         self.arena = _zeros(num_slabs * layout.slab_bytes, device)
         tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
-        self._columns = [max(t.columns, 1) for t in tables]
+        self.columns = [max(t.columns, 1) for t in tables]
         # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
         shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
         self.reading: list[NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for shape in shapes]
@@ -71,18 +72,22 @@ class KVPages:
         for update in changes.late:
             self.reading[update.group][update.slots, update.columns] = update.offsets
 
-    @property
-    def table_shapes(self) -> list[tuple[int, ...]]:
-        """[slots, columns, stripes] of each group's table."""
-        return [entries.shape for entries in self.reading]
-
-    def columns(self, group: int) -> int:
-        return self._columns[group]
-
     def decoding_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
+        """The pages that decoding tokens see."""
         key = (group, stripe, sees)
         if key not in self._reads:
-            self._reads[key] = self._plan_reads(group, stripe, sees, step)
+            block = self.layout.groups[group].block_tokens or 1
+            slots, stops = step.decode_slots, step.decode_positions
+            starts = np.array([sees.first_visible(position) for position in stops.tolist()])
+            first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
+            blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
+            columns = np.minimum(blocks, last_blocks[:, None]) % self.columns[group]
+            offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
+            self._reads[key] = _Reads(
+                offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
+                stops=self._tensor(stops), most_tokens=int((stops - starts).max()),
+                first_positions=self._tensor(first_blocks * block), block_tokens=block,
+            )  # fmt: skip
         return self._reads[key]
 
     def decoding_writes(self, group: int, stripe: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,24 +95,10 @@ class KVPages:
         key = (group, stripe)
         if key not in self._writes:
             block = self.layout.groups[group].block_tokens or 1
-            columns = step.decode_positions // block % self._columns[group]
+            columns = step.decode_positions // block % self.columns[group]
             entries = self.writing[group][step.decode_slots, columns, stripe].astype(np.int64)
             self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
         return self._writes[key]
-
-    def _plan_reads(self, group: int, stripe: int, sees: LooksBack, step: Step) -> _Reads:
-        block = self.layout.groups[group].block_tokens or 1
-        slots, stops = step.decode_slots, step.decode_positions
-        starts = np.array([sees.first_visible(position) for position in stops.tolist()])
-        first_blocks, last_blocks = starts // block, np.maximum(-(-stops // block) - 1, starts // block)
-        blocks = first_blocks[:, None] + np.arange(int((last_blocks - first_blocks).max()) + 1)
-        columns = np.minimum(blocks, last_blocks[:, None]) % self._columns[group]
-        offsets = self.reading[group][slots[:, None], columns, stripe].astype(np.int64)
-        return _Reads(
-            offsets=self._tensor(offsets.reshape(-1)), shape=blocks.shape, starts=self._tensor(starts),
-            stops=self._tensor(stops), most_tokens=int((stops - starts).max()),
-            first_positions=self._tensor(first_blocks * block), block_tokens=block,
-        )  # fmt: skip
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -235,39 +226,41 @@ class LayerPages:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
         offsets, within = self.decoding_writes(step)
         kept = self._kept_rows(step.decode_positions)
-        for part, values in enumerate(rows):
-            self._store(part, offsets[kept], within[kept], values[kept])
+        self._store(offsets[kept], within[kept], [x[kept] for x in rows])
 
-    def write(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
-        """Store rows ([tokens, heads, dim] each) of the tokens from `start` on."""
-        positions = np.arange(start, start + len(rows[0]))
-        offsets = self._offsets(self._pages.writing, slot, positions // self.block_tokens)
-        within = self._pages._tensor(positions % self.block_tokens)
-        for part, values in enumerate(rows):
-            self._store(part, offsets, within, values)
+    def write(self, step: Step, rows: list[torch.Tensor]) -> None:
+        """Store what `writes` lists of a step's rows ([rows, heads, dim] each)."""
+        at, offsets, within = (self._pages._tensor(x.astype(np.int64)) for x in self.writes(step))
+        self._store(offsets[:, self._stripe], within, [x[at] for x in rows])
 
-    def write_tails(self, slot: int, start: int, rows: list[torch.Tensor]) -> None:
-        """Store those rows of a chunk ([tokens, heads, dim] each, from `start` on) that its restore points keep."""
-        for tail in self._pages.tails.get((self.group, slot), ()):
-            positions = np.arange(tail.start, tail.stop)
-            blocks = positions // self.block_tokens - tail.start // self.block_tokens
-            offsets = self._pages._tensor(tail.offsets[blocks, self._stripe].astype(np.int64))
-            within = self._pages._tensor(positions % self.block_tokens)
-            for part, values in enumerate(rows):
-                self._store(part, offsets, within, values[tail.start - start : tail.stop - start])
+    def writes(self, step: Step) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        """Rows of a step that a later token can see or a restore point keeps, the offsets of their pages [rows,
+        stripes], and their tokens within these.
+        """
+        block, pages = self.block_tokens, self._pages
+        rows = [np.arange(step.num_decoding)[self._kept_rows(step.decode_positions)]]
+        slots = [step.decode_slots[rows[0]]]
+        tail_rows, tail_positions, tail_offsets = [], [], []
+        for segment in step.segments:
+            kept = np.arange(self.first_written(segment.start, segment.stop), segment.stop)
+            rows.append(kept - segment.start + segment.row)
+            slots.append(np.full(len(kept), segment.slot))
+            for tail in pages.tails.get((self.group, segment.slot), ()):
+                tail_positions.append(np.arange(tail.start, tail.stop))
+                tail_rows.append(tail_positions[-1] - segment.start + segment.row)
+                tail_offsets.append(tail.offsets[tail_positions[-1] // block - tail.start // block])
+        own = np.concatenate(rows)
+        columns = step.positions[own] // block % pages.columns[self.group]
+        offsets = np.concatenate([pages.writing[self.group][np.concatenate(slots), columns], *tail_offsets])
+        within = np.concatenate([step.positions[own], *tail_positions]) % block
+        return np.concatenate([own, *tail_rows]), offsets, within
 
     def transformed(self, values: torch.Tensor) -> torch.Tensor:
         """Values into the basis that they are stored in, and what was attended back out of it."""
         return values if self.basis is None else values @ self.basis.to(values.dtype)
 
-    def transformed_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        return self._balanced(keys, 1)
-
-    def transformed_queries(self, queries: torch.Tensor) -> torch.Tensor:
-        return self._balanced(queries, 0)
-
-    def _balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """Queries or keys [rows, heads, dim] into their basis; query heads share their KV head's balance."""
+    def balanced(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """QUERIES or KEYS [rows, heads, dim] into their basis; query heads share their KV head's balance."""
         if self.basis is None:
             return x
         heads = x.float().reshape(len(x), self._kv_heads, x.shape[1] // self._kv_heads, x.shape[2])
@@ -310,20 +303,19 @@ class LayerPages:
         scales = self._scale_views[part].index_select(0, offsets)[..., 0] if self._scale_views else None
         return codecs.decode(self.kv_format, stored, scales, self._dims[part], self._layer_scale(part))
 
-    def _store(self, part: int, offsets: torch.Tensor, within: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows [n, heads, dim] into page `offsets[i]`, token `within[i]`.
+    def _store(self, offsets: torch.Tensor, within: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Rows ([n, heads, dim] each) into page `offsets[i]`, token `within[i]`.
 
         What went through the format before is stored as it was then (the codecs' tests see to it).
         """
-        if self.warming_up:
-            return
-        if not self.is_coded:
-            self._views[part][offsets, :, within] = values.to(self.dtype)
-            return
-        words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
-        self._views[part][offsets, :, within] = words
-        if scales is not None:
-            self._scale_views[part][offsets, :, within] = scales[..., None]
+        for part, values in enumerate(() if self.warming_up else rows):
+            if not self.is_coded:
+                self._views[part][offsets, :, within] = values.to(self.dtype)
+                continue
+            words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
+            self._views[part][offsets, :, within] = words
+            if scales is not None:
+                self._scale_views[part][offsets, :, within] = scales[..., None]
 
     def first_written(self, start: int, stop: int) -> int:
         """The first of tokens [start, stop) that a later one can see."""
@@ -337,7 +329,7 @@ class LayerPages:
         return np.flatnonzero([self.first_written(p, p + 1) <= p for p in positions.tolist()])
 
     def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
-        columns = blocks % self._pages.columns(self.group)
+        columns = blocks % self._pages.columns[self.group]
         return self._pages._tensor(tables[self.group][slot, columns, self._stripe].astype(np.int64))
 
 

@@ -47,13 +47,9 @@ class DeviceTables:
         """
         late = self._list((update, self._reading_starts) for update in self._late)
         self._late = changes.late
-        now = self._list(
-            (
-                *((update, self._reading_starts) for update in (*changes.entries, *changes.moved_reads)),
-                *((update, self._writing_starts) for update in (*changes.entries, *changes.late)),
-            )
-        )
-        return late, now
+        reading = [(update, self._reading_starts) for update in (*changes.entries, *changes.moved_reads)]
+        writing = [(update, self._writing_starts) for update in (*changes.entries, *changes.late)]
+        return late, self._list(reading + writing)
 
     def apply(self, updates: torch.Tensor) -> None:
         """Write a list of updates that has reached the device."""

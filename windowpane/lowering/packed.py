@@ -62,15 +62,10 @@ class PackedWeight:
         """Some consecutive inputs: whole groups."""
         if self.order is not None or any(edge % (self.group_inputs or 1) for edge in (inputs.start, inputs.stop)):
             raise IndexError(f"inputs {inputs.start} to {inputs.stop} cut through groups of {self.group_inputs}")
-        tiles = self._tiles()
-        units = [pack_units(unpack_units(self.units[t])[:, inputs.start : inputs.stop], self.kind) for t in tiles]
-        scales, zeros = self.scales, self.zeros
+        groups = slice(None)
         if self.group_inputs is not None:
             groups = slice(inputs.start // self.group_inputs, inputs.stop // self.group_inputs)
-            scales = scales[:, groups]
-            if zeros is not None:
-                zeros = pack_zeros(unpack_zeros(zeros, self.scales.shape[1])[:, groups])
-        return replace(self, inputs=len(inputs), units=torch.cat(units), scales=scales, zeros=zeros)
+        return self._with_columns(torch.arange(inputs.start, inputs.stop, device=self.device), groups)
 
     def copy(self) -> PackedWeight:
         """In memory of its own: a part no longer keeps the whole."""
@@ -129,16 +124,20 @@ class PackedWeight:
         Where groups move whole, they are moved. Otherwise inputs are put back in order before every product.
         """
         if self.order is None and (groups := self._moved_groups(order)) is not None:
-            units = torch.empty_like(self.units)
-            for tile in self._tiles():
-                units[tile] = pack_units(unpack_units(self.units[tile])[:, order], self.kind)
-            zeros = None
-            if self.zeros is not None:
-                zeros = pack_zeros(unpack_zeros(self.zeros, self.scales.shape[1])[:, groups])
-            return replace(self, units=units, scales=self.scales[:, groups], zeros=zeros)
+            return self._with_columns(order, groups)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return replace(self, order=(back if self.order is None else back[self.order.long()]).to(torch.int32))
+
+    def _with_columns(self, columns: torch.Tensor, groups: torch.Tensor | slice) -> PackedWeight:
+        """These columns of the units, whose groups are these."""
+        units = self.units.new_empty(len(self), -(-len(columns) // BLOCK_INPUTS) * BLOCK_UNITS)
+        for tile in self._tiles():
+            units[tile] = pack_units(unpack_units(self.units[tile])[:, columns], self.kind)
+        zeros = self.zeros
+        if zeros is not None:
+            zeros = pack_zeros(unpack_zeros(zeros, self.scales.shape[1])[:, groups])
+        return replace(self, inputs=len(columns), units=units, scales=self.scales[:, groups], zeros=zeros)
 
     def _moved_groups(self, order: torch.Tensor) -> torch.Tensor | None:
         """The order of groups that `order` comes to, or None where it takes one apart."""

@@ -14,10 +14,8 @@ import torch
 
 from windowpane.device.codecs import needs_layer_scale
 from windowpane.device.pages import KVPages
-from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.reference.model import ReferenceModel
-from windowpane.schedule.batch import Batch, PromptChunk
-from windowpane.schedule.step import Step
+from windowpane.schedule.step import Segment, Step
 
 KVScales = Mapping[int, tuple[float, float]]  # of K and V, by layer
 
@@ -65,7 +63,6 @@ def _warm_up_step(model: ReferenceModel, tokens: Sequence[int]) -> tuple[Step, t
         ids = torch.tensor(tokens)
     else:
         ids = torch.randint(0, vocabulary, (WARM_UP_TOKENS,), generator=torch.Generator().manual_seed(0))
-    chunk = PromptChunk(0, 0, ids.numpy().astype(np.int32), samples=True)
-    nobody = np.zeros(0, dtype=np.int64)
-    batch = Batch(0, nobody, nobody, [chunk], np.zeros(0, dtype=np.int8), NO_CHANGES)
-    return Step.of(batch, frozenset({0})), ids.to(device)
+    every, segments = np.arange(len(ids)), (Segment(0, 0, len(ids), 0, 0, len(ids)),)
+    step = Step(ids.numpy().astype(np.int32), every, np.zeros(0, np.int64), segments, segments, every)
+    return step, ids.to(device)

@@ -13,6 +13,7 @@ from pathlib import Path
 from windowpane.models.config import CONFIG, QUANT_CONFIG, Config, ModelError
 from windowpane.models.gguf import hf_config, is_gguf, read_header, shards, stored_types
 from windowpane.models.modelopt import unmatched_target
+from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 
 __all__ = ["ModelError", "ModelSpec", "from_config", "load", "shipped_name", "shipped_names", "shipped_repositories"]
@@ -178,7 +179,8 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
 
 def _check_quantization(spec: ModelSpec) -> None:
     """Refuse a quantization that passes the model by: its weights would be counted as if there were none."""
-    if (quantization := spec.quantization) is None:
+    quantization = spec.quantization
+    if not isinstance(quantization, Quantization):
         return
     quantized = [tensor for tensor in spec.tensors if tensor.tower is None and quantization.format_of(tensor)]
     if not quantized:

@@ -57,10 +57,6 @@ class Projection:
         return cls(weights, biases, any(t.shard is not None and t.shard.axis == 1 for t in weights))
 
     @property
-    def outputs(self) -> int:
-        return sum(t.shape[0] for t in self.weights)
-
-    @property
     def inputs(self) -> int:
         return self.weights[0].shape[1]
 
@@ -135,14 +131,6 @@ class Block:
     after: Norm | None = None
     multiplier: float = 1.0
 
-    def mixers(self) -> Iterator[Attention | GatedMLP | PerLayerInput]:
-        """Its own mixer, or those of its branches."""
-        if not isinstance(self.mixer, Sum):
-            yield self.mixer
-            return
-        for branch in self.mixer.branches:
-            yield from branch.mixers()
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -198,7 +186,7 @@ class Decoder:
     def widest_mlp(self) -> int:
         """The most intermediate values that one token has in a block."""
         blocks = (block for layer in self.layers for block in layer.blocks)
-        return max(sum(m.down.inputs for m in block.mixers() if isinstance(m, GatedMLP)) for block in blocks)
+        return max(sum(mlp.down.inputs for mlp in each(block, GatedMLP)) for block in blocks)
 
 
 _Described = TypeVar("_Described")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from windowpane.kv.caches import TokenCache
 from windowpane.models.blocks import (
@@ -24,6 +25,8 @@ from windowpane.models.parts import Shape, attention_tensors, embeddings, mlp_te
 from windowpane.models.rope import Rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
+
+Tensors = Sequence[TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def attention(
     out_bias: bool | None = None,
     head_norms: Norms | None = None,
     layer: int | None = None,
-    tensors: Sequence[TensorSpec] | None = None,
+    tensors: Tensors | None = None,
 ) -> Attention:
     """Attention with Llama's names for its projections, or over `tensors`, of which the output projection is last.
 
@@ -85,16 +88,15 @@ def attention(
     """
     owns_kv = layer is None or layer == cache.layer
     if tensors is None:
-        tensors = attention_tensors(
-            prefix, shape, bias=bias, out_bias=out_bias, owns_kv=owns_kv, has_v=not cache.latent
-        )
-    outputs = 2 if tensors[-1].name.endswith(".bias") else 1
+        has_v = not cache.latent
+        tensors = attention_tensors(prefix, shape, bias=bias, out_bias=out_bias, owns_kv=owns_kv, has_v=has_v)
+    makes_qkv, makes_out = _split_last(tensors)
     norms = head_norms or (lambda name: None)
     return Attention(
         layer=cache.layer if layer is None else layer,
         cache=cache,
-        qkv=Projection.of(tensors[:-outputs]),
-        out=Projection.of(tensors[-outputs:]),
+        qkv=makes_qkv,
+        out=makes_out,
         rope=rope,
         scale=shape.head_dim**-0.5 if scale is None else scale,
         softcap=softcap,
@@ -104,19 +106,18 @@ def attention(
 
 
 def gated_mlp(
-    prefix: str,
-    shape: Shape,
-    width: int,
-    activation: str,
-    *,
-    bias: bool = False,
-    tensors: Sequence[TensorSpec] | None = None,
+    prefix: str, shape: Shape, width: int, activation: str, *, bias: bool = False, tensors: Tensors | None = None
 ) -> GatedMLP:
     """An MLP with Llama's names for its projections, or over `tensors`, of which the one down is last."""
     if tensors is None:
         tensors = mlp_tensors(prefix, shape.hidden, width, bias=bias)
-    outputs = 2 if tensors[-1].name.endswith(".bias") else 1
-    return GatedMLP(Projection.of(tensors[:-outputs]), Projection.of(tensors[-outputs:]), activation)
+    return GatedMLP(*_split_last(tensors), activation)
+
+
+def _split_last(tensors: Tensors) -> tuple[Projection, Projection]:
+    """All projections but the last, joined, and the last: a weight, or a weight and its bias."""
+    count = 2 if tensors[-1].name.endswith(".bias") else 1
+    return Projection.of(tensors[:-count]), Projection.of(tensors[-count:])
 
 
 def per_layer_inputs(
@@ -142,23 +143,15 @@ def decoder(
     norm: Norm,
     *,
     head: str = "lm_head.weight",
-    per_layer: PerLayerEmbedding | None = None,
-    embedding_multiplier: float = 1.0,
-    logit_multiplier: float = 1.0,
-    logit_softcap: float | None = None,
+    **rest: Any,
 ) -> Decoder:
-    """A decoder whose tensors begin with `prefix`; the LM head is called `head` unless it is the embedding."""
+    """A decoder whose tensors begin with `prefix`; the LM head is called `head` unless it is the embedding.
+
+    `rest` are the other fields of a `Decoder`: multipliers, soft-cap, per-layer embeddings.
+    """
     table, *heads = embeddings(prefix, shape, head=head)
-    return Decoder(
-        embedding=table,
-        layers=tuple(layer if isinstance(layer, Layer) else Layer(layer) for layer in layers),
-        norm=norm,
-        head=Projection.of(heads) if heads else None,
-        per_layer=per_layer,
-        embedding_multiplier=embedding_multiplier,
-        logit_multiplier=logit_multiplier,
-        logit_softcap=logit_softcap,
-    )
+    described = tuple(layer if isinstance(layer, Layer) else Layer(layer) for layer in layers)
+    return Decoder(table, described, norm, Projection.of(heads) if heads else None, **rest)
 
 
 def described_spec(
@@ -169,7 +162,7 @@ def described_spec(
     name: str,
     family: str,
     decoder: Decoder,
-    towers: Iterable[TensorSpec] = (),
+    towers: Tensors = (),
     notes: Iterable[str] = (),
     planned_only: str = "",
 ) -> ModelSpec:

@@ -27,7 +27,7 @@ class GgmlType:
     In memory a value takes `bits`, and the scales of sixteen outputs and 256 inputs take `scale_bytes`.
     """
 
-    name: str
+    scheme: str
     inputs: int
     stored_bytes: int
     bits: int
@@ -59,7 +59,7 @@ def ggml_type(number: int, tensor: str) -> GgmlType:
     """The type of this number; an unknown one is refused by the name of the tensor that has it."""
     known = GGML_TYPES.get(number)
     if known is None:
-        names = ", ".join(kind.name for kind in GGML_TYPES.values())
+        names = ", ".join(kind.scheme for kind in GGML_TYPES.values())
         raise ModelError(f"{tensor} has ggml type {number}, which is not run; types that run: {names}")
     return known
 
@@ -105,12 +105,12 @@ class StoredTypes:
         for name, (shape, kind) in shapes_and_kinds.items():
             found = ggml_type(kind, name)
             if shape[-1] % found.inputs:
-                blocks = f"{found.name} blocks of {found.inputs}"
+                blocks = f"{found.scheme} blocks of {found.inputs}"
                 raise ModelError(f"{name} has {shape[-1]} inputs, which {blocks} do not divide: the file is damaged")
             # Kernels take floats of 16 bits four at a time.
             if len(shape) == 2 and kind != F32 and shape[1] % 4 == 0:
                 kinds[name] = kind
-                sizes[found.name] += prod(shape)
+                sizes[found.scheme] += prod(shape)
         return cls(kinds, f"GGUF ({' + '.join(name for name, _ in sizes.most_common(2))})") if kinds else None
 
     def format_of(self, weight: TensorSpec) -> GgmlType | None:
@@ -133,6 +133,6 @@ class StoredTypes:
         if length % max(stored.inputs, 4) == 0:
             return None
         return (
-            f"{weight.name}: {length} inputs per rank cut through {stored.name} blocks of {stored.inputs}; "
+            f"{weight.name}: {length} inputs per rank cut through {stored.scheme} blocks of {stored.inputs}; "
             "--dtype float32 expands the weights"
         )

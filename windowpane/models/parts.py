@@ -37,6 +37,9 @@ class Shape:
     max_position: int
     tied: bool
 
+    def cache(self, layer: int, keeps: TokenRetention, *, latent: bool = False) -> TokenCache:
+        return TokenCache(layer, keeps, self.kv_heads, self.head_dim, self.head_dim, latent=latent)
+
 
 def read_shape(config: Config, text: Config, tied: bool, defaults: Mapping[str, int] | None = None) -> Shape:
     """Read the sizes from `text`, which is `config` where nothing is nested; `defaults` are the config class's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windowpane.models.blocks import RMS, Attention, Decoder, GatedMLP, Norm, PerLayerInput
+from windowpane.models.blocks import RMS, Attention, Decoder, GatedMLP, Norm, PerLayerInput, each
 from windowpane.models.config import ModelError
 from windowpane.models.rope import KINDS
 from windowpane.models.spec import ModelSpec
@@ -29,8 +29,8 @@ def runnable(spec: ModelSpec) -> Decoder:
     kinds = {a.rope.kind for a in decoder.attentions if a.rope is not None}
     for kind in sorted(kinds - set(KINDS)):
         raise ModelError(f"rope_type: {kind!r} cannot be run yet; known: {', '.join(KINDS)}")
-    mixers = (m for layer in decoder.layers for block in layer.blocks for m in block.mixers())
-    activations = {m.activation for m in mixers if isinstance(m, GatedMLP | PerLayerInput)}
+    activations = {mlp.activation for mlp in each(decoder.layers, GatedMLP)}
+    activations |= {mixer.activation for mixer in each(decoder.layers, PerLayerInput)}
     for activation in sorted(activations - set(ACTIVATIONS)):
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
     problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]
@@ -42,7 +42,7 @@ def runnable(spec: ModelSpec) -> Decoder:
 def _problem(attention: Attention, decoder: Decoder) -> str | None:
     """What no lowering has, or not every one."""
     at = f"layer {attention.layer}"
-    if attention not in decoder.layers[attention.layer].blocks[0].mixers():
+    if attention not in each(decoder.layers[attention.layer].blocks[0], Attention):
         return f"{at} has its attention behind another block"
     norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     if any(norm.kind != RMS or norm.weight is None for norm in norms):

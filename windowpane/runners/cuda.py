@@ -64,7 +64,7 @@ class CudaRunner:
             ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
         )
         self.activation_bytes: int | None = None  # measured by `rehearse`
-        self.tables = DeviceTables(self.pages.table_shapes, device)
+        self.tables = DeviceTables([entries.shape for entries in self.pages.reading], device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
         self._num_slots = num_slots

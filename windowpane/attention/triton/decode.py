@@ -10,9 +10,9 @@ all of is ended by it.
     programs  |. . . .|. . . .|. . .|     one of the two, so no slot is taken twice
 """
 
-from __future__ import annotations
+# mypy: disable-error-code="assignment,misc"
 
-from functools import cache
+from __future__ import annotations
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.attention.mask import Mask
 from windowpane.attention.triton.codes import operand_type
-from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item
+from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item, present_weight
 from windowpane.attention.triton.decode_tunings import tuning_for
 from windowpane.attention.triton.view import (
     ELEMENTS,
@@ -30,6 +30,8 @@ from windowpane.attention.triton.view import (
     PagedLayer,
     add_scores,
     column_of,
+    piece_start,
+    processors_of,
     ring_base,
     rotate,
     section,
@@ -48,12 +50,7 @@ LINE_BYTES = tl.constexpr(128)  # of L2
 
 def decode_programs(view: LayerView, device: torch.device) -> int:
     """How many programs share a step of this layer."""
-    return tuning_for(view).programs_per_sm * _multiprocessors(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return tuning_for(view).programs_per_sm * processors_of(device)
 
 
 class DecodeScratch:
@@ -213,39 +210,31 @@ def _latent_item(
     step_sin = tl.load(SIN + N * R + r, mask=(r >= 0) & (past > N), other=0.0)
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)  # summed over tokens at the end
-    a1 = tl.zeros([R, GROUP_ROWS], tl.float32)
-    a2 = tl.zeros([R, GROUP_ROWS], tl.float32)
-    # w of the dims that do not rotate is folded into q.
-    if D > 2 * R:
-        q3 = weighted(q + 2 * R + e, W + 2 * R + e, g_ok, DTYPE)
-        a3 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
-    if D > 4 * R:
-        q4 = weighted(q + 4 * R + e, W + 4 * R + e, g_ok, DTYPE)
-        q5 = weighted(q + 6 * R + e, W + 6 * R + e, g_ok, DTYPE)
-        a4 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
-        a5 = tl.zeros([2 * R, GROUP_ROWS], tl.float32)
+    sums = (tl.zeros([R, GROUP_ROWS], tl.float32),) * 2
+    still = ()
+    for start in tl.static_range(2 * R, D, 2 * R):  # w of the dims that do not rotate is folded into q
+        still += (weighted(q + start + e, W + start + e, g_ok, DTYPE),)
+        sums += (tl.zeros([2 * R, GROUP_ROWS], tl.float32),)
     X = section(ARENA, n_offset, DTYPE)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
         row_ok = ok[:, None]
         page = tl.load(table + column_of(t, base, columns, P, RING) * STRIPES, mask=ok, other=0).to(tl.int64)
-        x = X + (page * UNIT + (head * P + t % P) * D)[:, None]
+        at = X + (page * UNIT + (head * P + t % P) * D)[:, None]
         # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
-        x1 = tl.load(x + r, mask=row_ok, other=0.0)
-        x2 = tl.load(x + R + r, mask=row_ok, other=0.0)
-        k1, k2 = rotate(x1.to(tl.float32) * w1, x2.to(tl.float32) * w2, cos, sin)
+        x = (tl.load(at + r, mask=row_ok, other=0.0), tl.load(at + R + r, mask=row_ok, other=0.0))
+        k1, k2 = rotate(x[0].to(tl.float32) * w1, x[1].to(tl.float32) * w2, cos, sin)
         s = add_scores(k1.to(DTYPE), q1.to(DTYPE), tl.zeros([N, GROUP_ROWS], tl.float32))
         s = add_scores(k2.to(DTYPE), q2.to(DTYPE), s)
         q1, q2 = rotate(q1, q2, step_cos, -step_sin)
         if D > 2 * R:
-            x3 = tl.load(x + 2 * R + e, mask=row_ok, other=0.0)
-            s = add_scores(x3, q3, s)
+            x += (tl.load(at + 2 * R + e, mask=row_ok, other=0.0),)
+            s = add_scores(x[2], still[0], s)
         if D > 4 * R:
-            x4 = tl.load(x + 4 * R + e, mask=row_ok, other=0.0)
-            x5 = tl.load(x + 6 * R + e, mask=row_ok, other=0.0)
-            s = add_scores(x4, q4, s)
-            s = add_scores(x5, q5, s)
+            x += (tl.load(at + 4 * R + e, mask=row_ok, other=0.0), tl.load(at + 6 * R + e, mask=row_ok, other=0.0))
+            s = add_scores(x[3], still[1], s)
+            s = add_scores(x[4], still[2], s)
         s = tl.where(row_ok, soft_capped(s * scale_log2, CAP), float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2(m - m_new)[None, :]
@@ -253,57 +242,28 @@ def _latent_item(
         norm = norm * alpha + p
         m = m_new
         p = p.to(DTYPE)
-        a1 = tl.dot(tl.trans(x1), p, a1 * alpha, input_precision="ieee")
-        a2 = tl.dot(tl.trans(x2), p, a2 * alpha, input_precision="ieee")
-        if D > 2 * R:
-            a3 = tl.dot(tl.trans(x3), p, a3 * alpha, input_precision="ieee")
-        if D > 4 * R:
-            a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
-            a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
+        more = ()
+        for piece in tl.static_range(len(sums)):
+            more += (tl.dot(tl.trans(x[piece]), p, sums[piece] * alpha, input_precision="ieee"),)
+        sums = more
     total = tl.sum(norm, 0)
     if whole:
-        weight, alpha, m = _present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, GROUP_ROWS, CAP)
+        weight, alpha, m = present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, CAP)
         total = with_sinks(total * alpha + weight, m, SINKS, head * G + g, g < G)
-        _end_piece(OUT, V_PRESENT, 0, r, a1, alpha, weight, total, G, D, GROUP_ROWS)
-        _end_piece(OUT, V_PRESENT, R, r, a2, alpha, weight, total, G, D, GROUP_ROWS)
-        if D > 2 * R:
-            _end_piece(OUT, V_PRESENT, 2 * R, e, a3, alpha, weight, total, G, D, GROUP_ROWS)
-        if D > 4 * R:
-            _end_piece(OUT, V_PRESENT, 4 * R, e, a4, alpha, weight, total, G, D, GROUP_ROWS)
-            _end_piece(OUT, V_PRESENT, 6 * R, e, a5, alpha, weight, total, G, D, GROUP_ROWS)
+        for piece in tl.static_range(len(sums)):
+            # The present token is added to these dims of the output, [dims, query heads].
+            d = tl.arange(0, sums[piece].shape[0])[None, :]
+            v = tl.load(V_PRESENT + piece_start(piece, R) + d).to(tl.float32)
+            acc = tl.trans(sums[piece]) * alpha[:, None] + weight[:, None] * v
+            at = OUT + g[:, None] * D + piece_start(piece, R) + d
+            tl.store(at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=g_ok)
     else:
         out = slot * G + g
         part = PART + out[:, None] * D
-        tl.store(part + r, tl.trans(a1 / total[None, :]), mask=g_ok)
-        tl.store(part + R + r, tl.trans(a2 / total[None, :]), mask=g_ok)
-        if D > 2 * R:
-            tl.store(part + 2 * R + e, tl.trans(a3 / total[None, :]), mask=g_ok)
-        if D > 4 * R:
-            tl.store(part + 4 * R + e, tl.trans(a4 / total[None, :]), mask=g_ok)
-            tl.store(part + 6 * R + e, tl.trans(a5 / total[None, :]), mask=g_ok)
+        for piece in tl.static_range(len(sums)):
+            d = tl.arange(0, sums[piece].shape[0])[None, :]
+            tl.store(part + piece_start(piece, R) + d, tl.trans(sums[piece] / total[None, :]), mask=g_ok)
         tl.store(LSE + out, m + tl.log2(total), mask=g < G)
-
-
-@triton.jit
-def _present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr):
-    """What the present token weighs beside a maximum of m so far, what the sums so far shrink by, and the new m."""
-    g = tl.arange(0, GROUP_ROWS)[:, None]
-    d = tl.arange(0, D)[None, :]
-    q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
-    s = soft_capped(tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2, CAP)
-    m_new = tl.maximum(m, s)
-    return tl.exp2(s - m_new), tl.exp2(m - m_new), m_new
-
-
-@triton.jit
-def _end_piece(
-    OUT, V, first, dims, acc, alpha, weight, total, G: tl.constexpr, D: tl.constexpr, GROUP_ROWS: tl.constexpr
-):  # fmt: skip
-    """Add the present token to some dims of a latent's output, [dims, query heads], and store them."""
-    g = tl.arange(0, GROUP_ROWS)[:, None]
-    v = tl.load(V + first + dims).to(tl.float32)
-    sums = tl.trans(acc) * alpha[:, None] + weight[:, None] * v
-    tl.store(OUT + g * D + first + dims, (sums / total[:, None]).to(OUT.dtype.element_ty), mask=g < G)
 
 
 @triton.jit(do_not_specialize=["rows", "stripe"], do_not_specialize_on_alignment=["TABLE", "SLOTS", "POSITIONS", "CUM"])

@@ -5,6 +5,8 @@ scale into the exponent, so that probabilities times scales stay at most 1 and f
 it out again. Tokens are the rows of both products and query heads the columns.
 """
 
+# mypy: disable-error-code="assignment,misc"
+
 from __future__ import annotations
 
 import triton
@@ -47,10 +49,7 @@ def coded_pair_item(
     if CODE == 4:
         all_dims = tl.arange(0, D)[None, :]
         q_sum = tl.sum(tl.load(Q + q_row + g[:, None] * D + all_dims, mask=g_ok, other=0.0).to(tl.float32), 1)
-    a0 = tl.zeros([C, GROUP_ROWS], tl.float32)
-    a1 = tl.zeros([C, GROUP_ROWS], tl.float32)
-    a2 = tl.zeros([C, GROUP_ROWS], tl.float32)
-    a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    sums = (tl.zeros([C, GROUP_ROWS], tl.float32),) * 4
     K = section(ARENA, k_offset, tl.int16)
     V = section(ARENA, v_offset, tl.int16)
     KS = section(ARENA, k_scales, tl.int32)
@@ -99,10 +98,10 @@ def coded_pair_item(
             s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q3, s1)
         s = soft_capped(_scores(s0 + s1, k_scale, k_base, q_sum, scale_log2, CODE), CAP)
         p, alpha, m, norm, on_base = _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE, OPERAND)
-        a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+        sums = _add_values(v, p, alpha, sums, W, C, CODE, OPERAND)
     _end(
-        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, a0, a1, a2, a3,
-        scale_log2, whole, W, THIRD, FOUR, OPERAND, G, D, CAP,
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2, whole,
+        W, THIRD, FOUR, OPERAND, G, D, CAP,
     )  # fmt: skip
 
 
@@ -158,13 +157,11 @@ def coded_latent_item(
     q_sum = tl.zeros([GROUP_ROWS], tl.float32)  # over dims that do not rotate
     start = tl.zeros([GROUP_ROWS], tl.float32)  # what scores start from, for raw numbers
     if APART:
-        q11, start, q_sum = _still(q + W + r, W_NORM + W + r, g_ok, start, q_sum, 1, CODE, OPERAND)
-        q12, start, q_sum = _still(q + W + R + r, W_NORM + W + R + r, g_ok, start, q_sum, 1, CODE, OPERAND)
-        if PLANES == 4:
-            q21, start, q_sum = _still(q + 2 * W + r, W_NORM + 2 * W + r, g_ok, start, q_sum, 2, CODE, OPERAND)
-            q22, start, q_sum = _still(q + 2 * W + R + r, W_NORM + 2 * W + R + r, g_ok, start, q_sum, 2, CODE, OPERAND)
-            q31, start, q_sum = _still(q + 3 * W + r, W_NORM + 3 * W + r, g_ok, start, q_sum, 3, CODE, OPERAND)
-            q32, start, q_sum = _still(q + 3 * W + R + r, W_NORM + 3 * W + R + r, g_ok, start, q_sum, 3, CODE, OPERAND)
+        still = ()  # of planes 1 and on, two pieces each
+        for part in tl.static_range(2, 2 * PLANES):
+            at = part // 2 * W + part % 2 * R
+            own_q, start, q_sum = _still(q + at + r, W_NORM + at + r, g_ok, start, q_sum, part // 2, CODE, OPERAND)
+            still += (own_q,)
         if W > 2 * R:
             q03, start, q_sum = _still(q + 2 * R + e, W_NORM + 2 * R + e, g_ok, start, q_sum, 0, CODE, OPERAND)
             q13, start, q_sum = _still(q + W + 2 * R + e, W_NORM + W + 2 * R + e, g_ok, start, q_sum, 1, CODE, OPERAND)
@@ -174,10 +171,7 @@ def coded_latent_item(
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
     norm = tl.zeros([N, GROUP_ROWS], tl.float32)
     on_base = tl.zeros([N, GROUP_ROWS], tl.float32)
-    a0 = tl.zeros([C, GROUP_ROWS], tl.float32)
-    a1 = tl.zeros([C, GROUP_ROWS], tl.float32)
-    a2 = tl.zeros([C, GROUP_ROWS], tl.float32)
-    a3 = tl.zeros([C, GROUP_ROWS], tl.float32)
+    sums = (tl.zeros([C, GROUP_ROWS], tl.float32),) * 4
     X = section(ARENA, n_offset, tl.int16)
     XS = section(ARENA, n_scales, tl.int32)
     if ONE_PAGE:
@@ -227,13 +221,9 @@ def coded_latent_item(
         q1, q2 = rotate(q1, q2, step_cos, -step_sin)
         s = tl.broadcast_to(start[None, :], [N, GROUP_ROWS])
         if APART:
-            s = add_scores(plane(x1, 1, CODE, OPERAND, True), q11, s)
-            s = add_scores(plane(x2, 1, CODE, OPERAND, True), q12, s)
-            if PLANES == 4:
-                s = add_scores(plane(x1, 2, CODE, OPERAND, True), q21, s)
-                s = add_scores(plane(x2, 2, CODE, OPERAND, True), q22, s)
-                s = add_scores(plane(x1, 3, CODE, OPERAND, True), q31, s)
-                s = add_scores(plane(x2, 3, CODE, OPERAND, True), q32, s)
+            for piece in tl.static_range(len(still)):
+                x_piece = x1 if piece % 2 == 0 else x2
+                s = add_scores(plane(x_piece, piece // 2 + 1, CODE, OPERAND, True), still[piece], s)
             if W > 2 * R:
                 x3 = tl.load(x + 2 * R + e)
                 s = add_scores(plane(x3, 0, CODE, OPERAND, True), q03, s)
@@ -242,10 +232,10 @@ def coded_latent_item(
             s = add_scores(dims_of(x, 2 * R, 2 * R, ok[:, None], W, CODE, OPERAND), q3, s)
         s = soft_capped(_scores(s + s0, scale, x_base, q_sum, scale_log2, CODE), CAP)
         p, alpha, m, norm, on_base = _probabilities(s, scale, x_base, ok, m, norm, on_base, CODE, OPERAND)
-        a0, a1, a2, a3 = _add_values(v, p, alpha, a0, a1, a2, a3, W, C, CODE, OPERAND)
+        sums = _add_values(v, p, alpha, sums, W, C, CODE, OPERAND)
     _end(
-        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, a0, a1, a2, a3,
-        scale_log2, whole, W, THIRD, FOUR, OPERAND, G, D, CAP,
+        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2, whole,
+        W, THIRD, FOUR, OPERAND, G, D, CAP,
     )  # fmt: skip
 
 
@@ -263,20 +253,20 @@ def _still(q, w, g_ok, start, q_sum, PLACE: tl.constexpr, CODE: tl.constexpr, OP
 
 @triton.jit
 def _add_values(
-    at, p, alpha, a0, a1, a2, a3, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr
-):
+    at, p, alpha, sums, W: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr
+):  # fmt: skip
     """Add V . p of one tile to sums [words, heads]: one per plane, or of two planes in two pieces of C words."""
     v = tl.load(at)
-    a0 = tl.dot(plane(v, 0, CODE, OPERAND), p, a0 * alpha, input_precision="ieee")
-    a1 = tl.dot(plane(v, 1, CODE, OPERAND), p, a1 * alpha, input_precision="ieee")
-    if CODE == 4:
-        a2 = tl.dot(plane(v, 2, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
-        a3 = tl.dot(plane(v, 3, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
-    elif W > C:
-        v = tl.load(at + C)
-        a2 = tl.dot(plane(v, 0, CODE, OPERAND), p, a2 * alpha, input_precision="ieee")
-        a3 = tl.dot(plane(v, 1, CODE, OPERAND), p, a3 * alpha, input_precision="ieee")
-    return a0, a1, a2, a3
+    more = ()
+    for i in tl.static_range(4):
+        if CODE != 4 and i == 2 and W > C:
+            v = tl.load(at + C)
+        if CODE == 4 or i < 2 or W > C:
+            own = plane(v, i if CODE == 4 else i % 2, CODE, OPERAND)
+            more += (tl.dot(own, p, sums[i] * alpha, input_precision="ieee"),)
+        else:
+            more += (sums[i],)
+    return more
 
 
 @triton.jit
@@ -319,37 +309,42 @@ def _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE: tl.constexpr,
 
 @triton.jit
 def _end(
-    Q, K, V, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, a0, a1, a2, a3, scale_log2, whole, W: tl.constexpr,
+    Q, K, V, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2, whole, W: tl.constexpr,
     THIRD: tl.constexpr, FOUR: tl.constexpr, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     """Leave an item's result, with the present token where nobody else has a part of the item."""
     g = tl.arange(0, m.shape[0])
-    d = tl.arange(0, a0.shape[0])
+    d = tl.arange(0, sums[0].shape[0])
     # The shift of probabilities is taken back.
     alpha = m * 0.0 + tl.exp2(-_shift(OPERAND))
     weight = m * 0.0
     beside = weight  # what weighs besides the past
     if whole:
-        dims = tl.arange(0, D)[None, :]
-        q = tl.load(Q + g[:, None] * D + dims, mask=g[:, None] < G, other=0.0).to(tl.float32)
-        s = soft_capped(tl.sum(q * tl.load(K + dims).to(tl.float32), 1) * scale_log2, CAP)
-        m_new = tl.maximum(m, s)
-        weight = tl.exp2(s - m_new)
-        alpha *= tl.exp2(m - m_new)
+        weight, shrink, m_new = present_weight(Q, K, m, scale_log2, G, D, CAP)
+        alpha *= shrink
         beside = with_sinks(weight, m_new, SINKS, head * G + g, g < G)
     total = tl.sum(norm, 0) * alpha + beside
     alpha /= total
     weight /= total
     shared = tl.sum(on_base, 0)[None, :]
     at = slot * G + g
-    _leave(PART, OUT, V, at, 0, d, a0 + shared, alpha, weight, whole, G, D)
-    _leave(PART, OUT, V, at, W, d, a1 + shared, alpha, weight, whole, G, D)
-    if FOUR:
-        _leave(PART, OUT, V, at, THIRD, d, a2 + shared, alpha, weight, whole, G, D)
-        _leave(PART, OUT, V, at, THIRD + W, d, a3 + shared, alpha, weight, whole, G, D)
+    for i in tl.static_range(4 if FOUR else 2):
+        place = i // 2 * THIRD + i % 2 * W
+        _leave(PART, OUT, V, at, place, d, sums[i] + shared, alpha, weight, whole, G, D)
     if not whole:
         tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def present_weight(Q, K, m, scale_log2, G: tl.constexpr, D: tl.constexpr, CAP: tl.constexpr):
+    """What the present token weighs beside a maximum of m so far, what the sums so far shrink by, and the new m."""
+    g = tl.arange(0, m.shape[0])[:, None]
+    d = tl.arange(0, D)[None, :]
+    q = tl.load(Q + g * D + d, mask=g < G, other=0.0).to(tl.float32)
+    s = soft_capped(tl.sum(q * tl.load(K + d).to(tl.float32), 1) * scale_log2, CAP)
+    m_new = tl.maximum(m, s)
+    return tl.exp2(s - m_new), tl.exp2(m - m_new), m_new
 
 
 @triton.jit

@@ -6,6 +6,8 @@ and from the activations if it is present, which is decided per row, before rows
 both, and a chunk may begin anywhere in a tile.
 """
 
+# mypy: disable-error-code="assignment,misc"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from windowpane.attention.triton.view import (
     PagedLayer,
     add_scores,
     column_of,
+    piece_start,
     ring_base,
     rotate,
     section,
@@ -228,16 +231,11 @@ def _latent_kernel(
     w2 = tl.load(W + R + r)
     m = tl.full([M], -1e30, tl.float32)
     norm = tl.zeros([M], tl.float32)
-    a1 = tl.zeros([R, M], tl.float32)
-    a2 = tl.zeros([R, M], tl.float32)
-    if D > 2 * R:
-        q3 = weighted(q + 2 * R + e, W + 2 * R + e, row_asks, DTYPE)
-        a3 = tl.zeros([2 * R, M], tl.float32)
-    if D > 4 * R:
-        q4 = weighted(q + 4 * R + e, W + 4 * R + e, row_asks, DTYPE)
-        q5 = weighted(q + 6 * R + e, W + 6 * R + e, row_asks, DTYPE)
-        a4 = tl.zeros([2 * R, M], tl.float32)
-        a5 = tl.zeros([2 * R, M], tl.float32)
+    sums = (tl.zeros([R, M], tl.float32),) * 2
+    still = ()
+    for skipped in tl.static_range(2 * R, D, 2 * R):
+        still += (weighted(q + skipped + e, W + skipped + e, row_asks, DTYPE),)
+        sums += (tl.zeros([2 * R, M], tl.float32),)
     first = tl.maximum(first_query - window + 1, 0)
     base = ring_base(first, columns, P, RING)
     table = TABLE + slot.to(tl.int64) * table_stride + stripe
@@ -248,43 +246,34 @@ def _latent_kernel(
         ok = (t >= first) & (t <= last_query)
         page = _pages_of(table, t, ok & past, base, columns, P, STRIPES, RING)
         in_page = page * UNIT + (head * P + t % P) * D
-        x = tl.where(past, past_x + in_page, V + (row + t - start).to(tl.int64) * v_stride + head * D)[:, None]
+        at = tl.where(past, past_x + in_page, V + (row + t - start).to(tl.int64) * v_stride + head * D)[:, None]
         row_ok = ok[:, None]
         # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
-        x1 = tl.load(x + r, mask=row_ok, other=0.0)
-        x2 = tl.load(x + R + r, mask=row_ok, other=0.0)
+        x = (tl.load(at + r, mask=row_ok, other=0.0), tl.load(at + R + r, mask=row_ok, other=0.0))
         cos = tl.load(COS + t[:, None] * R + r, mask=row_ok, other=0.0)
         sin = tl.load(SIN + t[:, None] * R + r, mask=row_ok, other=0.0)
-        k1, k2 = rotate(x1.to(tl.float32) * w1, x2.to(tl.float32) * w2, cos, sin)
+        k1, k2 = rotate(x[0].to(tl.float32) * w1, x[1].to(tl.float32) * w2, cos, sin)
         s = add_scores(k1.to(DTYPE), q1, tl.zeros([N, M], tl.float32))
         s = add_scores(k2.to(DTYPE), q2, s)
         if D > 2 * R:
-            x3 = tl.load(x + 2 * R + e, mask=row_ok, other=0.0)
-            s = add_scores(x3, q3, s)
+            x += (tl.load(at + 2 * R + e, mask=row_ok, other=0.0),)
+            s = add_scores(x[2], still[0], s)
         if D > 4 * R:
-            x4 = tl.load(x + 4 * R + e, mask=row_ok, other=0.0)
-            x5 = tl.load(x + 6 * R + e, mask=row_ok, other=0.0)
-            s = add_scores(x4, q4, s)
-            s = add_scores(x5, q5, s)
+            x += (tl.load(at + 4 * R + e, mask=row_ok, other=0.0), tl.load(at + 6 * R + e, mask=row_ok, other=0.0))
+            s = add_scores(x[3], still[1], s)
+            s = add_scores(x[4], still[2], s)
         if CAP > 0:
             s = soft_capped(s * scale_log2, CAP)
         if (i + N - 1 > first_query) | (i <= last_query - window):
             s = _hide(s, t[:, None], position[None, :], window)
         p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 0, CAP)
         p = p.to(DTYPE)
-        a1 = tl.dot(tl.trans(x1), p, a1 * alpha, input_precision="ieee")
-        a2 = tl.dot(tl.trans(x2), p, a2 * alpha, input_precision="ieee")
-        if D > 2 * R:
-            a3 = tl.dot(tl.trans(x3), p, a3 * alpha, input_precision="ieee")
-        if D > 4 * R:
-            a4 = tl.dot(tl.trans(x4), p, a4 * alpha, input_precision="ieee")
-            a5 = tl.dot(tl.trans(x5), p, a5 * alpha, input_precision="ieee")
+        more = ()
+        for piece in tl.static_range(len(sums)):
+            more += (tl.dot(tl.trans(x[piece]), p, sums[piece] * alpha, input_precision="ieee"),)
+        sums = more
     out = OUT + (q_row * out_stride + q_head * D)[:, None]
     norm = with_sinks(norm, m, SINKS, q_head, asks)[None, :]
-    tl.store(out + r, tl.trans(a1 / norm).to(OUT.dtype.element_ty), mask=row_asks)
-    tl.store(out + R + r, tl.trans(a2 / norm).to(OUT.dtype.element_ty), mask=row_asks)
-    if D > 2 * R:
-        tl.store(out + 2 * R + e, tl.trans(a3 / norm).to(OUT.dtype.element_ty), mask=row_asks)
-    if D > 4 * R:
-        tl.store(out + 4 * R + e, tl.trans(a4 / norm).to(OUT.dtype.element_ty), mask=row_asks)
-        tl.store(out + 6 * R + e, tl.trans(a5 / norm).to(OUT.dtype.element_ty), mask=row_asks)
+    for piece in tl.static_range(len(sums)):
+        d = tl.arange(0, sums[piece].shape[0])[None, :]
+        tl.store(out + piece_start(piece, R) + d, tl.trans(sums[piece] / norm).to(OUT.dtype.element_ty), mask=row_asks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -123,19 +124,21 @@ class PagedLayer:
 
     @property
     def rotary_pairs(self) -> int:
-        return rotary_pairs(self.view, self.rope)
+        """R: dims [0, R) rotate with dims [R, 2R). 1/8, 1/4 or 1/2 of the head; 0 for a stored pair."""
+        if not self.view.latent:
+            return 0
+        if self.rope is None:
+            raise ValueError("a latent layer needs rope=(cos, sin, w) to rebuild K")
+        pairs, dim = self.rope[0].shape[1], self.view.dim
+        if dim not in (2 * pairs, 4 * pairs, 8 * pairs):
+            raise ValueError(f"{pairs} rotary pairs of {dim} dims: kernels know 1/8, 1/4 and 1/2 of the head")
+        return pairs
 
 
-def rotary_pairs(view: LayerView, rope: LatentRope | None) -> int:
-    """R: dims [0, R) rotate with dims [R, 2R). 1/8, 1/4 or 1/2 of the head; 0 for a stored pair."""
-    if not view.latent:
-        return 0
-    if rope is None:
-        raise ValueError("a latent layer needs rope=(cos, sin, w) to rebuild K")
-    pairs = rope[0].shape[1]
-    if view.dim not in (2 * pairs, 4 * pairs, 8 * pairs):
-        raise ValueError(f"{pairs} rotary pairs of {view.dim} dims: kernels know 1/8, 1/4 and 1/2 of the head")
-    return pairs
+@cache
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors; a number that shares work out where there are none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
@@ -178,6 +181,12 @@ def with_sinks(norm, m, SINKS, head, ok):
     if SINKS is not None:
         norm += tl.exp2(tl.load(SINKS + head, mask=ok, other=float("-inf")) * _LOG2E - m)
     return norm
+
+
+@triton.constexpr_function
+def piece_start(i, R):
+    """The first dim of piece i of a latent: two pieces of R dims that rotate with each other, then pieces of 2R."""
+    return i * R if i < 2 else (i - 1) * 2 * R
 
 
 @triton.jit

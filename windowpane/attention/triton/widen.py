@@ -39,8 +39,6 @@ class PastPlan:
 
     first: int
     last: int
-    num_pages: int
-    columns: int
     pages: torch.Tensor
     table: torch.Tensor
     segments: torch.Tensor
@@ -89,10 +87,9 @@ def _plan(
     own = segments[first:last].copy()
     own[:, 0] = np.arange(last - first)
     transfer = Transfer(device)
-    handles = [transfer.add(a) for a in (np.stack([numbers + first, blocks], 1), table, own)]
-    sent = transfer.send()
-    shaped = (sent[h].view(a) for h, a in zip(handles, ((-1, 2), (last - first, columns), (-1, 6)), strict=True))
-    return PastPlan(first, last, len(numbers), columns, *shaped)
+    for array in (np.stack([numbers + first, blocks], 1), table, own):
+        transfer.add(array)
+    return PastPlan(first, last, *transfer.send())
 
 
 def scratch_page_bytes(view: LayerView) -> int:
@@ -105,10 +102,10 @@ def widen(
 ) -> PagedLayer:
     """Decode the past that a plan names into `scratch`, which is then an arena; returns the layer over it."""
     view, table = layer.view, layer.table
-    plain = replace(plain_view(view, dtype), columns=plan.columns)
+    plain = replace(plain_view(view, dtype), columns=plan.table.shape[1])
     page_bytes = scratch_page_bytes(plain)
-    if plan.num_pages:
-        _widen_kernel[(plan.num_pages, view.kv_heads)](
+    if len(plan.pages):
+        _widen_kernel[(len(plan.pages), view.kv_heads)](
             layer.arena, table, segments, plan.pages, scratch.view(dtype), table.stride(0), view.columns, view.stripe,
             view.data_offsets[0], view.data_offsets[-1], *view.scales_at(), view.layer_scales[0],
             view.layer_scales[-1], layer.window_tokens, page_bytes // dtype.itemsize, H=view.kv_heads,

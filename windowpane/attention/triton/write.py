@@ -32,82 +32,49 @@ class CodedRows:
         return cls(parts[0], parts[-1], scales[0], scales[-1])
 
 
-@triton.jit(do_not_specialize_on_alignment=["ROWS", "OFFSETS", "WITHIN"])
-def _write_coded_kernel(
-    K, V, KS, VS, ARENA, ROWS, OFFSETS, WITHIN, k_offset, v_offset, k_scales, v_scales, H: tl.constexpr,
-    H_BLOCK: tl.constexpr, W: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, PAIR: tl.constexpr,
-    PER_ROW: tl.constexpr,
-):  # fmt: skip
-    """As `_write_kernel`, with words and scales."""
-    i = tl.program_id(0)
-    row = tl.load(ROWS + i).to(tl.int64)
-    page = tl.load(OFFSETS + i).to(tl.int64)
-    h = tl.arange(0, H_BLOCK)
-    w = tl.arange(0, W)[None, :]
-    ok = (h < H) & (row >= 0)
-    source = (row * H + h)[:, None] * W + w
-    place = h * P + tl.load(WITHIN + i)
-    at = page * 128 + place[:, None] * ROW + w
-    tl.store(section(ARENA, k_offset, tl.int16) + at, tl.load(K + source, mask=ok[:, None]), mask=ok[:, None])
-    if PER_ROW:
-        scale = tl.load(KS + row * H + h, mask=ok)
-        tl.store(section(ARENA, k_scales, tl.int32) + page * 64 + place, scale, mask=ok)
-    if PAIR:
-        tl.store(section(ARENA, v_offset, tl.int16) + at, tl.load(V + source, mask=ok[:, None]), mask=ok[:, None])
-        if PER_ROW:
-            scale = tl.load(VS + row * H + h, mask=ok)
-            tl.store(section(ARENA, v_scales, tl.int32) + page * 64 + place, scale, mask=ok)
-
-
-def write_coded(
-    coded: CodedRows, arena: torch.Tensor, view: LayerView, rows: torch.Tensor, offsets: torch.Tensor,
-    within: torch.Tensor,
+def write(
+    k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, view: LayerView, rows: torch.Tensor, offsets: torch.Tensor,
+    within: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Store these rows of what `prepare_heads` coded at their pages; lists as for `write`."""
+    """Store `k[rows]` and `v[rows]` at their pages. k and v are [tokens, KV heads, dim]; lists are int32 [n].
+
+    Of a latent, k is the stored vector n and v is not looked at. Of a coded view, rows and `scales` are those of
+    `CodedRows`. Entries with a row below 0 are padding and store nothing; a row may appear more than once, a place may
+    not.
+    """
+    view.require_dtype(k)
     if not len(rows):
         return
-    _write_coded_kernel[(len(rows),)](
-        coded.k, coded.v, coded.k_scales, coded.v_scales, arena, rows, offsets, within, view.data_offsets[0],
-        view.data_offsets[-1], *view.scales_at(), H=view.kv_heads, H_BLOCK=triton.next_power_of_2(view.kv_heads),
-        W=coded.k.shape[2], P=view.block_tokens, ROW=view.row_words, PAIR=not view.latent,
-        PER_ROW=bool(view.scale_offsets), num_warps=4,
+    per_row = bool(view.scale_offsets)
+    _write_kernel[(len(rows),)](
+        k, v, *(scales or (None, None)), arena, rows, offsets, within, k.stride(0), v.stride(0), view.data_offsets[0],
+        view.data_offsets[-1], *(view.scales_at() if per_row else (None, None)), H=view.kv_heads,
+        H_BLOCK=triton.next_power_of_2(view.kv_heads), D=k.shape[2], P=view.block_tokens,
+        ROW=view.row_words if view.code else view.dim, UNIT=view.unit_elements, PAIR=not view.latent, PER_ROW=per_row,
+        DTYPE=tl.int16 if view.code else ELEMENTS[view.dtype], num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["ROWS", "OFFSETS", "WITHIN"])
 def _write_kernel(
-    K, V, ARENA, ROWS, OFFSETS, WITHIN, k_stride, v_stride, k_offset, v_offset, H: tl.constexpr, H_BLOCK: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAIR: tl.constexpr, DTYPE: tl.constexpr,
+    K, V, KS, VS, ARENA, ROWS, OFFSETS, WITHIN, k_stride, v_stride, k_offset, v_offset, k_scales, v_scales,
+    H: tl.constexpr, H_BLOCK: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, UNIT: tl.constexpr,
+    PAIR: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one row: of K (or the latent), then of V, so that one lookup serves both."""
+    """All heads of one row: of K (or the latent), then of V, so that one lookup serves both. ROW: elements apart."""
     i = tl.program_id(0)
     row = tl.load(ROWS + i).to(tl.int64)
     page = tl.load(OFFSETS + i).to(tl.int64)
-    h = tl.arange(0, H_BLOCK)[:, None]
+    h = tl.arange(0, H_BLOCK)
     d = tl.arange(0, D)[None, :]
     ok = (h < H) & (row >= 0)
-    at = page * UNIT + (h * P + tl.load(WITHIN + i)) * D + d
-    k = tl.load(K + row * k_stride + h * D + d, mask=ok)
-    tl.store(section(ARENA, k_offset, DTYPE) + at, k, mask=ok)
-    if PAIR:
-        v = tl.load(V + row * v_stride + h * D + d, mask=ok)
-        tl.store(section(ARENA, v_offset, DTYPE) + at, v, mask=ok)
-
-
-def write(
-    k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor, view: LayerView, rows: torch.Tensor, offsets: torch.Tensor,
-    within: torch.Tensor,
-) -> None:  # fmt: skip
-    """Store `k[rows]` and `v[rows]` at their pages. k and v are [tokens, KV heads, dim]; lists are int32 [n].
-
-    Of a latent, k is the stored vector n and v is not looked at. Entries with a row below 0 are padding and store
-    nothing; a row may appear more than once, a place may not.
-    """
-    view.require_dtype(k)
-    if not len(rows):
-        return
-    _write_kernel[(len(rows),)](
-        k, v, arena, rows, offsets, within, k.stride(0), v.stride(0), view.data_offsets[0], view.data_offsets[-1],
-        H=view.kv_heads, H_BLOCK=triton.next_power_of_2(view.kv_heads), D=view.dim, P=view.block_tokens,
-        UNIT=view.unit_elements, PAIR=not view.latent, DTYPE=ELEMENTS[view.dtype], num_warps=4,
-    )  # fmt: skip
+    place = h * P + tl.load(WITHIN + i)
+    at = page * UNIT + place[:, None] * ROW + d
+    for part in tl.static_range(1 + PAIR):
+        X, stride, offset = (K, k_stride, k_offset) if part == 0 else (V, v_stride, v_offset)
+        x = tl.load(X + row * stride + h[:, None] * D + d, mask=ok[:, None])
+        tl.store(section(ARENA, offset, DTYPE) + at, x, mask=ok[:, None])
+        if PER_ROW:
+            S, scales = (KS, k_scales) if part == 0 else (VS, v_scales)
+            scale = tl.load(S + row * H + h, mask=ok)
+            tl.store(section(ARENA, scales, tl.int32) + page * 64 + place, scale, mask=ok)

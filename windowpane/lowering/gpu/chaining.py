@@ -46,17 +46,12 @@ def chain_layers(
     found = [link if link is not None and has_chain(link, dtype) else None for link in links]
     following = [len(link.following) for link in found if link is not None and link.following is not None]
     most_following = max(following, default=0)
-    scratch: dict[int, ChainScratch] = {}
-    chained: list[GpuLayer | ChainedLayer] = []
-    for layer, link in zip(layers, found, strict=True):
-        if link is None:
-            chained.append(layer)
-            continue
-        width = link.down.inputs
-        if width not in scratch:
-            scratch[width] = ChainScratch(hidden_size, width, device, most_following)
-        chained.append(ChainedLayer(layer, link, scratch[width], pdl))
-    return chained
+    widths = dict.fromkeys(link.down.inputs for link in found if link is not None)
+    scratch = {width: ChainScratch(hidden_size, width, device, most_following) for width in widths}
+    return [
+        layer if link is None else ChainedLayer(layer, link, scratch[link.down.inputs], pdl)
+        for layer, link in zip(layers, found, strict=True)
+    ]
 
 
 def _links(layer: GpuLayer, following: GpuLayer | None) -> Links | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from windowpane.lowering.gpu.kernels.norms import residual_norm
-from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState, make_mixer
-from windowpane.lowering.reference.ops import Ops
+from windowpane.lowering.gpu.mixers import MIXERS, GpuContext, GpuStepState
+from windowpane.lowering.reference.mixers import make_mixer
+from windowpane.lowering.reference.ops import PLAIN
 from windowpane.models.blocks import RMS, Block, Layer, Norm
 
 
@@ -21,7 +22,7 @@ class GpuBlock:
     ) -> None:
         parameters = context.parameters
         self.described, self.following, self.scalar, self._pdl = described, following, scalar, context.pdl
-        self.mixer = make_mixer(described, context)
+        self.mixer = make_mixer(described.mixer, context, MIXERS)
         self.before, self.after = parameters.norm(described.before), parameters.norm(described.after)
         self.next_norm = parameters.norm(following)
         norms = [norm for norm in (described.after, following) if norm is not None]
@@ -45,11 +46,11 @@ class GpuBlock:
         return normed
 
     def _join_plainly(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        after, ops = self.described.after, Ops()
-        hidden += mixed if after is None else ops.norm(mixed, self.after, after)
+        after = self.described.after
+        hidden += mixed if after is None else PLAIN.norm(mixed, self.after, after)
         if self.scalar is not None:
             hidden *= self.scalar
-        return hidden if self.following is None else ops.norm(hidden, self.next_norm, self.following)
+        return hidden if self.following is None else PLAIN.norm(hidden, self.next_norm, self.following)
 
 
 class GpuLayer:
@@ -58,16 +59,10 @@ class GpuLayer:
     def __init__(self, described: Layer, context: GpuContext, following: Norm | None, *, narrows: bool) -> None:
         self.described, self._narrows = described, narrows
         scalar = None if described.scalar is None else context.parameters.tensor(described.scalar)
-        last = len(described.blocks) - 1
-        self.blocks = [
-            GpuBlock(
-                block,
-                context,
-                following if i == last else described.blocks[i + 1].before,
-                scalar if i == last else None,
-            )
-            for i, block in enumerate(described.blocks)
-        ]
+        *first, last = described.blocks
+        norms = [block.before for block in described.blocks[1:]]
+        self.blocks = [GpuBlock(block, context, norm, None) for block, norm in zip(first, norms, strict=True)]
+        self.blocks.append(GpuBlock(last, context, following, scalar))
 
     def __call__(
         self, hidden: torch.Tensor, normed: torch.Tensor, state: GpuStepState

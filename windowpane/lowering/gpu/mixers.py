@@ -12,33 +12,31 @@ read from device tensors. Three things differ from the reference, none of them v
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
-from windowpane.attention.coded_chunks import make_chunk_attention
+from windowpane.attention.chunk_attention import make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.scores import Scores
 from windowpane.attention.segments import ChunkQueries
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs
 from windowpane.attention.triton.view import LayerView, PagedLayer
-from windowpane.attention.triton.write import CodedRows, write, write_coded
+from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
-from windowpane.lowering.gpu.kernels.gated import gated_per_layer
+from windowpane.lowering.gpu.kernels.gated import gated
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.products import gated_product, product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters, summed
 from windowpane.lowering.reference.mixers import normed_across_heads
-from windowpane.lowering.reference.ops import Angles, Ops
+from windowpane.lowering.reference.ops import PLAIN, Angles
 from windowpane.lowering.rope import cos_and_sin, frequencies
-from windowpane.models.blocks import Attention, Block, GatedMLP, Mixer, PerLayerInput, Sum
+from windowpane.models.blocks import Attention, GatedMLP, PerLayerInput
 from windowpane.models.rope import Rope
 
 LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
@@ -84,10 +82,11 @@ class GpuContext:
         max_model_len: int, max_rows: int, dtype: torch.dtype, pdl: bool,
     ) -> None:  # fmt: skip
         self.parameters, self.pages, self.tables, self.group, self.shared = parameters, pages, tables, group, shared
-        self.dtype, self.pdl = dtype, pdl
+        self.dtype, self.pdl, self.ops = dtype, pdl, PLAIN
         self.prefill_scratch: PrefillScratch | None = None
         self.decoded = torch.empty(0, dtype=torch.uint8, device=pages.device)
         self._max_model_len, self._max_rows = max_model_len, max_rows
+        self.attentions: dict[int, GpuAttention] = {}  # by layer
         self._angles: dict[Rope, Angles] = {}
         self._scratches: dict[tuple[int, ...], DecodeScratch] = {}
 
@@ -95,7 +94,7 @@ class GpuContext:
         stored = self.pages.layers[layer]
         group = self.pages.layout.groups[stored.group]
         piece = next(s for s in group.slices if s.cache.layer == layer)
-        return LayerView.of(group, piece, self.pages.columns(stored.group), stored.layer_scales)
+        return LayerView.of(group, piece, self.pages.columns[stored.group], stored.layer_scales)
 
     def angles(self, rope: Rope | None) -> Angles | None:
         """cos and sin [positions, pairs], made in float64: kernels rotate in two steps, which only adds up for exact
@@ -110,8 +109,8 @@ class GpuContext:
         return None if rope is None else self._angles[rope]
 
     def decode_scratch(self, described: Attention, view: LayerView) -> DecodeScratch:
-        kv_heads, dim = described.cache.kv_heads, described.cache.key_dim
-        shape = (kv_heads, described.query_heads // kv_heads, dim, decode_programs(view, self.pages.device))
+        group = described.query_heads // view.kv_heads
+        shape = (view.kv_heads, group, view.dim, decode_programs(view, self.pages.device))
         if shape not in self._scratches:
             self._scratches[shape] = DecodeScratch(self._max_rows, *shape, device=self.pages.device)
         return self._scratches[shape]
@@ -122,6 +121,7 @@ class GpuAttention:
 
     def __init__(self, described: Attention, context: GpuContext) -> None:
         self.described, self._context = described, context
+        context.attentions[described.layer] = self
         cache, pages, dtype = described.cache, context.pages, context.dtype
         angles, stored = context.angles(described.rope), pages.layers[cache.layer]
         self._angles, self._pairs = angles, 0 if angles is None else angles[0].shape[1]
@@ -180,12 +180,12 @@ class GpuAttention:
         if state.step.writes is None:
             return
         writes, arena = state.step.writes[self._group], self._context.pages.arena
-        offsets = writes.offsets[view.stripe]
+        lists = writes.rows, writes.offsets[view.stripe], writes.within
         if present.coded is not None:
-            write_coded(present.coded, arena, view, writes.rows, offsets, writes.within)
-            return
-        k = present.v if self.described.cache.latent else present.k
-        write(k, present.v, arena, view, writes.rows, offsets, writes.within)
+            coded = present.coded
+            write(coded.k, coded.v, arena, view, *lists, scales=(coded.k_scales, coded.v_scales))
+        else:
+            write(present.v if view.latent else present.k, present.v, arena, view, *lists)
 
     def _projected(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
         found, state.projected = state.projected, None
@@ -288,44 +288,11 @@ class GpuPerLayer:
         gate = product(x, self.gate, pdl=self._pdl)
         inner = torch.empty_like(gate)
         own = state.per_layer[:, self.described.layer]
-        gated_per_layer(gate, own, inner, self.described.activation, pdl=self._pdl)
+        gated(gate, inner, self.described.activation, up=own, pdl=self._pdl)
         return product(inner, self.projection, pdl=self._pdl)
 
 
-class GpuSum:
-    """Branches one after another, their norms in plain torch."""
-
-    def __init__(self, described: Sum, context: GpuContext) -> None:
-        self._branches = [(block, make_mixer(block, context)) for block in described.branches]
-        self._parameters, self._ops = context.parameters, Ops()
-
-    def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
-        first, *others = (self._branch(x, block, mixer, state) for block, mixer in self._branches)
-        return sum(others, start=first)
-
-    def keep(self, x: torch.Tensor, state: GpuStepState) -> None:
-        for block, mixer in self._branches:
-            if hasattr(mixer, "keep"):
-                mixer.keep(self._normed(x, block.before), state)
-
-    def mixers(self) -> list[Any]:
-        return [mixer for _, mixer in self._branches]
-
-    def _branch(self, x: torch.Tensor, block: Block, mixer: Any, state: GpuStepState) -> torch.Tensor:
-        mixed = self._normed(mixer(self._normed(x, block.before), state), block.after)
-        return mixed if block.multiplier == 1.0 else mixed * block.multiplier
-
-    def _normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
-        return x if norm is None else self._ops.norm(x, self._parameters.norm(norm), norm)
-
-
-MIXERS: dict[type[Mixer], Callable[[Any, GpuContext], Any]] = {
-    Attention: GpuAttention, GatedMLP: GpuMlp, PerLayerInput: GpuPerLayer, Sum: GpuSum,
-}  # fmt: skip
-
-
-def make_mixer(block: Block, context: GpuContext) -> Any:
-    return MIXERS[type(block.mixer)](block.mixer, context)
+MIXERS = {Attention: GpuAttention, GatedMLP: GpuMlp, PerLayerInput: GpuPerLayer}
 
 
 def rotary_pairs(found: torch.Tensor, head_dim: int) -> int:

@@ -18,13 +18,13 @@ from windowpane.lowering.gpu.chaining import ChainedLayer, chain_layers
 from windowpane.lowering.gpu.kernels.logits import softcap
 from windowpane.lowering.gpu.kernels.norms import rms_norm
 from windowpane.lowering.gpu.layers import GpuLayer
-from windowpane.lowering.gpu.mixers import GpuAttention, GpuContext, GpuStepState, GpuSum
+from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
 from windowpane.lowering.gpu.products import product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
 from windowpane.lowering.reference.model import PerLayerValues
-from windowpane.lowering.reference.ops import Ops
+from windowpane.lowering.reference.ops import PLAIN
 from windowpane.models.blocks import RMS, Decoder
 
 # From this compute capability on, a kernel may load while the one before ends: weights, and what an earlier one made.
@@ -64,7 +64,7 @@ class GpuModel:
             GpuLayer(layer, context, norm, narrows=index == decoder.last_keeper)
             for index, (layer, norm) in enumerate(zip(decoder.layers, following, strict=True))
         ]
-        self._attentions = {m.described.layer: m for layer in layers for m in _attentions(layer)}
+        self._attentions = context.attentions
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
         if use_hopper and group.place.ranks == 1:
@@ -111,10 +111,8 @@ class GpuModel:
     def _first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         first = self.layers[0].blocks[0]
         norm = first.described.before
-        if norm is None:
-            return hidden
-        if norm.kind != RMS:
-            return Ops().norm(hidden, first.before, norm)
+        if norm is None or norm.kind != RMS:
+            return hidden if norm is None else PLAIN.norm(hidden, first.before, norm)
         normed = torch.empty_like(hidden)
         rms_norm(hidden, first.before, norm.eps, normed, pdl=self._pdl)
         return normed
@@ -141,8 +139,3 @@ class GpuModel:
         decoded_bytes = decoded_past_bytes(pages.layout, str(dtype).removeprefix("torch."), max_model_len)
         context.decoded = torch.empty(decoded_bytes, dtype=torch.uint8, device=pages.device)
         return decoded_bytes + (context.prefill_scratch.bytes if context.prefill_scratch else 0)
-
-
-def _attentions(layer: GpuLayer) -> list[GpuAttention]:
-    mixers = [m for b in layer.blocks for m in (b.mixer.mixers() if isinstance(b.mixer, GpuSum) else [b.mixer])]
-    return [mixer for mixer in mixers if isinstance(mixer, GpuAttention)]

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from windowpane.lowering.gpu.kernels.gated import gated
-from windowpane.lowering.gpu.kernels.matvec import gated_matvec, matvec, pays
-from windowpane.lowering.gpu.kernels.packed import SPLIT_ROWS, packed_gated, packed_product
+from windowpane.lowering.gpu.kernels.matvec import matvec, pays
+from windowpane.lowering.gpu.kernels.packed import SPLIT_ROWS, packed_linear, packed_product
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import JoinedWeight, PackedWeight
 
@@ -33,9 +33,9 @@ def gated_product(x: torch.Tensor, gate_up: Linear, activation: str, *, pdl: boo
     inner = x.new_empty(len(x), gate_up.outputs // 2)
     weight, has_bias = gate_up.weight, gate_up.bias is not None
     if isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
-        packed_gated(x, weight, inner, activation)
+        packed_linear(x, weight, inner, activation=activation)
     elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x), len(weight)):
-        gated_matvec(x, weight, inner, activation, pdl=pdl)
+        matvec(x, weight, inner, activation=activation, pdl=pdl)
     else:
         gated(product(x, gate_up, pdl=pdl), inner, activation, pdl=pdl)
     return inner

@@ -6,6 +6,7 @@ padding row has position -1, reads nothing and writes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
-from windowpane.device.transfer import Ints, Transfer
+from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.schedule.step import Segment, Step
@@ -59,7 +60,9 @@ class StepBuilder:
         self._pages = pages
         self._tables = tables
         self._tilings = tilings
-        self._token_groups = [isinstance(g.slices[0].cache, TokenCache) for g in pages.layout.groups]
+        # A group's layers store the same rows in the same pages; None where it keeps no tokens.
+        first = [group.slices[0].cache for group in pages.layout.groups]
+        self._layers = [pages.layers[c.layer] if isinstance(c, TokenCache) else None for c in first]
 
     def mixed(self, step: Step, changes: Changes) -> DeviceStep:
         """A step with segments. Updates the device's tables on the way."""
@@ -68,66 +71,23 @@ class StepBuilder:
         arrays = (step.decode_slots, step.positions, step.tokens, step.wanted)
         slots, positions, tokens, wanted = (transfer.add(array) for array in arrays)
         everything, narrowed = (self._queries(s, transfer) for s in (step.segments, step.wanted_segments))
-        writes = [
-            [transfer.add(a) for a in self._writes(step, g)] if is_tokens else None
-            for g, is_tokens in enumerate(self._token_groups)
-        ]
+        writes = []
+        for layer in self._layers:
+            rows, offsets, within = layer.writes(step) if layer else (step.wanted[:0],) * 3
+            writes.append([transfer.add(array) for array in (rows, offsets.T, within)])
         sent = transfer.send()
         self._tables.apply(sent[late])
         self._tables.apply(sent[now])
-        nothing = sent[wanted][:0]
+        stored = [PageWrites(*(sent[handle] for handle in handles)) for handles in writes]
         return DeviceStep(
-            positions=sent[positions],
-            slots=sent[slots],
-            chunk_tokens=sent[tokens],
-            chunks=everything.on_device(sent),
-            wanted=sent[wanted].long(),
-            wanted_chunks=narrowed.on_device(sent),
-            writes=[
-                PageWrites(*(sent[h] for h in handles)) if handles else PageWrites(nothing, nothing, nothing)
-                for handles in writes
-            ],
+            sent[positions], sent[slots], sent[tokens], everything(sent), sent[wanted].long(), narrowed(sent), stored
         )
 
-    def _queries(self, segments: tuple[Segment, ...], transfer: Transfer) -> _QueryHandles:
+    def _queries(
+        self, segments: tuple[Segment, ...], transfer: Transfer
+    ) -> Callable[[list[torch.Tensor]], ChunkQueries]:
+        """Puts these segments and their tiles on the transfer; what is returned finds them in what was sent."""
         table = np.array(segments, dtype=np.int32).reshape(-1, len(Segment._fields))
         tiles = {t: transfer.add(prefill_tiles(t.queries(table), t.tokens)) for t in self._tilings}
-        return _QueryHandles(transfer.add(table), segments, tiles)
-
-    def _writes(self, step: Step, group: int) -> tuple[Ints, Ints, Ints]:
-        """What the future can see of every token of the step, and where this group stores it."""
-        layer = self._pages.layers[self._pages.layout.groups[group].slices[0].cache.layer]
-        # A window of one token keeps nothing.
-        rows = [np.arange(step.num_decoding if layer.first_written(0, 1) == 0 else 0)]
-        slots = [step.decode_slots[rows[0]]]
-        tail_rows, tail_positions, tail_offsets = [], [], []
-        for segment in step.segments:
-            kept = np.arange(layer.first_written(segment.start, segment.stop), segment.stop)
-            rows.append(kept - segment.start + segment.row)
-            slots.append(np.full(len(kept), segment.slot))
-            for tail in self._pages.tails.get((group, segment.slot), ()):
-                tail_positions.append(np.arange(tail.start, tail.stop))
-                tail_rows.append(tail_positions[-1] - segment.start + segment.row)
-                blocks = tail_positions[-1] // layer.block_tokens - tail.start // layer.block_tokens
-                tail_offsets.append(tail.offsets[blocks])
-        own_rows = np.concatenate(rows)
-        own = step.positions[own_rows]
-        columns = own // layer.block_tokens % self._pages.columns(group)
-        offsets = np.concatenate([self._pages.writing[group][np.concatenate(slots), columns], *tail_offsets])
-        at = np.concatenate([own, *tail_positions])
-        return (
-            np.concatenate([own_rows, *tail_rows]).astype(np.int32),
-            np.ascontiguousarray(offsets.T),
-            (at % layer.block_tokens).astype(np.int32),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryHandles:
-    segments: int
-    host_segments: tuple[Segment, ...]
-    tiles: dict[Tiling, int]
-
-    def on_device(self, sent: list[torch.Tensor]) -> ChunkQueries:
-        tiles = {tiling: sent[handle] for tiling, handle in self.tiles.items()}
-        return ChunkQueries(sent[self.segments], self.host_segments, tiles)
+        at = transfer.add(table)
+        return lambda sent: ChunkQueries(sent[at], segments, {tiling: sent[tile] for tiling, tile in tiles.items()})

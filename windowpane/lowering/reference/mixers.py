@@ -6,7 +6,7 @@ a few rows, the last layers that keep anything call it for all rows and the mixe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.device.pages import KVPages
+from windowpane.device.pages import KEYS, QUERIES, KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Linear, Parameters, summed
 from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
@@ -87,7 +87,7 @@ class AttentionMixer:
     def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         rotated = self._rotated(projected, self.described.q_norm, self.q_norm, state)
-        return state.pages.layers[self.described.cache.layer].transformed_queries(rotated)
+        return state.pages.layers[self.described.cache.layer].balanced(rotated, QUERIES)
 
     def _store_form(self, projected: torch.Tensor, state: StepState) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -101,7 +101,7 @@ class AttentionMixer:
         values = self._heads(projected[:, width:])
         if described.v_norm is not None:
             values = self._ops.heads(values, None, described.v_norm, None)
-        keys, values = stored.transformed_keys(keys), stored.transformed(values)
+        keys, values = stored.balanced(keys, KEYS), stored.transformed(values)
         return [stored.through_format(keys, 0), stored.through_format(values, 1)]
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
@@ -199,8 +199,8 @@ class PerLayerMixer:
 
 
 class SumMixer:
-    def __init__(self, described: Sum, context: Context) -> None:
-        self._branches = [Branch(block, context) for block in described.branches]
+    def __init__(self, branches: list[Branch]) -> None:
+        self._branches = branches
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         first, *others = (branch(x, state) for branch in self._branches)
@@ -214,11 +214,9 @@ class SumMixer:
 class Branch:
     """norm → mixer → norm: a block without its residual."""
 
-    def __init__(self, described: Block, context: Context) -> None:
-        self.described, self._ops = described, context.ops
-        self.before = context.parameters.norm(described.before)
-        self.after = context.parameters.norm(described.after)
-        self.mixer: Any = MIXERS[type(described.mixer)](described.mixer, context)
+    def __init__(self, described: Block, mixer: Any, parameters: Parameters, ops: Ops) -> None:
+        self.described, self.mixer, self._ops = described, mixer, ops
+        self.before, self.after = parameters.norm(described.before), parameters.norm(described.after)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         mixed: torch.Tensor = self.mixer(self.normed(x), state)
@@ -235,12 +233,15 @@ class Branch:
             self.mixer.keep(self.normed(x), state)
 
 
-MIXERS: dict[type[Mixer], Callable[[Any, Context], Any]] = {
-    Attention: AttentionMixer,
-    GatedMLP: MlpMixer,
-    PerLayerInput: PerLayerMixer,
-    Sum: SumMixer,
-}
+MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, PerLayerInput: PerLayerMixer}
+
+
+def make_mixer(described: Mixer, context: Any, kinds: Mapping[type, Any] = MIXERS) -> Any:
+    """A mixer of a lowering that has these kinds; branches of a sum run one after another."""
+    if isinstance(described, Sum):
+        own = context.parameters, context.ops
+        return SumMixer([Branch(block, make_mixer(block.mixer, context, kinds), *own) for block in described.branches])
+    return kinds[type(described)](described, context)
 
 
 def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup) -> torch.Tensor:
@@ -254,11 +255,7 @@ def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm
 def write_present(ops: Ops, state: StepState, layer: int) -> None:
     """Store what the future can see of each token; nobody reads it as the present any more."""
     step, rows, stored = state.step, state.present.pop(layer), state.pages.layers[layer]
-    if step.num_decoding:
-        ops.write_decoding(stored, step, [x[: step.num_decoding] for x in rows])
-    for s in step.segments:
-        first = stored.first_written(s.start, s.stop)
-        if first < s.stop:
-            kept = slice(s.row + first - s.start, s.rows.stop)
-            stored.write(s.slot, first, [x[kept] for x in rows])
-        stored.write_tails(s.slot, s.start, [x[s.rows] for x in rows])
+    if step.segments:
+        stored.write(step, rows)
+    else:
+        ops.write_decoding(stored, step, rows)

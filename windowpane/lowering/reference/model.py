@@ -13,8 +13,8 @@ import torch
 from windowpane.device.pages import KVPages
 from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
-from windowpane.lowering.reference.mixers import Branch, Context, StepState, write_present
-from windowpane.lowering.reference.ops import Ops
+from windowpane.lowering.reference.mixers import Branch, Context, StepState, make_mixer, write_present
+from windowpane.lowering.reference.ops import PLAIN, Ops
 from windowpane.lowering.rope import RopeTables
 from windowpane.models.blocks import Decoder, Layer
 from windowpane.schedule.step import Step
@@ -29,14 +29,9 @@ class ReferenceModel:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        parameters: Parameters,
-        max_model_len: int,
-        group: RankGroup = ALONE,
-        ops: Ops | None = None,
+        self, decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE, ops: Ops = PLAIN
     ) -> None:
-        self.decoder, self.group, self.ops = decoder, group, ops or Ops()
+        self.decoder, self.group, self.ops = decoder, group, ops
         self.embedding = parameters.table(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
         self.final_norm = parameters.norm(decoder.norm)
@@ -46,10 +41,6 @@ class ReferenceModel:
             ReferenceLayer(layer, context, narrows=index == decoder.last_keeper)
             for index, layer in enumerate(decoder.layers)
         ]
-
-    def forward(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
-        """float32 logits [wanted rows, vocabulary] of these tokens, one per row."""
-        return self.logits(self.final_hidden(step, tokens, pages))
 
     def final_hidden(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
         """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
@@ -68,6 +59,7 @@ class ReferenceModel:
         return self.ops.norm(hidden, self.final_norm, self.decoder.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary]."""
         logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float() * self.decoder.logit_multiplier
         cap = self.decoder.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -78,7 +70,8 @@ class ReferenceLayer:
 
     def __init__(self, described: Layer, context: Context, *, narrows: bool) -> None:
         self.described, self.narrows = described, narrows
-        self.blocks = [ResidualBlock(block, context) for block in described.blocks]
+        own = context.parameters, context.ops
+        self.blocks = [ResidualBlock(block, make_mixer(block.mixer, context), *own) for block in described.blocks]
         self.scalar = None if described.scalar is None else context.parameters.tensor(described.scalar)
 
     def __call__(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
@@ -122,5 +115,5 @@ class PerLayerValues:
         shape = (len(tokens), self._layers, width)
         looked_up = look_up(self.table, tokens, self._group) * torch.tensor(width**0.5, dtype=embedded.dtype)
         projected = product(embedded, self.projection) * self._hidden_size**-0.5
-        normed = Ops().norm(projected.view(shape), self.norm, self._described.norm)
+        normed = PLAIN.norm(projected.view(shape), self.norm, self._described.norm)
         return (normed + looked_up.view(shape)) * 2**-0.5

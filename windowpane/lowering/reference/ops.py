@@ -59,32 +59,23 @@ class Ops:
         return self.linear(self.gated(self.linear(x, gate_up), activation), down)
 
     def attend_decoding(
-        self,
-        stored: LayerPages,
-        step: Step,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: Mask,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, stored: LayerPages, step: Step, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        mask: Mask, scores: Scores,
+    ) -> torch.Tensor:  # fmt: skip
         """Decoding tokens over their past in pages and themselves: all [sequences, heads, dim]."""
         past, _, counts = stored.decoding_past(step, mask)
         past_keys, past_values = (x.to(queries.dtype) for x in past)
         return attend_decoding(queries, past_keys, past_values, counts, keys, values, scores)
 
     def attend_chunk(
-        self,
-        queries: torch.Tensor,
-        positions: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        first_key: int,
-        mask: Mask,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_key: int,
+        mask: Mask, scores: Scores,
+    ) -> torch.Tensor:  # fmt: skip
         """Tokens of one chunk over their past and each other; see `attend`."""
         return attend(queries, positions, keys, values, first_key, mask, scores)
 
     def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
         stored.write_decoding(step, rows)
+
+
+PLAIN = Ops()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.blocks import LAYER, Block, Sum
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
@@ -28,7 +27,7 @@ def read(config: Config, name: str) -> ModelSpec:
         mixer = attention(
             f"{prefix}self_attn.",
             shape,
-            TokenCache(layer, retention(kind, config, DEFAULT_WINDOW), shape.kv_heads, dim, dim),
+            shape.cache(layer, retention(kind, config, DEFAULT_WINDOW)),
             rope=rope if kind == SLIDING else None,
             bias=config.flag("attention_bias", False),
         )

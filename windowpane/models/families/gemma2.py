@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
 from windowpane.models.parts import FULL, SLIDING, causal_only, read_shape, retention
@@ -25,7 +24,7 @@ def read(config: Config, name: str) -> ModelSpec:
         mixer = attention(
             f"{prefix}self_attn.",
             shape,
-            TokenCache(layer, retention(kind, config), shape.kv_heads, shape.head_dim, shape.head_dim),
+            shape.cache(layer, retention(kind, config)),
             rope=rope,
             scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
             softcap=config.optional_number("attn_logit_softcapping", 50.0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
 from windowpane.models.families import towers
@@ -42,7 +41,7 @@ def read(config: Config, name: str) -> ModelSpec:
         mixer = attention(
             f"{prefix}self_attn.",
             shape,
-            TokenCache(layer, retention(kind, text, DEFAULT_WINDOW), shape.kv_heads, dim, dim),
+            shape.cache(layer, retention(kind, text, DEFAULT_WINDOW)),
             rope=ropes[kind],
             scale=text.number("query_pre_attn_scalar", 256) ** -0.5,
             softcap=text.optional_number("attn_logit_softcapping"),

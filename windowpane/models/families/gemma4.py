@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.blocks import Attention, Block, Layer, Norm, PerLayerEmbedding
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp, per_layer_inputs
 from windowpane.models.config import Config, ModelError, every
@@ -86,9 +85,8 @@ def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, uni
     for layer, kind in enumerate(layer_kinds(text, shape.layers)):
         if layer >= first_shared and kind not in owners:
             raise ModelError(f"{text.where}num_kv_shared_layers: layer {layer} shares KV, and no {kind} layer owns any")
-        kv_heads, dim = shapes[kind].kv_heads, shapes[kind].head_dim
-        keeps = retention(kind, text, 1024 if unified else 512)
-        cache = TokenCache(layer, keeps, kv_heads, dim, dim, latent=kind == FULL and one_projection)
+        dim, keeps = shapes[kind].head_dim, retention(kind, text, 1024 if unified else 512)
+        cache = shapes[kind].cache(layer, keeps, latent=kind == FULL and one_projection)
         mixer = attention(
             f"{prefix}layers.{layer}.self_attn.",
             shapes[kind],

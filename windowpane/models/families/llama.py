@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
@@ -34,7 +33,7 @@ def read(config: Config, name: str) -> ModelSpec:
         mixer = attention(
             f"{prefix}self_attn.",
             shape,
-            TokenCache(layer, retention(kind, config), shape.kv_heads, shape.head_dim, shape.head_dim),
+            shape.cache(layer, retention(kind, config)),
             rope=rope if has_rope[layer] else None,
             scale=factors.number("attention_multiplier", 1.0) if architecture == GRANITE else None,
             bias=config.flag("attention_bias", is_seed),

@@ -5,7 +5,6 @@ Of Mistral 3 and Ministral 3 the text part is read. Ministral 3 scales queries b
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
@@ -34,7 +33,7 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer, kind in enumerate(kinds):
         prefix = f"{wrapper}model.layers.{layer}."
-        cache = TokenCache(layer, retention(kind, text, default_window), shape.kv_heads, shape.head_dim, shape.head_dim)
+        cache = shape.cache(layer, retention(kind, text, default_window))
         mixer = attention(f"{prefix}self_attn.", shape, cache, rope=rope)
         layers.append(norms.pre(prefix, mixer, gated_mlp(f"{prefix}mlp.", shape, width, activation)))
     described = decoder(

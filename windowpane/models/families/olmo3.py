@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.blocks import Attention, Norm
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, ModelError, every
@@ -31,11 +30,10 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
-        keeps = retention(kind, config, DEFAULT_WINDOW)
         mixer = attention(
             f"{prefix}self_attn.",
             shape,
-            TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim),
+            shape.cache(layer, retention(kind, config, DEFAULT_WINDOW)),
             rope=ropes[kind],
             bias=is_olmo and config.flag("attention_bias", False),
             head_norms=norms.of_heads(shape.head_dim),

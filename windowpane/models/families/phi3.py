@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
@@ -33,9 +32,8 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        cache = TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim)
         tensors = _attention_tensors(f"{prefix}self_attn.", shape)
-        mixer = attention(f"{prefix}self_attn.", shape, cache, rope=rope, tensors=tensors)
+        mixer = attention(f"{prefix}self_attn.", shape, shape.cache(layer, keeps), rope=rope, tensors=tensors)
         fused = fused_mlp_tensors(f"{prefix}mlp.", shape.hidden, width)
         mlp = gated_mlp(f"{prefix}mlp.", shape, width, config.text("hidden_act") or "silu", tensors=fused)
         layers.append(norms.pre(prefix, mixer, mlp))

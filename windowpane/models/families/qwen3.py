@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import (
@@ -61,11 +60,10 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer, kind in enumerate(_kinds(text, shape.layers, text.integer("max_window_layers", 28, minimum=0))):
         at = f"{prefix}layers.{layer}."
-        keeps = retention(kind, text, DEFAULT_WINDOW)
         mixer = attention(
             f"{at}self_attn.",
             shape,
-            TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim),
+            shape.cache(layer, retention(kind, text, DEFAULT_WINDOW)),
             rope=rope,
             bias=is_qwen2 or has_bias,
             out_bias=has_bias and not is_qwen2,
@@ -94,8 +92,7 @@ def _read_experts(config: Config, text: Config, name: str, prefix: str, *, fused
     tensors: list[TensorSpec] = embeddings(prefix, shape)
     for layer, kind in enumerate(_kinds(text, shape.layers, first_sliding=0)):
         at = f"{prefix}layers.{layer}."
-        keeps = retention(kind, text, DEFAULT_WINDOW)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, retention(kind, text, DEFAULT_WINDOW)))
         tensors += attention_tensors(f"{at}self_attn.", shape, bias=bias, qk_norm=True)
         if layer in sparse:
             width = text.integer("moe_intermediate_size")

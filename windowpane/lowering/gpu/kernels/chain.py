@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.chain_forms import AT_A_TURN, GATED, LONG, PIECE_GROUPS, TALL, WARPS
 from windowpane.lowering.gpu.kernels.chain_inputs import pieces_of
 from windowpane.lowering.gpu.kernels.chain_kernel import chain_kernel
 from windowpane.lowering.gpu.kernels.chain_portions import ends_within_a_turn
 from windowpane.lowering.gpu.kernels.hopper_tiled import GROUP_INPUTS, is_hopper, is_symmetric_int4
-from windowpane.lowering.gpu.kernels.launch import processors_of
 from windowpane.lowering.packed import PackedWeight
 
 STEP_INPUTS = 256
@@ -139,8 +139,7 @@ def _cuts(links: Links, programs: int) -> list[ProgramShare]:
 
 
 def _held_pieces(links: Links) -> int:
-    pieces: int = max(pieces_of(w.inputs) for w in links.weights)
-    return pieces
+    return int(max(pieces_of(w.inputs) for w in links.weights))
 
 
 def _shared_bytes(links: Links) -> int:
@@ -164,25 +163,13 @@ def run_chain(
         next_cut = cut(max(len(following), scratch.most_following), following.inputs, programs)
         assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
     result = hidden.new_empty(1, hidden.shape[1] if following is None else len(following))
+    weights = [t for w in links.weights for t in (w.units, w.scales)]
     chain_kernel[(programs,)](
-        attended, hidden, scratch.results, result,
-        links.out.units, links.out.scales, links.gate_up.units, links.gate_up.scales,
-        links.down.units, links.down.scales,
-        None if following is None else following.units, None if following is None else following.scales,
+        attended, hidden, scratch.results, result, *weights, *((None, None) if following is None else ()),
         links.post_attention_norm, links.pre_mlp_norm, links.post_mlp_norm, links.next_norm, links.scalar,
         scratch.side, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
-        WIDTH=hidden.shape[1],
-        INNER_WIDTH=links.down.inputs,
-        OUT_ENDS=ends_within_a_turn(links.out.inputs, *out_cut[:2]),
-        PARTS=out_cut.parts,
-        GATE_PARTS=gate_cut.parts,
-        NEXT_PARTS=next_cut.parts,
-        NEXT_FORM=next_cut.form,
-        PIECES=_held_pieces(links),
-        STAGES=STAGES,
-        GELU=links.gelu,
-        PDL=pdl,
-        num_warps=WARPS,
-        launch_pdl=pdl,
+        WIDTH=hidden.shape[1], INNER_WIDTH=links.down.inputs, PARTS=out_cut.parts, GATE_PARTS=gate_cut.parts,
+        OUT_ENDS=ends_within_a_turn(links.out.inputs, *out_cut[:2]), NEXT_PARTS=next_cut.parts, NEXT_FORM=next_cut.form,
+        PIECES=_held_pieces(links), STAGES=STAGES, GELU=links.gelu, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return result

@@ -164,12 +164,10 @@ def chain_kernel(
     units = ()
     scales = ()
     for _ in gl.static_range(PORTIONS):
-        units = units + (  # noqa: RUF005
-            gl.allocate_shared_memory(gl.int16, [STAGES, 128, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
-        )
-        scales = scales + (  # noqa: RUF005
-            gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        )
+        own = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+        units = units + (own,)  # noqa: RUF005
+        own = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        scales = scales + (own,)  # noqa: RUF005
     ring = (units, scales)
     inputs = (
         gl.allocate_shared_memory(gl.int8, [PIECES, 2 * PIECE, 32], gl.SwizzledSharedLayout(16, 4, 2, [1, 0])),

@@ -122,13 +122,11 @@ def _load_portion(units, scales, slot, FORM: gl.constexpr):
     LAST: gl.constexpr = 2 if FORM == IS_LONG else 1
     found = ()
     for half in gl.static_range(4):
-        found = found + (  # noqa: RUF005
-            bytes.index(slot).slice(half * 32, 32, dim=LAST).load(gl.DotOperandLayout(0, layout, 4)),
-        )
+        own = bytes.index(slot).slice(half * 32, 32, dim=LAST).load(gl.DotOperandLayout(0, layout, 4))
+        found = found + (own,)  # noqa: RUF005
     for block in gl.static_range(2):
-        found = found + (  # noqa: RUF005
-            scales.index(slot).slice(block * 4, 4, dim=LAST).load(gl.SliceLayout(LAST + 1, pairs)),
-        )
+        own = scales.index(slot).slice(block * 4, 4, dim=LAST).load(gl.SliceLayout(LAST + 1, pairs))
+        found = found + (own,)  # noqa: RUF005
     return found
 
 

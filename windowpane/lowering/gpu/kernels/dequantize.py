@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.lowering.gpu.kernels.launch import as_words, fixed_by, stride_of
+from windowpane.lowering.gpu.kernels.launch import Operands
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of
 from windowpane.lowering.packed import PackedWeight
 
@@ -19,15 +19,10 @@ TILE, BLOCKS, WARPS = 32, 4, 4
 def dequantize_into(weight: PackedWeight, out: torch.Tensor) -> None:
     """The matrix in `out` [outputs, inputs], its columns in the order of the units."""
     outputs, inputs = weight.shape
-    scales, in_words = as_words(weight, out.dtype)
-    blocks = triton.cdiv(inputs, 128)
+    operands, blocks = Operands.of(weight, out.dtype), triton.cdiv(inputs, 128)
     _dequantize_kernel[(triton.cdiv(outputs, TILE), triton.cdiv(blocks, BLOCKS))](
-        weight.units, scales, weight.zeros, out,
-        weight.units.stride(0), scales.stride(0), stride_of(weight.zeros), out.stride(0),
-        outputs, inputs, blocks, weight.scales.shape[1],
-        **fixed_by(weight), IS_WHOLE=inputs % 128 == 0, WORDS=in_words,
-        USES_ASM=out.device.type == "cuda" and out.dtype.itemsize == 2,
-        TILE=TILE, BLOCKS=BLOCKS, num_warps=WARPS,
+        *operands.tensors, out, *operands.strides, out.stride(0), outputs, inputs, blocks, weight.scales.shape[1],
+        **operands.fixed, TILE=TILE, BLOCKS=BLOCKS, num_warps=WARPS,
     )  # fmt: skip
 
 

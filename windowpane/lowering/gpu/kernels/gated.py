@@ -5,39 +5,29 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 
 # 8 values a thread: one 16-byte load each of gate and gated.
 BLOCK, WARPS = 1024, 4
 
 
-def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str, *, pdl: bool = False) -> None:
-    """out [rows, width] = activation(first half of gate_up's columns) × second half."""
-    width = out.shape[1]
-    _launch(gate_up, gate_up, width, out, activation, pdl)
-
-
-def gated_per_layer(
-    gate: torch.Tensor, per_layer: torch.Tensor, out: torch.Tensor, activation: str, *, pdl: bool = False
+def gated(
+    gate: torch.Tensor, out: torch.Tensor, activation: str, *, up: torch.Tensor | None = None, pdl: bool = False
 ) -> None:
-    """out = activation(gate) × per_layer, all [rows, width]."""
-    _launch(gate, per_layer, 0, out, activation, pdl)
+    """out [rows, width] = activation(gate) × up. Without `up`, both are halves of the columns of `gate`."""
+    rows, width = out.shape
+    up, up_offset = (gate, width) if up is None else (up, 0)
+    _gated_kernel[(rows, triton.cdiv(width, BLOCK))](
+        gate, up, out, gate.stride(0), up.stride(0), up_offset, out.stride(0), width,
+        BLOCK=BLOCK, GELU=is_gelu(activation), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def is_gelu(activation: str) -> bool:
     if activation not in ("gelu_pytorch_tanh", "silu"):
         raise ValueError(f"no kernel for activation {activation!r}; there is gelu_pytorch_tanh and silu")
     return activation == "gelu_pytorch_tanh"
-
-
-def _launch(
-    gate: torch.Tensor, up: torch.Tensor, up_offset: int, out: torch.Tensor, activation: str, pdl: bool
-) -> None:
-    rows, width = out.shape
-    _gated_kernel[(rows, triton.cdiv(width, BLOCK))](
-        gate, up, out, gate.stride(0), up.stride(0), up_offset, out.stride(0), width,
-        BLOCK=BLOCK, GELU=is_gelu(activation), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -56,13 +46,25 @@ def gate_times_up(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
+def store_gated(OUT, sums, tile, out_stride, rows, width, GELU: tl.constexpr):
+    """Sums [2 × pairs, rows] of a tile, in turn of a gate and of what it gates, as outputs [rows, width]."""
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
+    PAIRS: tl.constexpr = sums.shape[0] // 2
+    # [pairs, 2, rows] with the 2 last, where it can be split.
+    gate, up = tl.split(tl.permute(tl.reshape(sums, [PAIRS, 2, sums.shape[1]]), [0, 2, 1]))
+    row = tl.arange(0, sums.shape[1])
+    m = tile * PAIRS + tl.arange(0, PAIRS)
+    y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
+    kept = (m[:, None] < width) & (row[None, :] < rows)
+    tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=kept)
+
+
+@triton.jit
 def _gated_kernel(
     GATE, UP, OUT, gate_stride, up_stride, up_offset, out_stride, width, BLOCK: tl.constexpr, GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

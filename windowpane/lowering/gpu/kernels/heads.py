@@ -142,10 +142,11 @@ def _balanced(low, high, factors, inside, DIM: tl.constexpr, PIECES: tl.constexp
 
 @triton.jit
 def _coded(
-    low, high, WORDS_AT, SCALES_AT, words_at, place, ok, layer_scale, DIM: tl.constexpr, WORDS: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr,
+    low, high, WORDS_AT, SCALES_AT, lines, layer_scale, DIM: tl.constexpr, WORDS: tl.constexpr, CODE: tl.constexpr,
+    PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Store heads as words and scales; returns what they then are."""
+    """Store heads as words and scales, at these lines; returns what they then are."""
+    words_at, place, ok = lines
     words, bits, decoded = encode(_row(low, high, DIM), layer_scale, DIM, WORDS, CODE, PER_ROW)
     w = tl.arange(0, WORDS)[None, :]
     tl.store(WORDS_AT + words_at[:, None] + w, words.to(tl.int16), mask=ok[:, None])
@@ -223,6 +224,7 @@ def _heads_kernel(
             place = row * KV_HEADS + line
             words_at = place * WORDS
             k_words, v_words, k_scales_at, v_scales_at = K_WORDS, V_WORDS, K_SCALES, V_SCALES
+        lines = (words_at, place, line_inside)
 
     if is_query:
         if Q_NORM is not None:
@@ -239,9 +241,7 @@ def _heads_kernel(
         if TRANSFORM_VALUES:
             low, high = _halves(to_basis(_row(low, high, DIM), DIM), PIECES, DISTANCE)
         if CODE > 0:
-            low, high = _coded(
-                low, high, v_words, v_scales_at, words_at, place, line_inside, v_layer_scale, DIM, WORDS, CODE, PER_ROW
-            )
+            low, high = _coded(low, high, v_words, v_scales_at, lines, v_layer_scale, DIM, WORDS, CODE, PER_ROW)
         _store_pairs(V + row * v_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
         if ARENA is not None and CODE == 0:
             values = section(ARENA, page + v_offset, KV_DTYPE)
@@ -250,10 +250,7 @@ def _heads_kernel(
         if LATENT:
             low, high = _normed(low, high, None, dims, inside, DIM, DISTANCE, eps, DTYPE)
             if CODE > 0:
-                low, high = _coded(
-                    low, high, k_words, k_scales_at, words_at, place, line_inside, k_layer_scale, DIM, WORDS, CODE,
-                    PER_ROW,
-                )  # fmt: skip
+                low, high = _coded(low, high, k_words, k_scales_at, lines, k_layer_scale, DIM, WORDS, CODE, PER_ROW)
             low, high = _rounded(low, high, KV_DTYPE)
             _store_pairs(V + row * v_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
             if ARENA is not None and CODE == 0:
@@ -274,9 +271,7 @@ def _heads_kernel(
             )
             low, high = _rounded(low, high, DTYPE)
         if CODE > 0 and not LATENT:
-            low, high = _coded(
-                low, high, k_words, k_scales_at, words_at, place, line_inside, k_layer_scale, DIM, WORDS, CODE, PER_ROW
-            )
+            low, high = _coded(low, high, k_words, k_scales_at, lines, k_layer_scale, DIM, WORDS, CODE, PER_ROW)
         _store_pairs(K + row * k_stride + at, low, high, inside, DISTANCE, KV_DTYPE)
         if ARENA is not None and not LATENT and CODE == 0:
             keys = section(ARENA, page + k_offset, KV_DTYPE)

@@ -38,16 +38,9 @@ from windowpane.lowering.gpu.kernels.unpacking import TAKE_INT4, four_of
 _DECODE = (
     "{{ .reg .b32 t0, t1, t2, t3, one, away; mov.b32 one, {one}; mov.b32 away, {away};"
     + TAKE_INT4
-    + """
-fma.rn.{kind} t0, t0, one, away;
-fma.rn.{kind} t1, t1, one, away;
-fma.rn.{kind} t2, t2, one, away;
-fma.rn.{kind} t3, t3, one, away;
-mul.rn.{kind} $0, t0, $5;
-mul.rn.{kind} $1, t1, $7;
-mul.rn.{kind} $2, t2, $9;
-mul.rn.{kind} $3, t3, $11;
-}}"""
+    + "".join(f"\nfma.rn.{{kind}} t{span}, t{span}, one, away;" for span in range(4))
+    + "".join(f"\nmul.rn.{{kind}} ${span}, t{span}, ${5 + 2 * span};" for span in range(4))
+    + "\n}}"
 )
 _DECODE_BFLOAT16 = gl.constexpr(_DECODE.format(one="0x3f803f80", away="0xc308c308", magic="0x43004300", kind="bf16x2"))
 _DECODE_FLOAT16 = gl.constexpr(_DECODE.format(one="0x3c003c00", away="0xe408e408", magic="0x64006400", kind="f16x2"))

@@ -73,11 +73,6 @@ def plan_shares(rows: int, outputs: int, inputs: int, processors: int, tile_rows
     return Shares(tile_rows, STAGES[tile_rows], programs, tiles, blocks, all_tiles * blocks)
 
 
-def has_hopper_kernel(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bool:
-    """Symmetric int4 in groups of 32 with scales in the inputs' dtype, all of which TMA can copy."""
-    return is_hopper(x.device) and is_described(x, weight, out)
-
-
 @cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
@@ -90,6 +85,7 @@ def is_symmetric_int4(weight: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def is_described(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bool:
+    """Symmetric int4 in groups of 32 with scales in the inputs' dtype, all of which TMA can copy."""
     return (
         is_symmetric_int4(weight, x.dtype)
         and weight.scales.shape[1] > 1

@@ -1,10 +1,13 @@
-"""What the launches of products with quantized weights have in common."""
+"""What launches have in common, and those of products with quantized weights."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.lowering.packed import PackedWeight
 
@@ -33,11 +36,6 @@ class Launch(NamedTuple):
         return self.rows <= SPLIT_ROWS
 
 
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors; a number that shares work out where there are none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def flags_of(device: torch.device) -> torch.Tensor:
     """0 between launches: one set for all products of a device, which run one after the other."""
     found = _FLAGS.get(device)
@@ -49,20 +47,36 @@ def flags_of(device: torch.device) -> torch.Tensor:
     return found
 
 
-def as_words(weight: PackedWeight, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """Scales, as words where those of a block are one, or a pair of blocks has one."""
-    scales, groups = weight.scales, weight.scales.shape[1]
-    word = {32: torch.int64, 64: torch.int32, 128: torch.int32}.get(weight.group_inputs or 0)
-    if word is None or scales.dtype != dtype or dtype.itemsize != 2 or groups * 2 % word.itemsize:
-        return scales, False
-    return scales.view(word), True
+class Operands(NamedTuple):
+    """A packed weight as kernels take it: units, scales and zero points, their strides, and what compiles into them.
+
+    GROUP 0: one scale for all inputs. WORDS: scales of a block are one word, or a pair of blocks has one.
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    strides: tuple[int, int, int]
+    fixed: dict[str, int | bool]
+
+    @classmethod
+    def of(cls, weight: PackedWeight, dtype: torch.dtype) -> Operands:
+        """For a product in `dtype`."""
+        scales, zeros, (_, groups) = weight.scales, weight.zeros, weight.scales.shape
+        word = {32: torch.int64, 64: torch.int32, 128: torch.int32}.get(weight.group_inputs or 0)
+        in_words = word is not None and scales.dtype == dtype and dtype.itemsize == 2 and not groups * 2 % word.itemsize
+        if word is not None and in_words:
+            scales = scales.view(word)
+        fixed = {
+            "IS_INT4": weight.kind == "int4", "GROUP": 0 if groups == 1 else weight.group_inputs or 0,
+            "SCALE_OUTPUTS": weight.scale_outputs, "IS_WHOLE": weight.inputs % 128 == 0, "WORDS": in_words,
+            "USES_ASM": scales.device.type == "cuda" and dtype.itemsize == 2,
+        }  # fmt: skip
+        strides = weight.units.stride(0), scales.stride(0), 0 if zeros is None else zeros.stride(0)
+        return cls((weight.units, scales, zeros), strides, fixed)
 
 
-def stride_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
-
-
-def fixed_by(weight: PackedWeight) -> dict[str, int | bool]:
-    """What a weight fixes for a compiled kernel. GROUP 0: one scale for all inputs."""
-    group = 0 if weight.scales.shape[1] == 1 else weight.group_inputs or 0
-    return {"IS_INT4": weight.kind == "int4", "GROUP": group, "SCALE_OUTPUTS": weight.scale_outputs}
+@triton.jit
+def wait_if_overlapped(PDL: tl.constexpr):
+    """Let the next launch begin, and wait for the one before."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 
 CAP_BLOCK, CAP_WARPS = 2048, 4
 # 64 parts of a 262,144-token vocabulary: enough programs to read one row of it quickly.
@@ -54,9 +55,7 @@ def _tanh(x):
 
 @triton.jit
 def _softcap_kernel(LOGITS, OUT, in_stride, out_stride, width, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(LOGITS + row * in_stride + at, mask=at < width, other=0.0).to(tl.float32)
@@ -67,9 +66,7 @@ def _softcap_kernel(LOGITS, OUT, in_stride, out_stride, width, cap, BLOCK: tl.co
 
 @triton.jit
 def _argmax_parts_kernel(VALUES, BEST, PLACES, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(VALUES + row * stride + at, mask=at < width, other=float("-inf"))
@@ -84,9 +81,7 @@ def _argmax_parts_kernel(VALUES, BEST, PLACES, stride, width, BLOCK: tl.constexp
 
 @triton.jit
 def _argmax_kernel(BEST, PLACES, OUT, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     best = tl.load(BEST + row * parts + at, mask=at < parts, other=float("-inf"))

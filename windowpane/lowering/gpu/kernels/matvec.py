@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu
+from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu, store_gated
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 
 # What the kernels take. They beat cuBLAS up to FEW_ROWS; beyond, only where outputs are many (`pays`).
 MAX_ROWS = 8
@@ -67,29 +68,17 @@ def plan_launch(rows: int, outputs: int, inputs: int) -> Launch:
 
 def matvec(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None,
-    *, pdl: bool = False, launch: Launch | None = None,
+    *, activation: str | None = None, pdl: bool = False, launch: Launch | None = None,
 ) -> None:  # fmt: skip
-    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32."""
-    _launch(x, weight, bias, out, None, pdl, launch)
+    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias, for at most MAX_ROWS rows; sums in float32.
 
-
-def gated_matvec(
-    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, activation: str,
-    *, pdl: bool = False, launch: Launch | None = None,
-) -> None:  # fmt: skip
-    """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ). `gate_up` is one above the other: [2 × width, inputs]."""
-    _launch(x, gate_up, None, out, is_gelu(activation), pdl, launch)
-
-
-def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
-    launch: Launch | None,
-) -> None:  # fmt: skip
-    """`gelu` None: not gated."""
+    With an `activation`, the weight is a gate above what it gates, [2 × width, inputs], and has no bias:
+    out [rows, width] = activation(x · gateᵀ) × (x · upᵀ).
+    """
     (rows, inputs), outputs = x.shape, len(weight)
     launch = launch or plan_launch(rows, outputs, inputs)
     # A gate and what it gates go together.
-    weight_rows = launch.weight_rows if gelu is None else max(2, launch.weight_rows)
+    weight_rows = launch.weight_rows if activation is None else max(2, launch.weight_rows)
     if launch.uses_dot:
         kernel, step, tiling = _dot_kernel, _DOT_STEP, {"STEP": _DOT_STEP, "STAGES": _DOT_STAGES}
     else:
@@ -97,8 +86,8 @@ def _launch(
         kernel, step, tiling = _sums_kernel, lanes * vector, {"LANES": lanes, "VECTOR": vector}
     kernel[(triton.cdiv(outputs, weight_rows),)](
         x, weight, bias, out, x.stride(0), weight.stride(0), out.stride(0), outputs, inputs, ROWS=rows,
-        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=gelu is not None, GELU=bool(gelu), PDL=pdl,
-        num_warps=launch.warps, launch_pdl=pdl, **tiling,
+        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=activation is not None,
+        GELU=activation is not None and is_gelu(activation), PDL=pdl, num_warps=launch.warps, launch_pdl=pdl, **tiling,
     )  # fmt: skip
 
 
@@ -133,6 +122,7 @@ def _sums_kernel(
     what it read. LANES counts all threads, so that the layout of x needs no exchange between them.
     """
     STEP: tl.constexpr = LANES * VECTOR
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
     n = _weight_row(outputs, WEIGHT_ROWS, GATED)
@@ -158,19 +148,14 @@ def _sums_kernel(
         y = tl.sum(sums[row], 0)
         if GATED:
             gate, up = tl.split(tl.reshape(y, [WEIGHT_ROWS // 2, 2]))
-            _store_gated(OUT + row * out_stride, gate, up, outputs // 2, WEIGHT_ROWS // 2, GELU)
+            to = OUT + row * out_stride
+            m = tl.program_id(0) * (WEIGHT_ROWS // 2) + tl.arange(0, WEIGHT_ROWS // 2)
+            tl.store(to + m, gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU), mask=m < outputs // 2)
         else:
             if BIAS is not None:
                 y += tl.load(BIAS + n).to(tl.float32)
             m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
-            tl.store(OUT + row * out_stride + m, y.to(OUT.dtype.element_ty), mask=m < outputs)
-
-
-@triton.jit
-def _store_gated(OUT, gate, up, width, PAIRS: tl.constexpr, GELU: tl.constexpr):
-    DTYPE: tl.constexpr = OUT.dtype.element_ty
-    m = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    tl.store(OUT + m, gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU), mask=m < width)
+            tl.store(OUT + row * out_stride + m, y.to(DTYPE), mask=m < outputs)
 
 
 @triton.jit
@@ -180,9 +165,7 @@ def _dot_kernel(
     STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The weight's rows are the tensor core's rows; the rows of x, padded to 16, its columns."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     PADDED: tl.constexpr = 16
     n = _weight_row(outputs, WEIGHT_ROWS, GATED)
     k = tl.arange(0, STEP)
@@ -198,14 +181,7 @@ def _dot_kernel(
             x = tl.load(x_at + start, mask=(row[None, :] < ROWS) & (start + k[:, None] < inputs), other=0.0)
         sums = tl.dot(w, x, sums, input_precision="ieee")
     if GATED:
-        # [pairs, 2, rows of x] with the 2 last, where it can be split.
-        pairs = tl.permute(tl.reshape(sums, [WEIGHT_ROWS // 2, 2, PADDED]), [0, 2, 1])
-        gate, up = tl.split(pairs)
-        DTYPE: tl.constexpr = OUT.dtype.element_ty
-        m = tl.program_id(0) * (WEIGHT_ROWS // 2) + tl.arange(0, WEIGHT_ROWS // 2)
-        y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
-        inside = (m[:, None] < outputs // 2) & (row[None, :] < ROWS)
-        tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=inside)
+        store_gated(OUT, sums, tl.program_id(0), out_stride, ROWS, outputs // 2, GELU)
     else:
         if BIAS is not None:
             sums += tl.load(BIAS + n).to(tl.float32)[:, None]

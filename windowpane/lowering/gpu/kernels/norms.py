@@ -10,12 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor, *, pdl: bool = False) -> None:
     """out = norm of each row of x [rows, width], times a float32 weight unless that is None."""
-    rows, width = x.shape
-    block, warps = _row_launch(width)
-    _rms_norm_kernel[(rows,)](
-        x, weight, out, x.stride(0), out.stride(0), eps, WIDTH=width, BLOCK=block, PDL=pdl,
-        num_warps=warps, launch_pdl=pdl,
-    )  # fmt: skip
+    _launch(x, None, None, weight, None, eps, out, True, pdl)
 
 
 def residual_norm(
@@ -27,19 +22,21 @@ def residual_norm(
     `hidden` [rows, width] is updated in place. A `scalar` tensor has one element. Without `next_weight` nothing follows
     and `out` is left alone.
     """
+    _launch(hidden, x, post_weight, next_weight, scalar, eps, out, next_weight is not None, pdl)
+
+
+def _launch(
+    hidden: torch.Tensor, x: torch.Tensor | None, post_weight: torch.Tensor | None, next_weight: torch.Tensor | None,
+    scalar: torch.Tensor | float | None, eps: float, out: torch.Tensor, norms: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """A row per program. 16 values a thread are two 16-byte loads, the fewest steps for one row."""
     rows, width = hidden.shape
-    block, warps = _row_launch(width)
-    _residual_norm_kernel[(rows,)](
-        hidden, x, post_weight, next_weight, scalar, out, hidden.stride(0), x.stride(0), out.stride(0), eps,
-        WIDTH=width, BLOCK=block, SCALAR_IS_TENSOR=isinstance(scalar, torch.Tensor), PDL=pdl,
-        num_warps=warps, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-def _row_launch(width: int) -> tuple[int, int]:
-    """A row per program: block and warps. 16 values a thread are two 16-byte loads, the fewest steps for one row."""
     block = triton.next_power_of_2(width)
-    return block, min(max(block // 512, 1), 16)
+    _norm_kernel[(rows,)](
+        hidden, x, post_weight, next_weight, scalar, out, hidden.stride(0), None if x is None else x.stride(0),
+        out.stride(0), eps, WIDTH=width, BLOCK=block, SCALAR_IS_TENSOR=isinstance(scalar, torch.Tensor), NORMS=norms,
+        PDL=pdl, num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -49,29 +46,11 @@ def _normed(x, WIDTH: tl.constexpr, eps):
 
 
 @triton.jit
-def _rms_norm_kernel(
-    X, WEIGHT, OUT, x_stride, out_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    if WEIGHT is not None:
-        weight = tl.load(WEIGHT + at, mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-    y = _normed(tl.load(X + row * x_stride + at, mask=inside, other=0.0).to(tl.float32), WIDTH, eps)
-    if WEIGHT is not None:
-        y *= weight
-    tl.store(OUT + row * out_stride + at, y.to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _residual_norm_kernel(
+def _norm_kernel(
     HIDDEN, X, POST_WEIGHT, NEXT_WEIGHT, SCALAR, OUT, hidden_stride, x_stride, out_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALAR_IS_TENSOR: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALAR_IS_TENSOR: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Without X, HIDDEN is only read. NORMS: what follows reads a norm of it, with or without a weight."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -84,15 +63,20 @@ def _residual_norm_kernel(
         next_weight = tl.load(NEXT_WEIGHT + at, mask=inside, other=0.0)
     if PDL:
         gdc_wait()
-    x = tl.load(X + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if X is not None:
+        x = tl.load(X + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     hidden = tl.load(HIDDEN + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
-    if POST_WEIGHT is not None:
-        x = (_normed(x, WIDTH, eps) * post_weight).to(dtype).to(tl.float32)
-    hidden = (hidden + x).to(dtype)
-    if SCALAR is not None:
-        scalar = tl.load(SCALAR).to(tl.float32) if SCALAR_IS_TENSOR else SCALAR
-        hidden = (hidden.to(tl.float32) * scalar).to(dtype)
-    tl.store(HIDDEN + row * hidden_stride + at, hidden, mask=inside)
-    if NEXT_WEIGHT is not None:
-        y = _normed(hidden.to(tl.float32), WIDTH, eps) * next_weight
+    if X is not None:
+        if POST_WEIGHT is not None:
+            x = (_normed(x, WIDTH, eps) * post_weight).to(dtype).to(tl.float32)
+        new = (hidden + x).to(dtype)
+        if SCALAR is not None:
+            scalar = tl.load(SCALAR).to(tl.float32) if SCALAR_IS_TENSOR else SCALAR
+            new = (new.to(tl.float32) * scalar).to(dtype)
+        tl.store(HIDDEN + row * hidden_stride + at, new, mask=inside)
+        hidden = new.to(tl.float32)
+    if NORMS:
+        y = _normed(hidden, WIDTH, eps)
+        if NEXT_WEIGHT is not None:
+            y *= next_weight
         tl.store(OUT + row * out_stride + at, y.to(OUT.dtype.element_ty), mask=inside)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.dequantize import dequantize_into
 from windowpane.lowering.gpu.kernels.gated import is_gelu
-from windowpane.lowering.gpu.kernels.hopper_tiled import Shares, has_hopper_kernel, hopper_product, plan_shares
-from windowpane.lowering.gpu.kernels.launch import SPLIT_ROWS, Launch, processors_of
+from windowpane.lowering.gpu.kernels.hopper_tiled import Shares, hopper_product, is_described, is_hopper, plan_shares
+from windowpane.lowering.gpu.kernels.launch import SPLIT_ROWS, Launch
 from windowpane.lowering.gpu.kernels.split import plan_split, split_product
 from windowpane.lowering.gpu.kernels.tiled import plan_tiles, tiled_product
 from windowpane.lowering.packed import PackedWeight
@@ -23,7 +24,7 @@ from windowpane.models.packing import DEQUANTIZED_BYTES
 
 __all__ = [
     "MOST_ROWS", "SPLIT_ROWS", "Launch", "Shares", "choose_launch", "dequantize_into", "dequantized_product",
-    "packed_gated", "packed_linear", "packed_product", "plan_launch", "slice_outputs",
+    "packed_linear", "packed_product", "plan_launch", "slice_outputs",
 ]  # fmt: skip
 
 # Beyond, a dequantised matrix and cuBLAS are the faster way.
@@ -44,7 +45,7 @@ def choose_launch(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> L
     rows, (outputs, inputs) = len(x), weight.shape
     if x.element_size() != 2:
         return _plan_float32(rows)
-    if rows > SPLIT_ROWS and has_hopper_kernel(x, weight, out):
+    if rows > SPLIT_ROWS and is_hopper(x.device) and is_described(x, weight, out):
         return plan_shares(rows, outputs, inputs, processors_of(x.device))
     return plan_launch(rows, outputs, inputs, processors_of(x.device))
 
@@ -95,32 +96,20 @@ def slice_outputs(outputs: int, most: int) -> int:
 
 def packed_linear(
     x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None = None,
-    *, pdl: bool = False, launch: Launch | Shares | None = None,
+    *, activation: str | None = None, pdl: bool = False, launch: Launch | Shares | None = None,
 ) -> None:  # fmt: skip
-    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias by a kernel that reads units; sums in float32."""
-    _launch(x, weight, bias, out, None, pdl, launch)
+    """out [rows, outputs] = x [rows, inputs] · weightᵀ + bias by a kernel that reads units; sums in float32.
 
-
-def packed_gated(
-    x: torch.Tensor, gate_up: PackedWeight, out: torch.Tensor, activation: str, *, launch: Launch | Shares | None = None
-) -> None:
-    """out [rows, width] = activation(x · gateᵀ) × (x · upᵀ), for at most SPLIT_ROWS rows; `gate_up` is stacked."""
-    _launch(x, gate_up, None, out, is_gelu(activation), False, launch)
-
-
-def _launch(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, gelu: bool | None, pdl: bool,
-    launch: Launch | Shares | None,
-) -> None:  # fmt: skip
-    """`gelu` None: not gated."""
+    With an `activation`, the weight is a gate above what it gates and has no bias: out [rows, width] =
+    activation(x · gateᵀ) × (x · upᵀ), for at most SPLIT_ROWS rows.
+    """
     x = weight.in_order(x)
     launch = choose_launch(x, weight, out) if launch is None else launch
+    if isinstance(launch, Launch) and launch.is_split:
+        split_product(x, weight, bias, out, None if activation is None else is_gelu(activation), launch)
+        return
+    assert activation is None, f"gates go with at most {SPLIT_ROWS} rows"
     if isinstance(launch, Shares):
-        assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
         hopper_product(x, weight, bias, out, launch, pdl=pdl)
-        return
-    if not launch.is_split:
-        assert gelu is None, f"gates go with at most {SPLIT_ROWS} rows"
+    else:
         tiled_product(x, weight, bias, out, launch, pdl=pdl)
-        return
-    split_product(x, weight, bias, out, gelu, launch)

@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.lowering.gpu.kernels.gated import gate_times_up
-from windowpane.lowering.gpu.kernels.launch import Launch, as_words, fixed_by, flags_of, processors_of, stride_of
+from windowpane.attention.triton.view import processors_of
+from windowpane.lowering.gpu.kernels.gated import store_gated
+from windowpane.lowering.gpu.kernels.launch import Launch, Operands, flags_of
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of, zero_of
 from windowpane.lowering.packed import PackedWeight
 
@@ -49,25 +50,13 @@ def split_product(
 ) -> None:  # fmt: skip
     """`gelu` None: not gated. Begins when the launch before has ended: overlapped, it takes longer (measured)."""
     rows, (outputs, inputs) = len(x), weight.shape
-    scales, in_words = as_words(weight, x.dtype)
-    gated = gelu is not None
+    operands = Operands.of(weight, x.dtype)
     work = triton.cdiv(outputs, launch.outputs) * triton.cdiv(triton.cdiv(inputs, 128), launch.warps)
     split_kernel[(min(MOST_PROGRAMS, processors_of(x.device) * launch.programs, work),)](
-        x, weight.units, scales, weight.zeros, bias, out, _sums(x.device), flags_of(x.device),
-        x.stride(0), weight.units.stride(0), scales.stride(0), stride_of(weight.zeros), out.stride(0),
-        rows, outputs, inputs, weight.scales.shape[1],
-        **fixed_by(weight),
-        IS_WHOLE=inputs % 128 == 0,
-        WORDS=in_words,
-        USES_ASM=x.device.type == "cuda" and x.dtype.itemsize == 2,
-        SPLIT=launch.warps,
-        OUTPUTS=launch.outputs,
-        TILE_ROWS=launch.rows,
-        STAGES=launch.stages,
-        GATED=gated,
-        GELU=bool(gelu),
-        FITS=outputs % launch.outputs == 0,
-        num_warps=launch.warps,
+        x, *operands.tensors, bias, out, _sums(x.device), flags_of(x.device), x.stride(0), *operands.strides,
+        out.stride(0), rows, outputs, inputs, weight.scales.shape[1], **operands.fixed, SPLIT=launch.warps,
+        OUTPUTS=launch.outputs, TILE_ROWS=launch.rows, STAGES=launch.stages, GATED=gelu is not None, GELU=bool(gelu),
+        FITS=outputs % launch.outputs == 0, num_warps=launch.warps,
     )  # fmt: skip
 
 
@@ -232,13 +221,7 @@ def _store(
     TILE_ROWS: tl.constexpr = total.shape[1]
     row = tl.arange(0, TILE_ROWS)
     if GATED:
-        # [pairs, 2, rows] with the 2 last, where it can be split.
-        pairs = tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, TILE_ROWS]), [0, 2, 1])
-        gate, up = tl.split(pairs)
-        m = tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        y = gate_times_up(gate.to(DTYPE), up.to(DTYPE), GELU)
-        kept = (m[:, None] < outputs // 2) & (row[None, :] < rows)
-        tl.store(OUT + row[None, :] * out_stride + m[:, None], y, mask=kept)
+        store_gated(OUT, total, tile, out_stride, rows, outputs // 2, GELU)
     else:
         m = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         if BIAS is not None:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.lowering.gpu.kernels.launch import Launch, as_words, fixed_by, stride_of
+from windowpane.lowering.gpu.kernels.launch import Launch, Operands, wait_if_overlapped
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of
 from windowpane.lowering.packed import PackedWeight
 
@@ -34,18 +33,15 @@ def tiled_product(
 ) -> None:
     """out = x · weightᵀ + bias; `x` has its inputs in the order of the units."""
     rows, (outputs, inputs) = len(x), weight.shape
-    scales, in_words = as_words(weight, x.dtype)
+    operands = Operands.of(weight, x.dtype)
     grid = (triton.cdiv(rows, launch.rows), triton.cdiv(outputs, launch.outputs), launch.programs)
     shared = launch.programs > 1
     sums = torch.empty(launch.programs, rows, outputs, dtype=torch.float32, device=x.device) if shared else None
     target = out if sums is None else sums
     _tile_kernel[grid](
-        x, weight.units, scales, weight.zeros, None if shared else bias, target,
-        x.stride(0), weight.units.stride(0), scales.stride(0), stride_of(weight.zeros), target.stride(-2),
-        rows * outputs, rows, outputs, inputs, weight.scales.shape[1],
-        **fixed_by(weight), OUTPUTS=launch.outputs, TILE_ROWS=launch.rows, STAGES=launch.stages,
-        IS_WHOLE=inputs % 128 == 0, WORDS=in_words, USES_ASM=x.device.type == "cuda" and x.dtype.itemsize == 2,
-        PDL=pdl, num_warps=launch.warps, launch_pdl=pdl,
+        x, *operands.tensors, None if shared else bias, target, x.stride(0), *operands.strides, target.stride(-2),
+        rows * outputs, rows, outputs, inputs, weight.scales.shape[1], **operands.fixed, OUTPUTS=launch.outputs,
+        TILE_ROWS=launch.rows, STAGES=launch.stages, PDL=pdl, num_warps=launch.warps, launch_pdl=pdl,
     )  # fmt: skip
     if sums is not None:
         block = 1024
@@ -68,9 +64,7 @@ def _tile_kernel(
     USES_ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, output tile, share of the inputs); the weight's outputs are the tensor core's rows."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     DTYPE: tl.constexpr = X.dtype.element_ty
     # Beyond the last output, the last is read again: its loads need no mask, and its result is not stored.
     n = tl.minimum(tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
@@ -126,9 +120,7 @@ def _add_kernel(
     SUMS, BIAS, OUT, out_stride, rows, outputs, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """What programs that share the inputs found, always added in the same order."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_if_overlapped(PDL)
     row = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -9,26 +9,12 @@ import triton.language as tl
 
 # Two units of int4 to a register: a mask and a magic exponent turn their values q into 128 + q (bfloat16) or 1024 + q
 # (float16), exactly.
-TAKE_INT4 = """
-lop3.b32 t0, $4, 0x000f000f, {magic}, 0xea;
-shr.u32 t1, $4, 4;
-lop3.b32 t1, t1, 0x000f000f, {magic}, 0xea;
-shr.u32 t2, $4, 8;
-lop3.b32 t2, t2, 0x000f000f, {magic}, 0xea;
-shr.u32 t3, $4, 12;
-lop3.b32 t3, t3, 0x000f000f, {magic}, 0xea;
-"""
-# Adding the last operands takes that and the zero points away.
-_INT4 = (
-    "{{ .reg .b32 t0, t1, t2, t3, one; mov.b32 one, {one};"
-    + TAKE_INT4
-    + """
-fma.rn.{kind} $0, t0, one, $5;
-fma.rn.{kind} $1, t1, one, $6;
-fma.rn.{kind} $2, t2, one, $7;
-fma.rn.{kind} $3, t3, one, $8;
-}}"""
+TAKE_INT4 = "\nlop3.b32 t0, $4, 0x000f000f, {magic}, 0xea;\n" + "".join(
+    f"shr.u32 t{span}, $4, {4 * span};\nlop3.b32 t{span}, t{span}, 0x000f000f, {{magic}}, 0xea;\n" for span in (1, 2, 3)
 )
+# Adding the last operands takes that and the zero points away.
+_TAKE_AWAY = "".join(f"\nfma.rn.{{kind}} ${span}, t{span}, one, ${5 + span};" for span in range(4))
+_INT4 = "{{ .reg .b32 t0, t1, t2, t3, one; mov.b32 one, {one};" + TAKE_INT4 + _TAKE_AWAY + "\n}}"
 _INT4_BFLOAT16 = tl.constexpr(_INT4.format(one="0x3f803f80", magic="0x43004300", kind="bf16x2"))
 _INT4_FLOAT16 = tl.constexpr(_INT4.format(one="0x3c003c00", magic="0x64006400", kind="f16x2"))
 
