@@ -131,8 +131,8 @@ class TestFigures:
     def test_memory_in_use_and_the_words_of_notes_are_read(self) -> None:
         in_use = facts_of(
             "INFO 09-18 22:23:41 [w.py:1] Free memory on device (94.41/94.97 GiB) on startup. Current kv cache memory "
-            "in use is 8.64 GiB.\nINFO 09-18 22:23:42 [k.py:1] GPU KV cache size: 315,039 tokens, Maximum concurrency for "
-            "262,144 tokens per request: 1.20x"
+            "in use is 8.64 GiB.\nINFO 09-18 22:23:42 [k.py:1] GPU KV cache size: 315,039 tokens, Maximum concurrency "
+            "for 262,144 tokens per request: 1.20x"
         )
         assert in_use.available_kv is not None and in_use.available_kv.text == "8.64 GiB"
         assert (in_use.reported_tokens, in_use.concurrency) == (315_039, "1.20")
