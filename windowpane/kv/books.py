@@ -339,8 +339,9 @@ class Books:
         for slot, columns in self.tables[g].rewrite(sources, targets):
             for column in columns.tolist():
                 self._log_moved(g, slot, column)
+        moved = set(ids.tolist())
         for place, outgoing in self.outgoing.items():
-            if place[0] == g and np.isin(outgoing, ids).any():
+            if place[0] == g and not moved.isdisjoint(outgoing.tolist()):
                 self.log.moved_read(place)
 
     def _log_moved(self, g: int, slot: int, column: int) -> None:

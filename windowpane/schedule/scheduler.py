@@ -273,8 +273,8 @@ class Scheduler:
             return 0, 0
         slots = self._decoding_array()
         lengths = self.manager.lengths[slots]
-        until_end = int((self._last_length[slots] - lengths).min()) - 1
-        until_horizon = int((self._horizon[slots] - lengths).min())
+        until_end = int(np.minimum.reduce(self._last_length[slots] - lengths)) - 1
+        until_horizon = int(np.minimum.reduce(self._horizon[slots] - lengths))
         return max(min(until_horizon, until_end), 0), max(until_end, 0)
 
     def decode_alone(self, token: int) -> NDArray[np.int64]:

@@ -75,11 +75,11 @@ class CostModel:
             visible: int | NDArray[np.int64]
             match kind.retention:
                 case Full():
-                    visible = lengths.sum(axis=-1)
+                    visible = np.add.reduce(lengths, axis=-1)
                 case Window(tokens=window):
-                    visible = np.minimum(lengths, window).sum(axis=-1)
+                    visible = np.add.reduce(np.minimum(lengths, window), axis=-1)
                 case Chunk(tokens=chunk):
-                    visible = (lengths % chunk).sum(axis=-1)
+                    visible = np.add.reduce(lengths % chunk, axis=-1)
                 case Cross(tokens=tokens):
                     visible = tokens * lengths.shape[-1]
                 case State():
