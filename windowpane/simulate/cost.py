@@ -13,6 +13,7 @@ one another is not counted; neither are activations, which weigh little beside b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ class CostModel:
         total_bytes: Work = 0.0 if lengths.ndim == 1 else np.zeros(lengths.shape[:-1])
         total_flops = total_bytes
         for kind in self.kinds:
-            visible: int | NDArray[np.int64]
+            visible: Any  # an int, or one for each step
             match kind.retention:
                 case Full():
                     visible = np.add.reduce(lengths, axis=-1)
