@@ -122,7 +122,7 @@ class Books:
         """
         table, arena = self.tables[g], self.arena
         if table.group.stripes > 1:
-            self.fill(g, slot, np.array([column]))
+            self.fill(g, slot, np.array([column]), [column] if late else ())
             return
         self.spend(g, slot, 1)
         while not arena.available_pages(g):
