@@ -83,6 +83,16 @@ class TestWords:
         assert failure.key == "less_free_than_asked"
         assert failure.ways_out[0].startswith("--gpu-memory-utilization 0.46")
 
+    @pytest.mark.parametrize(("model", "slides"), [(None, True), ("gemma-3-27b", True), ("qwen3-32b", False)])
+    def test_windows_are_blamed_only_where_there_may_be_some(self, model: str | None, slides: bool) -> None:
+        failure = only(
+            "▎ ValueError: To serve at least one request with the model's max seq len (40960),\n"
+            "▎ 10.00 GiB KV cache is needed, which is larger than the available KV cache memory (1.25 GiB).",
+            model=model,
+        )
+        assert failure.key == "kv_cache_too_small"
+        assert any("--max-num-batched-tokens" in way for way in failure.ways_out) is slides
+
     def test_old_words_for_a_cache_that_is_too_small(self) -> None:
         failure = only(
             "ValueError: The model's max seq len (29000) is larger than the maximum number of tokens that can be "

@@ -78,6 +78,26 @@ class TestSettings:
         assert (facts.model, facts.tensor_parallel_size, facts.kv_cache_dtype) == ("acme/m-7b", 2, "fp8")
         assert (facts.enable_prefix_caching, facts.reported_tokens) == (True, 25_200)
 
+    def test_a_list_in_yaml_may_have_flags_and_values_on_lines_of_their_own(self) -> None:
+        items = (
+            "--model",
+            "acme/m-7b",
+            "--max-model-len",
+            "8192",
+            "--speculative-config",
+            '{"method": "mtp"}',
+            "-tp",
+            "2",
+        )
+        listed = "\n".join(f"      - '{item}'" if "{" in item else f'      - "{item}"' for item in (*items, "-tp", "2"))
+        facts = facts_of(f"services:\n  llm:\n    command:\n{listed}\n\n{FIGURES}")
+        assert (facts.model, facts.tensor_parallel_size, facts.speculative_method) == ("acme/m-7b", 2, "mtp")
+
+    def test_a_config_line_whose_beginning_stands_above_a_fence_is_read(self) -> None:
+        head, settings = ENGINE.split(" with config: ")
+        facts = facts_of(f"{head} with config\n~~~\n{settings}\n~~~\n")
+        assert (facts.version, facts.model, facts.tensor_parallel_size) == ("0.19.1", "acme/gemma-4-31B-it", 4)
+
     def test_an_image_names_the_release(self) -> None:
         assert facts_of("docker run vllm/vllm-openai:v0.21.0 --model acme/m-7b -tp 2").version == "0.21.0"
 
@@ -108,6 +128,21 @@ class TestFigures:
         assert memory is not None and memory.text == text
         assert memory.low == pytest.approx(low_gib * 2**30, abs=4)
 
+    def test_memory_in_use_and_the_words_of_notes_are_read(self) -> None:
+        in_use = facts_of(
+            "INFO 09-18 22:23:41 [w.py:1] Free memory on device (94.41/94.97 GiB) on startup. Current kv cache memory "
+            "in use is 8.64 GiB.\nINFO 09-18 22:23:42 [k.py:1] GPU KV cache size: 315,039 tokens, Maximum concurrency "
+            "for 262,144 tokens per request: 1.20x"
+        )
+        assert in_use.available_kv is not None and in_use.available_kv.text == "8.64 GiB"
+        assert (in_use.reported_tokens, in_use.concurrency) == (315_039, "1.20")
+        notes = facts_of(
+            "- available KV cache memory: 4.17 GiB\n- GPU KV cache size: 364,592 tokens\n"
+            "- maximum concurrency for 4,096 tokens/request: 89.01x\n"
+        )
+        assert notes.available_kv is not None and notes.available_kv.text == "4.17 GiB"
+        assert (notes.max_model_len, notes.concurrency) == (4096, "89.01")
+
     def test_of_several_ranks_the_smallest_counts(self) -> None:
         facts = facts_of(
             FIGURES + FIGURES.replace("11.54", "11.48").replace("25,200", "25,072").replace("1.87", "1.86")
@@ -127,6 +162,8 @@ class TestSurroundings:
         [
             lambda line: f"> {line}",
             lambda line: f"> > {line}",
+            lambda line: f"▎ {line}",
+            lambda line: f"2026-03-02 10:00:00.560 | {line}",
             lambda line: f"vllm-server-1  | {line}",
             lambda line: f"2026-03-02T10:00:00.123456789Z stdout F {line}",
             lambda line: f"[pod/vllm-0/server] {line}",
@@ -187,6 +224,33 @@ class TestStarts:
     def test_runs_without_settings_are_told_apart_by_length_and_tokens(self) -> None:
         other = FIGURES.replace("65,536", "32,768")
         assert [s.facts.max_model_len for s in read_log(f"A:\n\n{FIGURES}\n\nB:\n\n{other}").starts] == [65_536, 32_768]
+
+    def test_memory_of_another_attempt_is_not_that_of_the_figures(self) -> None:
+        """A guide shows a failure, then an engine that runs, and mentions a third attempt in passing."""
+        guide = (
+            "INFO 08-25 09:12:34 [w.py:276] Available KV cache memory: -2.16 GiB\n"
+            "ValueError: No available memory for the cache blocks.\n\nBetter:\n\n"
+            f"{FIGURES}\n\nOnce it said `Available KV cache memory: 0.35 GiB`, which is next to nothing.\n"
+        )
+        memories = [s.facts.available_kv.text for s in read_log(guide).starts if s.facts.available_kv]
+        assert memories == ["-2.16 GiB", "11.54 GiB", "0.35 GiB"]
+        found = diagnose(guide, LogFacts())
+        assert (found.start, found.failures) == (2, ())
+
+    def test_ranks_with_unequal_memory_are_one_start(self) -> None:
+        line = "INFO 03-02 10:01:59 [w.py:436] Available KV cache memory: 7.02 GiB\n"
+        memory = facts_of(line + FIGURES).available_kv
+        assert memory is not None and memory.text == "7.02 GiB"
+
+    def test_a_length_that_does_not_fit_is_another_start_than_one_that_runs(self) -> None:
+        failed = (
+            "ValueError: To serve at least one request with the models's max seq len (221000), (10.12 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (5.59 GiB)."
+        )
+        found = diagnose(f"With 65k:\n\n{FIGURES}\n\nWith 221k:\n\n{failed}\n", LogFacts())
+        assert [s.facts.max_model_len for s in found.starts] == [65_536, 221_000]
+        assert found.facts.available_kv is not None and found.facts.available_kv.text == "5.59 GiB"
+        assert found.facts.reported_tokens is None
 
     def test_the_last_that_tells_something_is_explained_unless_another_is_asked_for(self) -> None:
         text = f"{ENGINE}\n{FIGURES}{ENGINE.replace('65536', '4096')}\n"

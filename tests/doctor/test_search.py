@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from windowpane.doctor.diagnosis import Diagnosis, diagnose
-from windowpane.doctor.log import LogFacts
+from windowpane.doctor.log import LogError, LogFacts
 from windowpane.doctor.report import print_diagnosis
+from windowpane.doctor.shapes import find_model
 from windowpane.kv.retention import Full
 from windowpane.models import load
 from windowpane.plan.peers import vllm
@@ -131,6 +132,14 @@ class TestSearching:
         )
         assert found.explanation is not None and "74.22 GiB of KV memory" in found.explanation.assumed
 
+    def test_blocks_of_another_size_are_found_when_nothing_else_fits(self) -> None:
+        """A platform whose attention insists on blocks of 64 tokens; no state is what makes them longer."""
+        flags = "vllm serve acme/gemma-4-31B-it -tp 2 --max-num-batched-tokens 8192 --no-async-scheduling\n\n"
+        found = explained(flags + figures("10.12", "169,314", "163,840", "1.03"))
+        assert found.explanation is not None and "blocks of 64 tokens" in found.explanation.assumed
+        assert found.explanation.report.groups[0].block_tokens == 64
+        assert "recurrent state" not in shown(found)
+
     @pytest.mark.parametrize("release", HISTORY, ids=lambda r: r.covers)
     @pytest.mark.parametrize("hybrid_manager", [True, False])
     def test_whatever_vllm_would_print_is_explained(self, release: Release, hybrid_manager: bool) -> None:
@@ -155,7 +164,57 @@ class TestSearching:
         assert any(n == 2 or "tensor_parallel_size 2 with kv_cache_dtype fp8" in str(n) for n in fit)
 
 
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "shipped"),
+        [
+            ("/input/gpt-oss-120b/transformers/default/1", "gpt-oss-120b"),
+            ("acme/gemma-4-31B-it-FP8-Dynamic", "gemma-4-31b"),
+            ("Qwen/Qwen3-1.7B", "qwen3-0.6b"),
+            ("acme/Nemotron-Cascade-2-30B-A3B-NVFP4", "nemotron-3-nano-30b-a3b"),
+        ],
+    )
+    def test_a_model_is_known_by_a_directory_or_by_one_of_the_same_shapes(self, name: str, shipped: str) -> None:
+        spec, doubt = find_model(name)
+        assert spec.name == shipped and name in doubt
+
+    def test_shapes_that_are_taken_over_give_exact_figures(self) -> None:
+        engine = (
+            "INFO 05-05 05:05:00 [core.py:1] Initializing a V1 LLM engine (v0.20.1rc1.dev91+ga749a33d8) with config: "
+            "model='acme/Nemotron-Cascade-2-30B-A3B-NVFP4', speculative_config=None, dtype=torch.bfloat16, "
+            "max_seq_len=256000, tensor_parallel_size=1, kv_cache_dtype=fp8_e4m3, enable_prefix_caching=False\n"
+        )
+        explained(engine + figures("3.72", "1,206,303", "256,000", "4.71"), mamba_ssm_cache_dtype="float32")
+        explained(figures("18.78", "175,856", "1,024", "171.73"), model="qwen3-1.7b")
+
+
 class TestHonesty:
+    def test_a_release_that_the_log_does_not_name_is_not_blamed(self) -> None:
+        found = diagnose("Available KV cache memory: 1.71 GiB\n", LogFacts(model="gpt-oss-120b"))
+        assert "The log names no release." in shown(found)
+
+    def test_memory_of_one_pipeline_stage_is_not_compared_with_all_layers(self) -> None:
+        text = (
+            "vllm serve acme/Qwen3-Coder-30B-A3B-Instruct-FP8 --pipeline-parallel-size 2\n\nValueError: To serve at "
+            "least one request with the models's max seq len (262144), (24.0 GiB KV cache is needed, which is larger "
+            "than the available KV cache memory (3.18 GiB). Based on the available memory, the estimated maximum model "
+            "length is 34736."
+        )
+        found = diagnose(text, LogFacts())
+        (failure,) = found.failures
+        assert "per rank" not in failure.cause and found.capacity is None and found.explanation is None
+
+    @pytest.mark.parametrize(
+        ("text", "engine"),
+        [
+            ("[2026-01-31 13:50:39 TP1] KV Cache is allocated. #tokens: 300288, K size: 8.38 GB", "SGLang"),
+            ("llama_kv_cache: size = 340.00 MiB", "llama.cpp"),
+        ],
+    )
+    def test_other_engines_are_named(self, text: str, engine: str) -> None:
+        with pytest.raises(LogError, match=f"looks like {engine}"):
+            diagnose(text, LogFacts())
+
     def test_an_engine_that_runs_is_never_said_not_to_start(self) -> None:
         """int8 scales with Gemma 4 are refused by 0.20.0; a patched build runs, and the log wins."""
         engine = (

@@ -6,6 +6,7 @@ that the log itself does not say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,12 @@ from windowpane.plan.peers.vllm_releases import RELEASES
 from windowpane.plan.planner import PlanError, Sizing, size_up
 
 _DTYPES = {None: "auto", "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "half": "float16"}
+
+
+_OTHERS = {
+    "SGLang": r"(?i:sglang)|KV Cache is allocated\. #tokens|mem-fraction-static",
+    "llama.cpp": r"llama_kv_cache|llama-server|llama\.cpp|koboldcpp",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,8 @@ def diagnose(text: str, given: LogFacts, start: int | None = None) -> Diagnosis:
     failures = find_failures(line, Case(facts))
     if not failures and not is_vllm_log(log):
         looked = "\n  ".join([*looked_for(), *known_failures()])
-        raise LogError(f"nothing of a vLLM start-up log was found. Looked for:\n  {looked}")
+        other = next((f" (this looks like {name})" for name, words in _OTHERS.items() if re.search(words, text)), "")
+        raise LogError(f"nothing of a vLLM start-up log was found{other}. Looked for:\n  {looked}")
     found = Diagnosis(facts, number, log.starts, failures=failures, missing=_missing(facts), doubts=(*_doubts(facts),))
     if facts.model is None:
         return replace(found, failures=(*failures, *report_formula_changed(log, None)))
@@ -103,6 +111,8 @@ def _explained(found: Diagnosis, line: str, spec: ModelSpec, kv_cache_dtype: str
     if memory.low <= 0 if memory else not facts.runs:
         return replace(found, sizing=sizing)
     explanation = explain(facts, spec, kv_cache_dtype)
+    if not explanation.exact and (facts.pipeline_parallel_size or 1) > 1:
+        return replace(found, sizing=sizing)  # the memory is that of a stage, and which layers it has is not known
     if facts.runs and not explanation.exact:
         known = memory if facts.tensor_parallel_size else None
         doubts = (*found.doubts, _NOT_EXACT) if memory else found.doubts
@@ -146,7 +156,7 @@ def _missing(facts: LogFacts) -> tuple[str, ...]:
     wanted = {
         "model": "the model: --model",
         "available_kv": "KV memory per rank: --kv-cache-memory-bytes",
-        "max_model_len": "the longest length: --max-model-len (the model's own limit is taken)",
+        "max_model_len": "the longest length: --max-model-len (the limit of the model whose shapes are used is taken)",
         "version": "the release: --vllm-version",
         "tensor_parallel_size": "ranks: --tensor-parallel-size",
         "max_num_batched_tokens": "the largest step: --max-num-batched-tokens",

@@ -211,7 +211,9 @@ def _too_few_tokens(match: re.Match[str], case: Case) -> Failure:
 
 def _too_small(match: re.Match[str], case: Case) -> Failure:
     length, needed, available = int(match["length"].replace(",", "")), match["needed"], match["available"]
-    cause = f"One request of {length:,} tokens would be charged {needed} of KV per rank, and there are {available}."
+    # With pipeline stages the charge is of all layers, and the memory of the smallest stage.
+    rank = " per rank" if (case.facts.pipeline_parallel_size or 1) == 1 else ""
+    cause = f"One request of {length:,} tokens would be charged {needed} of KV{rank}, and there are {available}."
     ways = []
     report = case.report
     if report and report.groups:
@@ -221,10 +223,12 @@ def _too_small(match: re.Match[str], case: Case) -> Failure:
     estimated = match.groupdict().get("estimated")
     if estimated:
         ways.append(f"--max-model-len {estimated.replace(',', '')}, which vLLM itself says would fit")
-    ways += [
-        "--max-num-batched-tokens 2048, where layers slide: every window is charged the tokens in flight",
-        "a smaller --kv-cache-dtype, more of the card (--gpu-memory-utilization), or more cards",
-    ]
+    local = [c for c in case.setting.caches if c.retention.kind in ("window", "chunk")] if case.setting else None
+    if local:
+        ways.append("--max-num-batched-tokens 2048: every window is charged the tokens in flight")
+    elif local is None:
+        ways.append("--max-num-batched-tokens 2048, if layers slide: every window is charged the tokens in flight")
+    ways.append("a smaller --kv-cache-dtype, more of the card (--gpu-memory-utilization), or more cards")
     return Failure("kv_cache_too_small", "The KV cache is too small for max_model_len", cause, tuple(ways))
 
 

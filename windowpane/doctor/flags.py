@@ -10,7 +10,9 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 
-ENGINE = re.compile(r"LLM engine \(v(?P<version>[\w.+-]+)\) with config: ?(?P<settings>.*)", re.DOTALL)
+ENGINE = re.compile(r"LLM engine \(v(?P<version>[\w.+-]+)\) with config:? ?(?P<settings>.+)", re.DOTALL)
+# The same, where its beginning was cut off or stands above a code fence.
+CONFIG = re.compile(r"^(?P<settings>model='[^']*', (?:speculative_config|tokenizer)=.*)", re.DOTALL)
 ARGUMENTS = re.compile(r"non-default args: (?P<settings>\{.*|Namespace\(.*)", re.DOTALL)
 _COMMAND = re.compile(
     r"(?:^|[\s$#`(;&|])(?:vllm serve|(?:-m )?vllm\.entrypoints\.(?:openai\.)?api_server|"
@@ -32,10 +34,10 @@ _OPENING, _CLOSING = "([{<", ")]}>"
 
 def engine_settings(record: str) -> dict[str, str] | None:
     """Settings of `Initializing a V1 LLM engine (v0.26.0) with config: model='…', …`; None for other records."""
-    match = ENGINE.search(record)
+    match = ENGINE.search(record) or CONFIG.search(record)
     if match is None:
         return None
-    return {"version": match["version"], **_named(_pairs(match["settings"], "="))}
+    return {**match.groupdict(), **_named(_pairs(match["settings"], "="))}
 
 
 def argument_settings(record: str) -> dict[str, str] | None:

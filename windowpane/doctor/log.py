@@ -102,6 +102,8 @@ class _Draft:
     banner: bool = False
     tokens: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    memories: list[Rounded] = field(default_factory=list)
+    failed: bool = False
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -111,6 +113,13 @@ class _Draft:
     @property
     def has_figures(self) -> bool:
         return bool(self.tokens or self.lengths) or any("KV cache memory" in text for text in self.texts)
+
+    def is_over(self, tokens: list[int], lengths: list[int], memories: list[Rounded]) -> bool:
+        """Whether such figures can only be of another start: ranks differ a little, and before any total is printed."""
+        if (tokens and self.tokens and not _alike([*self.tokens, *tokens])) or len({*self.lengths, *lengths}) > 1:
+            return True
+        sizes = [memory.middle for memory in (*self.memories, *memories)]
+        return bool(memories and self.memories and (self.tokens or self.failed)) and not _alike(sizes)
 
 
 def read_log(text: str) -> Log:
@@ -139,7 +148,7 @@ def _place(text: str, lines: Iterable[str], drafts: list[_Draft]) -> None:
     draft = drafts[-1]
     began = bool(draft.engine or draft.arguments or draft.tokens)
     engine, arguments, tokens = engine_settings(text), argument_settings(text), _all(_TOKENS, text, _whole)
-    lengths = _all(_LENGTH, text, _whole)
+    lengths, memories = _all(_LENGTH, text, _whole), _all(_KV_MEMORY, text, _size)
     pasted = () if engine or arguments else (*lines, text) if "LLM(" in text else lines
     commands = [found for line in pasted if (found := command_settings(line))]
     banner = bool(_BANNER.search(text))
@@ -154,10 +163,12 @@ def _place(text: str, lines: Iterable[str], drafts: list[_Draft]) -> None:
         draft = _next(drafts) if began else draft
         draft.command = commands[-1] if commands else draft.command
         draft.banner = draft.banner or banner
-    elif (tokens and draft.tokens and not _alike([*draft.tokens, *tokens])) or len({*draft.lengths, *lengths}) > 1:
+    elif draft.is_over(tokens, lengths, memories):
         draft = _next(drafts)
     draft.tokens += tokens
     draft.lengths += lengths
+    draft.memories += memories
+    draft.failed = draft.failed or bool(_FAILED.search(text))
     draft.texts.append(text)
 
 
@@ -174,7 +185,7 @@ def _same(one: dict[str, str], other: dict[str, str]) -> bool:
 
 def _alike(tokens: list[int]) -> bool:
     """Figures of ranks that differ a little in their free memory, not of two settings."""
-    return max(tokens) <= 1.05 * min(tokens)
+    return max(tokens) - min(tokens) <= 0.05 * abs(min(tokens))
 
 
 def _joined(drafts: list[_Draft]) -> list[_Draft]:
@@ -184,7 +195,7 @@ def _joined(drafts: list[_Draft]) -> list[_Draft]:
         before = joined[-1] if joined else None
         if before and before.has_figures and not before.has_settings and draft.has_settings and not draft.has_figures:
             draft.texts = before.texts + draft.texts
-            draft.tokens, draft.lengths = before.tokens, before.lengths
+            draft.tokens, draft.lengths, draft.memories = before.tokens, before.lengths, before.memories
             joined[-1] = draft
         elif before and not before.has_settings and not before.has_figures:
             draft.texts = before.texts + draft.texts  # what stands before the first start belongs to it
@@ -310,11 +321,13 @@ def _dtype(text: str) -> str:
 
 _BANNER = re.compile(r"█.*version \d|vLLM API server version \d")
 _TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
-_LENGTH = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request")
+_LENGTH = re.compile(r"[Mm]aximum concurrency for ([\d,]+) tokens(?: per |/)request|max seq len \(([\d,]+)\)")
+_KV_MEMORY = re.compile(r"(?:[Aa]vailable KV cache memory:|Current kv cache memory in use is) (-?[\d.]+ ?[GMK]i?B)")
+_FAILED = re.compile(r"No available memory for the cache blocks|KV cache is needed|CUDA out of memory|failed to start")
 _GPU = re.compile(r"GPU 0: ((?:NVIDIA|AMD) [\w /-]+?)(?= GPU 1:| Nvidia| \(UUID|  |$)")
 _VERSION_ELSEWHERE = re.compile(
     r"(?:vLLM API server|█) +version +v?(\d+\.\d+[\w.+]*)|vLLM [Vv]ersion\s*:\s*v?(\d+\.\d+[\w.+]*)"
-    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)|V1 LLM engine \(v(\d+\.\d+[\w.+]*)\)"
+    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)|LLM engine \(v(\d+\.\d+[\w.+]*)\)"
 )
 _FIRST_LENGTH = re.compile(r"Using max model len ([\d,]+)")
 _MODEL_NAME = re.compile(r"[\w~./:@+-]+")
@@ -339,7 +352,7 @@ def _sentences(*patterns: str) -> tuple[re.Pattern[str], ...]:
 _SENTENCES: dict[str, tuple[tuple[re.Pattern[str], ...], _Reader]] = {
     "max_model_len": (
         _sentences(
-            rf"Maximum concurrency for {_NUMBER} tokens per request",
+            rf"[Mm]aximum concurrency for {_NUMBER} tokens(?: per |/)request",
             rf"max seq len \({_NUMBER}\)",
         ),
         _whole,
@@ -362,7 +375,7 @@ _SENTENCES: dict[str, tuple[tuple[re.Pattern[str], ...], _Reader]] = {
     "block_size": (_sentences(rf"(?:Setting|Forcing) kv cache block size to {_NUMBER} for"), _whole),
     "available_kv": (
         _sentences(
-            rf"Available KV cache memory: {_MEMORY}",
+            _KV_MEMORY.pattern,
             rf"reserved {_MEMORY} memory for KV Cache as specified by kv_cache_memory_bytes",
             rf"available KV cache memory \({_MEMORY}\)",
             rf"memory reserved for KV Cache is {_MEMORY}",
@@ -381,7 +394,7 @@ _SENTENCES: dict[str, tuple[tuple[re.Pattern[str], ...], _Reader]] = {
         _whole,
     ),
     "reported_tokens": ((_TOKENS,), _whole),
-    "concurrency": (_sentences(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), str),
+    "concurrency": (_sentences(r"[Mm]aximum concurrency for [\d,]+ tokens(?: per |/)request: ([\d.]+)x"), str),
 }
 
 # Facts by the names of vLLM's settings.

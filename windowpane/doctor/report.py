@@ -133,7 +133,8 @@ def _meaning(found: Diagnosis, explained: Explanation) -> Iterator[str | Text]:
     facts, report = found.facts, explained.report
     assumed = f", assuming {', '.join(explained.assumed)}" if explained.assumed else ""
     if report.error:
-        yield Text(f"vLLM {report.covers} would not start: {report.error}.", style="bold")
+        unnamed = "" if facts.version else "The log names no release. "
+        yield Text(f"{unnamed}vLLM {report.covers} would not start: {report.error}.", style="bold")
         return
     if explained.exact:
         figure = (

@@ -31,6 +31,7 @@ _RANKS = (1, 2, 4, 8)
 _MLA_BLOCK_TOKENS = (64, 16, 32, 128)  # each latent-attention kernel has its own
 _CONV_KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_kernel_size", "short_conv_kernel_size")
 _DRAFTS = (1, 2, 3, 4, 5)  # tried where nothing else fits and the log does not say that there are none
+_OTHER_BLOCKS = (32, 64, 128)  # some platforms' attention kernels insist on these; tried last
 _ANY_KV_BYTES = 2**45  # stands for memory that the log does not name
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -85,6 +86,11 @@ def explain(facts: LogFacts, spec: ModelSpec, kv_cache_dtype: str) -> Explanatio
     if not found and facts.runs and facts.speculative_tokens is None:
         settings[-1] = replace(settings[-1], values=_DRAFTS)
         candidates = list(_candidates(replace(facts, speculative_method="mtp"), spec, settings))
+        found = _matches(candidates, facts)
+    if not found and facts.runs and not (facts.block_tokens or facts.block_size):
+        settings = _open_settings(facts, spec, kv_cache_dtype)
+        settings[-2] = replace(settings[-2], values=_OTHER_BLOCKS, default=False)
+        candidates = list(_candidates(facts, spec, settings))
         found = _matches(candidates, facts)
     if not found:
         report = vllm.report(first.setting, first.release, first.setting.async_scheduling)

@@ -16,7 +16,16 @@ _SUFFIX = re.compile(
 )
 
 # Models that are not shipped and whose layers keep what a shipped one's do.
-_SAME_KV = {"qwen3.6-27b": "qwen3.5-27b"}
+_SAME_KV = {
+    "llama-3.3-70b": "llama-3.1-70b",
+    "meta-llama-3.1-70b": "llama-3.1-70b",
+    "meta-llama-3.1-8b": "llama-3.1-8b",
+    "nemotron-cascade-2-30b-a3b": "nemotron-3-nano-30b-a3b",
+    "qwen3-1.7b": "qwen3-0.6b",
+    "qwen3-4b": "qwen3-8b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3.6-27b": "qwen3.5-27b",
+}
 
 
 def find_model(name: str, ask_hub: bool = False) -> tuple[ModelSpec, str]:
@@ -25,11 +34,14 @@ def find_model(name: str, ask_hub: bool = False) -> tuple[ModelSpec, str]:
     """
     if Path(name).exists() or shipped_name(name):
         return load(name), ""
-    wanted = _bare(name)
-    wanted = _SAME_KV.get(wanted, wanted)
+    known: dict[str, str] = {}
     for shipped, repository in shipped_repositories().items():
-        if wanted in (_bare(shipped), _bare(repository)):
-            return load(shipped), f"{name} is taken to have the KV shapes of the shipped {shipped}"
+        for bare in (_bare(shipped), _bare(repository)):
+            known.setdefault(bare, shipped)
+    # A path may name the model in a directory above the last one: /models/gpt-oss-120b/default/1.
+    for wanted in map(_bare, (name, *reversed(name.split("/")))):
+        if same := known.get(_SAME_KV.get(wanted, wanted)):
+            return load(same), f"{name} is taken to have the KV shapes of the shipped {same}"
     if (hub_name := parse_name(name)) and (cached := Hub().cached_shape(hub_name)):
         return replace(load(cached), name=name), ""
     if ask_hub and hub_name:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _ESCAPES = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 _LOST_COLOURS = re.compile(r"\[(?:\d{1,3}(?:;\d{1,3})*)?m")  # what is left of a colour where the escape was lost
-_QUOTES = re.compile(r"^(?:\s{0,3}>\s?)+")
+_QUOTES = re.compile(r"^(?:\s{0,3}[>▎│┃]\s?)+")
 
 # What stands before a line in other programs' output. They are taken off again and again, as they come in any order.
 _PREFIXES = tuple(
@@ -35,6 +35,9 @@ _LEVEL = re.compile(
 )
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _FLAG_LINE = re.compile(r"""\s*(?:-\s+)?["']?--?[a-z]""")
+# Of a list in YAML: an item, and a line that ends with a flag whose value may be the next item.
+_ITEM = re.compile(r"\s*-\s+[^\s-]")
+_BARE_FLAG = re.compile(r"""(?:^|\s)-\s+["']?--?[A-Za-z][\w-]*["']?$""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,9 @@ def _logical_lines(text: str) -> list[_Line]:
         if _FENCE.match(line) or not line.strip():
             opens, continued = True, False
             continue
-        is_flag = bool(lines) and not opens and bool(_FLAG_LINE.match(line) and _FLAG_LINE.match(lines[-1].text))
+        before = lines[-1].text if lines and not opens else ""
+        is_flag = bool(_FLAG_LINE.match(line) and _FLAG_LINE.match(before))
+        is_flag = is_flag or bool(_ITEM.match(line) and _BARE_FLAG.search(before))
         bare = line.strip().rstrip("\\").rstrip()
         if continued or is_flag:
             lines[-1] = _Line(f"{lines[-1].text} {bare}", lines[-1].opens)

@@ -13,6 +13,7 @@ it fill the gaps in other takers' slabs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ class Cursor:
     slab: int = FREE
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Copy one page of `group` from `source` to `target` (offsets), then forget `source`."""
 
     group: int
@@ -148,24 +148,39 @@ class Arena:
 
     def tag(self, group: int, offsets: Offsets, tags: NDArray[np.int64]) -> None:
         """Write a number on each of these pages. It stays with the page when `compact` moves it."""
-        slabs, within = np.divmod(offsets, self._slab_units)
-        self._tags[slabs, within // self.page_units[group]] = tags
+        self._tags[self._places(group, offsets)] = tags
 
     def tag_one(self, group: int, offset: int, tag: int) -> None:
         slab, within = divmod(offset, self._slab_units)
         self._tags[slab, within // self.page_units[group]] = tag
 
+    def tag_of_one(self, group: int, offset: int) -> int:
+        slab, within = divmod(offset, self._slab_units)
+        return int(self._tags[slab, within // self.page_units[group]])
+
     def tags(self, group: int, offsets: Offsets) -> NDArray[np.int64]:
-        slabs, within = np.divmod(offsets, self._slab_units)
-        found: NDArray[np.int64] = self._tags[slabs, within // self.page_units[group]]
+        found: NDArray[np.int64] = self._tags[self._places(group, offsets)]
         return found
+
+    def _places(self, group: int, offsets: Offsets) -> tuple[NDArray[np.int32], NDArray[np.int32] | int]:
+        """The slab of each of these pages, and which of its pages it is."""
+        slabs = offsets // self._slab_units
+        if self.pages_per_slab[group] == 1:
+            return slabs, 0
+        return slabs, (offsets - slabs * self._slab_units) // self.page_units[group]
 
     def free(self, group: int, offsets: Offsets) -> None:
         """Give pages back. Each must be a taken page of this group."""
-        if len(offsets) == 0:
+        if len(offsets) < 2:
+            for offset in offsets.tolist():
+                self._free_one(group, offset)
             return
         slab_of = offsets // self._slab_units
-        if (slab_of == slab_of[0]).all():  # as a rule
+        if self.pages_per_slab[group] == 1:
+            slabs, counts = np.sort(slab_of), np.ones(len(slab_of), dtype=np.int64)
+            if (slabs[1:] == slabs[:-1]).any():
+                raise ValueError(f"freeing a page of {self.layout.groups[group].name} twice")
+        elif (slab_of == slab_of[0]).all():  # as a rule
             slabs, counts = slab_of[:1], np.array([len(offsets)])
         else:
             slabs, counts = np.unique(slab_of, return_counts=True)
@@ -187,6 +202,23 @@ class Arena:
                 slab, within = divmod(offset, self._slab_units)
                 gaps.setdefault(slab, []).append(within // self.page_units[group])
 
+    def _free_one(self, group: int, offset: int) -> None:
+        """`free` for a single page, without arrays."""
+        slab, within = divmod(offset, self._slab_units)
+        left = int(self._used[slab]) - 1
+        if self._owner[slab] != group or left < 0:
+            raise ValueError(f"freeing pages that {self.layout.groups[group].name} does not hold")
+        self._used[slab] = left
+        self.used_pages[group] -= 1
+        gaps = self._gaps[group]
+        if left:
+            gaps.setdefault(slab, []).append(within // self.page_units[group])
+            return
+        self._owner[slab] = FREE
+        self.held_slabs[group] -= 1
+        gaps.pop(slab, None)
+        self._free_slabs.append(slab)
+
     def compact(self, group: int) -> list[Move]:
         """Empty the group's least used slab into the gaps of its others. [] when nothing can be won.
 
@@ -195,7 +227,7 @@ class Arena:
         gaps = self._gaps[group]
         if self.gap_pages(group) < self.pages_per_slab[group]:
             return []
-        victim = min(gaps, key=lambda slab: self._used[slab])
+        victim = max(gaps, key=lambda slab: len(gaps[slab]))
         free_indexes = set(gaps[victim])
         kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]
         sources = np.array(kept, dtype=np.int32) * self.page_units[group] + victim * self._slab_units

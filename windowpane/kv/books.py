@@ -116,21 +116,27 @@ class Books:
             columns = columns[~late]
         self.log.entries(g, slot, columns)
 
-    def fill_one(self, g: int, slot: int, column: int) -> None:
-        """`fill` for one column, without arrays."""
-        table = self.tables[g]
+    def fill_one(self, g: int, slot: int, column: int, *, late: bool = False, wins_slab: bool = False) -> None:
+        """`fill` for one column, without arrays. `late`: this step still reads its old page. `wins_slab`: where no slab
+        is free, pages are moved together before the gaps of others are filled.
+        """
+        table, arena = self.tables[g], self.arena
         if table.group.stripes > 1:
-            self.fill(g, slot, np.array([column]))
+            self.fill(g, slot, np.array([column]), [column] if late else ())
             return
         self.spend(g, slot, 1)
-        cursor = self.cursors[g][slot]
-        while not self.arena.available_pages(g):
+        while not arena.available_pages(g):
             self.make_room()
-        offset = self.arena.take_one(g, cursor)
+        while wins_slab and not arena.free_slabs and self._compact_any():
+            pass
+        offset = arena.take_one(g, self.cursors[g][slot])
         table.entries[slot, column, 0] = offset
-        self.arena.tag_one(g, offset, slot * table.columns + column)
+        arena.tag_one(g, offset, slot * table.columns + column)
         table.filled[slot] += 1
-        self.log.entry(g, slot, column)
+        if late:
+            self.log.entries(g, slot, np.array([column]), late=True)
+        else:
+            self.log.entry(g, slot, column)
 
     # -- holding and letting go ------------------------------------------------------------------------------------
 
@@ -142,10 +148,27 @@ class Books:
     def let_go(self, g: int, ids: Ids) -> None:
         """One holder less: a page that restore points keep becomes cached, any other is free."""
         shared = self.shared[g]
+        if len(ids) == 1:
+            self._let_go_one(g, int(ids[0]))
+            return
         self._recount(g, ids, slots=-1)
         unheld = ids[shared.slots[ids] == 0]
         self.live_pages[g] -= len(unheld)
         self._free_shared(g, unheld[shared.point_counts[unheld] == 0])
+
+    def _let_go_one(self, g: int, i: int) -> None:
+        """`let_go` for one page, without arrays: what a sequence that slides past shared pages does."""
+        shared = self.shared[g]
+        holders = int(shared.slots[i]) - 1
+        shared.slots[i] = holders
+        if holders:
+            return
+        self.live_pages[g] -= 1
+        points = int(shared.point_counts[i])
+        if points == 1:  # from now on giving up that restore point frees the page
+            self._freeable_bytes[shared.point_numbers[i]] += self.layout.groups[g].page_bytes
+        elif points == 0:
+            self._free_shared(g, np.array([i]))
 
     def let_go_offsets(self, g: int, offsets: Offsets) -> None:
         """A sequence lets go of these pages, its own and shared ones."""
@@ -182,26 +205,30 @@ class Books:
             if point.pending:
                 self.let_go(g, ids)
             shared = self.shared[g]
-            self._recount(g, ids, points=-1, number=point.number)
-            unkept = ids[shared.point_counts[ids] == 0]
-            holders = shared.slots[unkept]
-            self._free_shared(g, unkept[holders == 0])
+            points, holders = shared.point_counts[ids] - 1, shared.slots[ids]
+            shared.point_counts[ids] = points
+            shared.point_numbers[ids] ^= point.number
+            if len(alone := ids[(points == 1) & (holders == 0)]):
+                np.add.at(self._freeable_bytes, shared.point_numbers[alone], self.layout.groups[g].page_bytes)
+            self._free_shared(g, ids[(points == 0) & (holders == 0)])
             if self.tables[g].is_ring:
-                self._give_back(g, unkept[holders == 1])
+                self._give_back(g, ids[(points == 0) & (holders == 1)])
+        self._freeable_bytes[point.number] = 0
         self._free_numbers.append(point.number)
         self.on_drop(point)
 
     def _recount(self, g: int, ids: Ids, *, slots: int = 0, points: int = 0, number: int = 0) -> None:
         """Change how many hold or keep these pages, and with it what giving up each restore point would free."""
         shared, page_bytes = self.shared[g], self.layout.groups[g].page_bytes
-        if len(alone := shared.cached_by_one(ids)):
+        # A page that loses a holder had one, and a page that gains one has one: neither is only cached then.
+        if slots >= 0 and len(alone := shared.cached_by_one(ids)):
             np.subtract.at(self._freeable_bytes, shared.point_numbers[alone], page_bytes)
         if slots:
             shared.slots[ids] += slots
         if points:
             shared.point_counts[ids] += points
             shared.point_numbers[ids] ^= number
-        if len(alone := shared.cached_by_one(ids)):
+        if slots <= 0 and len(alone := shared.cached_by_one(ids)):
             np.add.at(self._freeable_bytes, shared.point_numbers[alone], page_bytes)
 
     def _free_shared(self, g: int, ids: Ids) -> None:
@@ -248,20 +275,21 @@ class Books:
             if point in self.points and not point.pending and self._freeable_bytes[point.number]:
                 return point
             self._next_victims.pop()
-        scored = ((self.score(point), point) for point in self.points if not point.pending)
-        weighed = list(islice(((s, k) for s, k in scored if s is not None), CANDIDATES))
+        freeable_bytes = self._freeable_bytes.tolist()
+        freeable = (point for point in self.points if freeable_bytes[point.number] and not point.pending)
+        weighed = sorted(islice(freeable, CANDIDATES), key=self._score)
         if weighed:
-            weighed.sort(key=lambda pair: pair[0])
-            self._next_victims = [point for _, point in reversed(weighed[: CANDIDATES // 4])]
-            return weighed[0][1]
+            self._next_victims = weighed[CANDIDATES // 4 - 1 :: -1]
+            return weighed[0]
         # Several restore points keep each cached page: giving up one frees nothing yet, giving up all of them does.
         return next((point for point in self.points if not point.pending and self._has_cached_page(point)), None)
 
     def score(self, point: RestorePoint) -> float | None:
         """Tokens saved per byte and age; None where giving it up frees nothing."""
+        return self._score(point) if self._freeable_bytes[point.number] else None
+
+    def _score(self, point: RestorePoint) -> float:
         freeable_bytes = int(self._freeable_bytes[point.number])
-        if freeable_bytes == 0:
-            return None
         return self.worth(point) / freeable_bytes / (1 + self.clock - point.last_used)
 
     def _has_cached_page(self, point: RestorePoint) -> bool:
@@ -298,32 +326,36 @@ class Books:
         table = self.tables[g]
         targets = np.array([m.target for m in moves], dtype=np.int32)
         tags = self.arena.tags(g, targets)
-        for place, target in zip(tags[tags >= 0].tolist(), targets[tags >= 0].tolist(), strict=True):
-            slot, column = table.place_page(place, target)
-            self._log_moved(g, slot, np.array([column]))
-        if (tags < 0).any():
+        for place, target in zip(tags.tolist(), targets.tolist(), strict=True):
+            if place >= 0:
+                slot, column = table.place_page(place, target)
+                self._log_moved(g, slot, column)
+        if (shared := tags < 0).any():
             sources = np.array([m.source for m in moves], dtype=np.int32)
-            self._move_shared(g, -1 - tags[tags < 0], sources[tags < 0], targets[tags < 0])
+            self._move_shared(g, -1 - tags[shared], sources[shared], targets[shared])
 
     def _move_shared(self, g: int, ids: Ids, sources: Offsets, targets: Offsets) -> None:
         self.shared[g].offsets[ids] = targets
         for slot, columns in self.tables[g].rewrite(sources, targets):
-            self._log_moved(g, slot, columns)
+            for column in columns.tolist():
+                self._log_moved(g, slot, column)
+        moved = set(ids.tolist())
         for place, outgoing in self.outgoing.items():
-            if place[0] == g and np.isin(outgoing, ids).any():
+            if place[0] == g and not moved.isdisjoint(outgoing.tolist()):
                 self.log.moved_read(place)
 
-    def _log_moved(self, g: int, slot: int, columns: Columns) -> None:
-        """Log that the pages in these columns have moved.
+    def _log_moved(self, g: int, slot: int, column: int) -> None:
+        """Log that the page in this column has moved.
 
         Where this step still reads the column's earlier page, tables for reading take the new one over after the step.
         """
-        late = np.array([(g, slot, column) in self.outgoing for column in columns.tolist()], dtype=bool)
-        for is_late, which in ((False, columns[~late]), (True, columns[late])):
-            if len(which):
-                self.log.entries(g, slot, which, late=is_late)
-                if not is_late and self.tables[g].is_ring:
-                    self.moved_columns.update((g, slot, column) for column in which.tolist())
+        place = (g, slot, column)
+        if place in self.outgoing:
+            self.log.entries(g, slot, np.array([column]), late=True)
+            return
+        self.log.entry(g, slot, column)
+        if self.tables[g].is_ring:
+            self.moved_columns.add(place)
 
     # -- truth -----------------------------------------------------------------------------------------------------
 

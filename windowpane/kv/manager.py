@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from windowpane.kv.arena import Arena, Cursor
 from windowpane.kv.books import Books, ReservationError
-from windowpane.kv.changes import Changes
+from windowpane.kv.changes import Changes, Place
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
 from windowpane.kv.sharing import NO_IDS, Ids, RestorePoint
@@ -273,12 +273,14 @@ class KVManager:
         `publish` says that the step that computes them has landed.
         """
         snapshots = [t.group.stripes if isinstance(t.group.retention, State) else 0 for t in self.tables]
-        needed = [r + s for r, s in zip(self._replacements(slot), snapshots, strict=True)]
+        replacements = self._replacements(slot)
+        needed = [r + s for r, s in zip(replacements, snapshots, strict=True)]
         if not self.can_reserve(needed):
             return None
         # Taking pages may move others and give up restore points, so states go first.
         states = {g: self._snapshot(g, slot) for g, count in enumerate(snapshots) if count}
-        replacements = self._replacements(slot)
+        if states:
+            replacements = self._replacements(slot)
         self.books.promise(slot, replacements)
         pages = []
         for g, table in enumerate(self.tables):
@@ -423,12 +425,35 @@ class KVManager:
         for g in self._open[slot]:
             table = self.tables[g]
             if table.pinned[slot]:
-                self._extend_group(g, slot, position, position + 1)
+                self._slide_by_one(g, slot, position)
             elif (column := table.column_without_page(slot, position)) is not None:
                 self.books.fill_one(g, slot, column)
                 saturated = saturated or not table.can_change(slot)
         if saturated:
             self._open[slot] = [g for g in self._open[slot] if self.tables[g].can_change(slot)]
+
+    def _slide_by_one(self, g: int, slot: int, position: int) -> None:
+        """`_extend_group` for one token, without arrays where a block is one page."""
+        table, books = self.tables[g], self.books
+        if table.group.stripes > 1:
+            self._extend_group(g, slot, position, position + 1)
+            return
+        column = table.fresh_column(slot, position)
+        emptied = False
+        if column is not None and (offset := int(table.entries[slot, column, 0])) != NO_PAGE:
+            tag = self.arena.tag_of_one(g, offset)
+            emptied = tag < 0
+            if emptied:
+                ids, place = np.array([-1 - tag]), (g, slot, column)
+                if place in books.outgoing:
+                    books.let_go(g, ids)
+                else:
+                    self._note_outgoing(place, ids)
+                table.entries[slot, column, 0] = NO_PAGE
+                table.filled[slot] -= 1
+                table.pinned[slot] -= 1
+        if (missing := table.column_without_page(slot, position)) is not None:
+            books.fill_one(g, slot, missing, late=emptied, wins_slab=True)
 
     def _extend_group(self, g: int, slot: int, old_length: int, length: int) -> None:
         table = self.tables[g]
@@ -453,13 +478,17 @@ class KVManager:
         books.let_go(g, ids[again].reshape(-1))
         for column, pages, is_there in zip(emptied, ids, again, strict=True):
             if not is_there:
-                books.outgoing[g, slot, column] = pages
-                if slot in self._just_resumed or (g, slot, column) in books.moved_columns:
-                    books.log.moved_read((g, slot, column))  # no table on the device has it yet
+                self._note_outgoing((g, slot, column), pages)
         table.entries[slot, passed] = NO_PAGE
         table.filled[slot] -= len(passed)
         table.pinned[slot] -= len(passed)
         return emptied
+
+    def _note_outgoing(self, place: Place, ids: Ids) -> None:
+        """This step still reads these pages, although their column is empty now."""
+        self.books.outgoing[place] = ids
+        if place[1] in self._just_resumed or place in self.books.moved_columns:
+            self.books.log.moved_read(place)  # no table on the device has it yet
 
     def _log_tail(self, g: int, slot: int, written_from: int, point: RestorePoint) -> None:
         """Have this step's tokens of the tail written to its pages; what came before them lies there already."""

@@ -70,6 +70,12 @@ class PageTable:
             return None
         return column
 
+    def fresh_column(self, slot: int, position: int) -> int | None:
+        """`fresh_columns` for one token."""
+        if not self._is_held(position, position + 1) or self._continues_block(slot, position):
+            return None
+        return position // self.block_tokens % self.columns
+
     def fresh_columns(self, slot: int, old_length: int, new_length: int) -> Columns:
         """Ring columns whose block begins in that step: what they held before may be overwritten or let go."""
         blocks = self.columns_to_write(old_length, new_length)

@@ -264,13 +264,33 @@ class Scheduler:
 
     # -- steps in which nothing happens but a token for each: for simulations, which need not compute them one by one --
 
-    def steady_steps(self) -> int:
-        """How many of the next steps only give every running sequence a token: none waits, fills, grows or ends."""
+    def steady_steps(self) -> tuple[int, int]:
+        """How many of the next steps only give every running sequence a token: none waits, fills or ends.
+
+        In the first so many, none takes a page either; sequences at their horizon do in the others.
+        """
         if self.waiting or self._prefilling or self._leaving or self._unlanded or not self._decoding:
-            return 0
+            return 0, 0
         slots = self._decoding_array()
-        ends = np.minimum(self._horizon[slots], self._last_length[slots] - 1)
-        return max(int((ends - self.manager.lengths[slots]).min()), 0)
+        lengths = self.manager.lengths[slots]
+        until_end = int(np.minimum.reduce(self._last_length[slots] - lengths)) - 1
+        until_horizon = int(np.minimum.reduce(self._horizon[slots] - lengths))
+        return max(min(until_horizon, until_end), 0), max(until_end, 0)
+
+    def decode_alone(self, token: int) -> NDArray[np.int64]:
+        """`schedule` and `commit` of a step that only decodes, with pages for those at their horizon, and ends nobody.
+
+        Every row samples `token` (no stop token). Returns the rows' slots; none where all wait for memory.
+        """
+        slots = self._decode()
+        if len(slots):
+            if self.manager.has_state:
+                self.manager.flip_states(slots)
+            self._step += 1
+            self.manager.take_changes()
+            for slot in slots.tolist():
+                self.running[slot].output.append(token)
+        return slots
 
     @property
     def decoding_slots(self) -> NDArray[np.int64]:
@@ -280,7 +300,7 @@ class Scheduler:
         """So many steady steps at once, each of which samples `token` (no stop token) in every row."""
         slots = self._decoding_array()
         self.manager.advance(slots, steps)
-        if steps % 2:
+        if steps % 2 and self.manager.has_state:
             self.manager.flip_states(slots)
         for slot in slots.tolist():
             self.running[slot].output.extend([token] * steps)
@@ -299,6 +319,9 @@ class Scheduler:
         # First in line first: a preemption takes the last in line, so never one that has already grown here.
         due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
         grown = {slot for slot in due if self._grow(slot)}
+        if len(grown) == len(due) and self._decoding_slots is slots:  # as a rule: nobody waits or was sent back
+            self._advance(slots[~at_horizon])
+            return slots
         steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
         self._advance(np.array(steady, dtype=np.int64))
         # In the order they had: what samplers prepare for a set of rows then serves the next step too.

@@ -13,6 +13,7 @@ one another is not counted; neither are activations, which weigh little beside b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,24 +65,26 @@ class CostModel:
     sample_flops: float
     kinds: tuple[_Kind, ...]
 
-    def decode_kv(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def decode_kv(self, lengths: NDArray[np.int64]) -> tuple[Work, Work]:
         """(bytes, FLOPs) of attention for one token of each of these sequences, which hold `lengths` tokens.
 
-        `lengths` is [..., sequences]: all that stands before the last axis are steps of their own.
+        `lengths` is [sequences], or [steps, sequences] for several steps.
         """
-        total_bytes = total_flops = np.zeros(lengths.shape[:-1])
+        total_bytes: Work = 0.0 if lengths.ndim == 1 else np.zeros(lengths.shape[:-1])
+        total_flops = total_bytes
         for kind in self.kinds:
+            visible: Any  # an int, or one for each step
             match kind.retention:
                 case Full():
-                    visible = lengths.sum(axis=-1)
+                    visible = np.add.reduce(lengths, axis=-1)
                 case Window(tokens=window):
-                    visible = np.minimum(lengths, window).sum(axis=-1)
+                    visible = np.add.reduce(np.minimum(lengths, window), axis=-1)
                 case Chunk(tokens=chunk):
-                    visible = (lengths % chunk).sum(axis=-1)
+                    visible = np.add.reduce(lengths % chunk, axis=-1)
                 case Cross(tokens=tokens):
-                    visible = np.full(lengths.shape[:-1], tokens * lengths.shape[-1])
+                    visible = tokens * lengths.shape[-1]
                 case State():
-                    visible = np.full(lengths.shape[:-1], 2 * lengths.shape[-1])  # read and written
+                    visible = 2 * lengths.shape[-1]  # read and written
             total_bytes = total_bytes + visible * kind.visible_bytes
             total_flops = total_flops + visible * kind.visible_flops
         return total_bytes, total_flops

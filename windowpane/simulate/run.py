@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from windowpane.kv.changes import NO_CHANGES, ChangeLog, Changes, Place
 from windowpane.kv.manager import KVManager
@@ -156,9 +157,15 @@ class Simulation:
         result, scheduler = self.result, self.scheduler
         while self._arrivals or scheduler.has_work:
             self._take_arrivals()
-            if (steady := scheduler.steady_steps()) > 1:
+            steady, endless = scheduler.steady_steps()
+            if steady > 1:
                 self._coast(steady)
                 continue
+            if endless:
+                slots = scheduler.decode_alone(ANSWER_TOKEN)
+                if len(slots):
+                    self._decoded(slots)
+                    continue
             batch = scheduler.schedule()
             if batch is None:
                 if self._arrivals:
@@ -216,6 +223,20 @@ class Simulation:
             asked.seen_tokens = max(asked.seen_tokens, chunk.start + count)
             if chunk.samples and not request.output:
                 first.append(request)
+        self._pass(decoding, prefilling, sampled, kv_bytes, kv_flops)
+        for request in first:
+            result.ttft_s.append(self._now_s - self._asked[request].came_s)
+        for request in scheduler.commit(np.full(sampled, ANSWER_TOKEN, dtype=np.int64)):
+            self._answered(request)
+
+    def _decoded(self, slots: NDArray[np.int64]) -> None:
+        """A step in which only these sequences got a token each."""
+        kv_bytes, kv_flops = self.cost.decode_kv(self.scheduler.manager.lengths[slots])
+        self._pass(len(slots), 0, len(slots), float(kv_bytes), float(kv_flops))
+
+    def _pass(self, decoding: int, prefilling: int, sampled: int, kv_bytes: float, kv_flops: float) -> None:
+        """Let the time of one step pass, and count it."""
+        scheduler, result = self.scheduler, self.result
         seconds = float(self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops))
         self._now_s += seconds
         running = len(scheduler.running)
@@ -229,11 +250,7 @@ class Simulation:
             result.step_s.append(seconds)
             result.step_rows.append(decoding)
         if self._now_s >= result.samples.next_s:
-            result.samples.take(self._now_s, manager, running, len(scheduler.waiting))
-        for request in first:
-            result.ttft_s.append(self._now_s - self._asked[request].came_s)
-        for request in scheduler.commit(np.full(sampled, ANSWER_TOKEN, dtype=np.int64)):
-            self._answered(request)
+            result.samples.take(self._now_s, scheduler.manager, running, len(scheduler.waiting))
 
     def _coast(self, steps: int) -> None:
         """Steps in which every running sequence only gets its next token, up to the next arrival or sample."""

@@ -358,7 +358,8 @@ def _reasons(setting: Setting, groups: Sequence[Group], in_flight: int) -> list[
     token_bytes = layer_token_bytes(setting)
     if any(isinstance(p.cache, TokenCache) and p.page_bytes > p.block_tokens * token_bytes[p.cache] for p in pages):
         reasons.append("pages are padded to a common size (releases before 0.24 refuse to start)")
-    if (block_tokens := attention_block_tokens(setting)) > BASE_BLOCK_TOKENS:
+    has_states = any(isinstance(c, StateCache) for c in setting.caches)
+    if has_states and (block_tokens := attention_block_tokens(setting)) > BASE_BLOCK_TOKENS:
         reasons.append(f"blocks grow to {block_tokens:,} tokens so that a page holds one recurrent state")
     if any(g.places > len(g.pages) for g in groups):
         reasons.append("groups are filled up with empty layers")
