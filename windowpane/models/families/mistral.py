@@ -6,7 +6,7 @@ from windowpane.kv.caches import TokenCache
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "MinistralForCausalLM")
@@ -18,7 +18,7 @@ def read(config: Config, name: str) -> ModelSpec:
     # A null window means that every layer is full; the class's own default is a window.
     uniform = SLIDING if config.fields.get("sliding_window", DEFAULT_WINDOW) is not None else FULL
     kinds = config.layer_types(shape.layers, (FULL, SLIDING), (uniform,) * shape.layers)
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
+    rope = read_rope(config, shape.head_dim, shape.max_position)
     norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
     width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
     layers = []

@@ -21,7 +21,7 @@ from windowpane.models.parts import (
     sparse_layers,
     whole,
 )
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
@@ -36,7 +36,7 @@ def read(config: Config, name: str) -> ModelSpec:
         return _read_experts(config, name)
     is_qwen2 = architecture == QWEN2
     shape = read_shape(config, config, tied=False, defaults={"head_dim": even_head_dim(config)} if is_qwen2 else None)
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
+    rope = read_rope(config, shape.head_dim, shape.max_position)
     block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
     width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
     has_bias = config.flag("attention_bias", False)
