@@ -35,12 +35,23 @@ class _JsonRequest(Request):
             raise bad_request(
                 f"the body has more than {most:,} values or escapes; send fewer or shorter prompts at once"
             )
+        # Objects are read, and then checked against their fields, in microseconds each: 100 times as long as numbers.
+        most_names = self.app.state.max_body_names
+        if body.count(b":") > most_names and _names(body) > most_names:
+            raise bad_request(
+                f"the body has more than {most_names:,} names of fields; send fewer messages or tools at once"
+            )
         await _let_others_run(body)
         document = _read(body)
         await _let_others_run(body)
         if _may_have_lone_surrogates(body):
             await asyncio.to_thread(_check_surrogates, document)
         return document
+
+
+def _names(body: bytes) -> int:
+    """About how many names its objects have: quotes with a colon behind them, unless they are escaped."""
+    return body.translate(None, b" \t\r\n").replace(b"\\\\", b"").replace(b'\\"', b"").count(b'":')
 
 
 async def _let_others_run(body: bytes) -> None:
