@@ -12,9 +12,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma4", "llama int4", "gemma4 int4", "gemma4 int4 chained", "gemma4 int4 unchained"]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4", "gemma4 int4 chained"])
 def test_greedy_tokens_equal_the_plain_decoders(name):
     run_interpreted("tests.kernels.interpreted_decoder", name)
 

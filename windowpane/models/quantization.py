@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 from windowpane.kv.formats import DTYPE_BYTES
 from windowpane.kv.retention import ceil_div
@@ -439,7 +439,7 @@ def _read_gptq(section: Config) -> Quantization:
 def _gptq_targets(section: Config) -> tuple[str, ...]:
     """`modules_in_block_to_quantize` names a layer's quantized modules in one list, or in one per step; none: all."""
     key = "modules_in_block_to_quantize"
-    given: Any = section.fields.get(key) or []
+    given = section.fields.get(key) or []
     lists = given if isinstance(given, list) and all(isinstance(names, list) for names in given) else [given]
     if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
         raise section.wrong_type(key, "a list of module names, or of such lists")

@@ -84,9 +84,7 @@ def read_ropes(
         raise ModelError(f"{text.where}rope_scaling changes {outer.where}{scaled}, which is missing: put it there")
     found = {}
     for kind, (older, theta) in thetas.items():
-        fields: dict[str, object] = {"rope_type": DEFAULT}
-        if outer.has(kind):
-            fields = dict(outer.section(kind).fields)
+        fields = dict(outer.section(kind).fields) if outer.has(kind) else {"rope_type": DEFAULT}
         if kind == scaled:
             fields |= text.section("rope_scaling").fields
         fields.setdefault("original_max_position_embeddings", max_position)
