@@ -538,6 +538,15 @@ class TestRunningAModel:
         last = err.splitlines()[-1]
         assert last.startswith("windowpane: ") and message in last
 
+    def test_a_base_model_does_not_chat(self, terminal: Terminal, tmp_path: Path) -> None:
+        """It is told before a message is typed, and what to do instead."""
+        from tests.tiny_model import make_model
+
+        base = str(make_model(tmp_path / "base", chat_template=None))
+        code, out, err = terminal.run("chat", base, *self.FLAGS[2:])
+        assert (code, out) == (2, "")
+        assert "has no chat template, so it cannot chat; it is probably a base model" in err.splitlines()[-1]
+
     def test_a_missing_package_names_its_command(
         self, terminal: Terminal, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -17,6 +17,7 @@ from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
+from windowpane.lowering.gpu.chaining import ChainedLayer
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
 from windowpane.runners.cuda import CudaRunner
 from windowpane.runners.plain import Runner
@@ -218,7 +219,8 @@ def forced_logits(
         name, device, dtype, length, 1, fused=fused, graphs=True, kv_cache_dtype=kv_cache_dtype
     )
     if isinstance(runner, CudaRunner) and name in WIDE_QUANTIZED and is_hopper(device):
-        assert all(layer.chain for layer in runner.model.layers), "not every layer is chained to the next"
+        chained = [isinstance(layer, ChainedLayer) for layer in runner.model.layers]
+        assert all(chained), "not every layer is chained to the next"
     manager.start(0, length)
     prompt = length // 2
     nobody = np.zeros(0, dtype=np.int64)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from compressed_tensors.utils.match import match_targets
 
 import windowpane.models
 from tests.models.small_configs import small
@@ -123,6 +126,60 @@ def test_targets_choose_the_format_of_each_module() -> None:
     config["config_groups"]["group_0"]["targets"] = ["re:.*up_proj"]
     config["config_groups"]["group_1"] = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "type": "int"}}
     assert stored(quantization(**config))["down_proj.weight_packed"] == ((256, 128), "int32")
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["Linear", "re:.*o_proj"]])
+@pytest.mark.parametrize("named", ["model.layers.0.mlp.down_proj", "re:.*down_proj"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_target_that_names_a_module_wins_over_linear_in_any_order(
+    targets: list[str], named: str, first: bool
+) -> None:
+    groups = {
+        "all": {"targets": targets, "weights": {"num_bits": 4, "type": "int"}},
+        "one": {"targets": [named], "weights": {"num_bits": 8, "type": "int"}},
+    }
+    ordered = groups if not first else {key: groups[key] for key in ("one", "all")}
+    scheme = quantization(quant_method="compressed-tensors", format="pack-quantized", config_groups=ordered)
+    assert stored(scheme)["down_proj.weight_packed"] == ((256, 128), "int32")
+    assert scheme.stored(replace(WEIGHT, name="model.layers.0.mlp.up_proj.weight"))[0].shape == (256, 64)
+
+
+def test_a_name_wins_over_a_pattern_and_the_lesser_pattern_over_the_greater() -> None:
+    """As `compressed_tensors.utils.match.match_targets` orders them."""
+    module = "model.layers.0.mlp.down_proj"
+    for targets, bits in (
+        ({"re:.*": 4, module: 8}, 8),
+        ({"re:model.*": 8, "re:.*down_proj": 4}, 4),
+        ({"re:.*down_proj": 4, "re:model.*": 8}, 4),
+    ):
+        ordered = match_targets(module, torch.nn.Linear(1, 1), targets)
+        assert targets[ordered[0]] == bits
+        groups = {t: {"targets": [t], "weights": {"num_bits": b, "type": "int"}} for t, b in targets.items()}
+        scheme = quantization(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
+        assert scheme.stored(WEIGHT)[0].shape == (256, 512 * bits // 32)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mlp.down_proj", "self_attn.q_proj"],
+        [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]],
+    ],
+)
+def test_gptq_quantizes_the_modules_of_a_block_that_it_names(names: list[Any]) -> None:
+    scheme = quantization(quant_method="gptq", bits=4, modules_in_block_to_quantize=names)
+    assert scheme.format_of(WEIGHT) is not None
+    for module in ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.o_proj", "lm_head"):
+        assert scheme.format_of(replace(WEIGHT, name=f"{module}.weight")) is None
+    with_head = quantization(quant_method="gptq", bits=4, modules_in_block_to_quantize=names, lm_head=True)
+    assert with_head.format_of(replace(WEIGHT, name="lm_head.weight")) is not None
+
+
+def test_gptq_quantizes_all_modules_where_it_names_none() -> None:
+    for given in ({}, {"modules_in_block_to_quantize": None}, {"modules_in_block_to_quantize": []}):
+        assert quantization(quant_method="gptq", bits=4, **given).format_of(WEIGHT) is not None
+    with pytest.raises(ModelError, match=r"modules_in_block_to_quantize must be a list of module names"):
+        quantization(quant_method="gptq", bits=4, modules_in_block_to_quantize=["mlp", ["self_attn"]])
 
 
 def test_awq_gptq_and_fp8_leave_the_lm_head_alone() -> None:

@@ -160,6 +160,23 @@ class TestLimits:
             answer = server.http.post("/v1/completions", content=json.dumps(body), headers=JSON)
             assert "values or escapes" in error_of(answer, 400)["message"]
 
+    def test_a_body_of_many_objects_is_refused_unread(self, server: Running) -> None:
+        """They take far longer to check than to send. What only looks like names within a text does not count."""
+        message = {"role": "user", "content": "x"}
+        for indent in (None, 1):
+            body = json.dumps({"messages": [message] * 9000}, indent=indent)
+            answer = server.http.post("/v1/chat/completions", content=body, headers=JSON)
+            assert "16,384 names of fields" in error_of(answer, 400)["message"]
+        tricky = json.dumps({**{f"{i}\\\\": i for i in range(20_000)}}).replace(":", " :")
+        answer = server.http.post("/v1/completions", content=tricky, headers=JSON)
+        assert "16,384 names of fields" in error_of(answer, 400)["message"]
+        texts = {"prompt": '{"a": "b\\\\"}, ' * 20_000}
+        assert "context" in error_of(server.complete(**texts), 400)["message"]
+
+    def test_many_wrong_biases_are_one_error(self, server: Running) -> None:
+        wrong = error_of(server.complete(prompt="a", logit_bias={str(i): "x" for i in range(8000)}), 400)
+        assert wrong["param"] == "logit_bias" and "at most 1024" in wrong["message"]
+
     def test_the_event_loop_is_never_late(self, server: Running) -> None:
         """However large, wrong or wide what is sent. A busy machine is late by itself, so the bound is generous: these
         bodies once took 8 to 25 s. `bench.fuzz` measures it.

@@ -120,7 +120,9 @@ def test_what_is_no_text_or_never_used_is_skipped(tmp_path: Path) -> None:
     extra = ["model.vision_tower.odd", "mtp.fc.weight", "model.embed_audio.odd", "lm_head.weight"]
     extra += [f"{shared}k_proj.weight", f"{shared}v_proj.weight", f"{shared}k_norm.weight"]
     extra += ["model.language_model.layers.0.self_attn.rotary_emb.inv_freq"]
-    save_file(made_up(spec) | {name: torch.zeros(3) for name in extra}, tmp_path / "model.safetensors")
+    stored = made_up(spec)
+    copy = {"lm_head.weight": stored["model.language_model.embed_tokens.weight"].clone()}
+    save_file(stored | {name: torch.zeros(3) for name in extra} | copy, tmp_path / "model.safetensors")
     assert read(tmp_path, spec).keys().isdisjoint(extra)
 
 
@@ -167,6 +169,22 @@ def test_a_head_is_missed_only_where_embeddings_are_not_tied(tmp_path: Path) -> 
     untied = spec_of(tmp_path, small("llama", tie_word_embeddings=False))
     with pytest.raises(WeightsError, match=r"missing: lm_head\.weight"):
         read(tmp_path, untied)
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_head_that_the_config_ties_must_be_the_embedding(prefix: str, tmp_path: Path) -> None:
+    tied = spec_of(tmp_path, small("llama", tie_word_embeddings=True))
+    stored = made_up(tied)
+    head = stored["model.embed_tokens.weight"].clone()
+    save_file(stored | {f"{prefix}lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in read(tmp_path, tied)
+    head[-1, 3] += 1
+    save_file(stored | {f"{prefix}lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from model\.embed_.*set it to false"):
+        read(tmp_path, tied)
+    save_file(stored | {f"{prefix}lm_head.weight": head[:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is \[95, 64\].*set it to false"):
+        read(tmp_path, tied)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
+from operator import itemgetter
+from typing import Any, Protocol
 
 from windowpane.kv.formats import DTYPE_BYTES
 from windowpane.kv.retention import ceil_div
@@ -65,10 +66,13 @@ class Quantization:
         """The format of this weight, or None where it is stored as it is."""
         if not weight.linear or any(matches(pattern, weight.module) for pattern in self.ignored):
             return None
-        for rule in self.rules:
-            if any(target == "Linear" or matches(target, weight.module) for target in rule.targets):
-                return rule.format
-        return None
+        found = [
+            (_generality(target), rule.format)
+            for rule in reversed(self.rules)  # of groups with the same target the last one counts
+            for target in rule.targets
+            if target == "Linear" or matches(target, weight.module)
+        ]
+        return min(found, key=itemgetter(0))[1] if found else None
 
     def stored(self, weight: TensorSpec) -> list[TensorSpec]:
         """The tensors that stand for `weight` in the checkpoint, or on a rank if that is what was given.
@@ -115,6 +119,11 @@ def matches(pattern: str, module: str) -> bool:
     if "*" in pattern:
         return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
     return f".{pattern}." in f".{module}."
+
+
+def _generality(target: str) -> tuple[bool, bool, str]:
+    """The order in which compressed-tensors tries targets: a module's name, then patterns, then `Linear`."""
+    return target == "Linear", target.startswith("re:"), target
 
 
 def _matrix_axes(weight: TensorSpec) -> tuple[int, int]:
@@ -431,8 +440,19 @@ def _read_gptq(section: Config) -> Quantization:
         ignored += (f"re:{pattern[2:]}",)
     is_second = section.choice("checkpoint_format", ("gptq", "gptq_v2")) == "gptq_v2"
     reordered = section.flag("desc_act", False)
-    rule = Rule(("Linear",), Gptq(bits, _group_size(section), reordered, zero_offset=0 if is_second else 1))
+    rule = Rule(_gptq_targets(section), Gptq(bits, _group_size(section), reordered, zero_offset=0 if is_second else 1))
     return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
+
+
+def _gptq_targets(section: Config) -> tuple[str, ...]:
+    """`modules_in_block_to_quantize` names a layer's quantized modules in one list, or in one per step; none: all."""
+    key = "modules_in_block_to_quantize"
+    given: Any = section.fields.get(key) or []
+    lists = given if isinstance(given, list) and all(isinstance(names, list) for names in given) else [given]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        raise section.wrong_type(key, "a list of module names, or of such lists")
+    targets = tuple(name for names in lists for name in names)
+    return (*targets, "lm_head") if targets else ("Linear",)
 
 
 def _read_fp8(section: Config) -> Quantization:

@@ -1,11 +1,16 @@
-"""Rotary position embedding as configs describe it: which angle each pair of dimensions is rotated by, per position."""
+"""Rotary position embedding as configs describe it: which angle each pair of dimensions is rotated by, per position.
+
+Fields are read as transformers' config classes read them (`tests/models/test_rope_fields.py` compares every family);
+what transformers itself fails on, or would drop without a word, is refused.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 
 DEFAULT, LINEAR, LLAMA3, PROPORTIONAL, YARN, LONG = "default", "linear", "llama3", "proportional", "yarn", "longrope"
 KINDS = (DEFAULT, LINEAR, LLAMA3, PROPORTIONAL, YARN, LONG)
@@ -58,67 +63,165 @@ class Rope:
         return [first for first, _ in pairs] + [second for _, second in pairs]
 
 
-def read_rope(
-    text: Config, head_dim: int, layer_type: str, default: Rope, *, theta_key: str = "rope_theta", scaled: bool = True
-) -> Rope:
-    """The rotation of layers of one type, from `rope_parameters` (by type or for all) or the older flat fields.
+def read_rope(text: Config, head_dim: int, max_position: int, theta: float = 10_000.0) -> Rope:
+    """The one rotation of a family whose layers all rotate alike; `theta` is the config class's own."""
+    return rope_of(one_section(text, max_position, theta), head_dim, max_position)
 
-    `default` is the config class's own, for configs that leave it out. `scaled` False: older configs' `rope_scaling`
-    does not concern this type.
+
+def read_ropes(
+    text: Config, head_dim: int, max_position: int, thetas: Mapping[str, tuple[str, float]]
+) -> dict[str, Rope]:
+    """Rotations by layer type, for families that had `rope_scaling` before: it concerned the first of `thetas`.
+
+    `thetas` names, per type, the older field of its theta and what the config class takes without it.
     """
-    if text.has("rope_parameters"):
-        section = text.section("rope_parameters")
-        if section.has(layer_type):
-            section = section.section(layer_type)
-        return _read_section(text, section, head_dim, section.number("rope_theta", default.theta))
-    theta = text.number(theta_key, default.theta)
-    # A theta of their own is the mark of Gemma 3's local layers, which are never scaled.
-    if scaled and theta_key == "rope_theta" and text.has("rope_scaling"):
-        return _read_section(text, text.section("rope_scaling"), head_dim, theta)
-    return replace(default, theta=theta, partial=text.number("partial_rotary_factor", default.partial))
+    key = "rope_parameters"
+    outer = text.section(key) if text.has(key) else Config({}, f"{text.where}{key}.")
+    if outer.fields and not outer.fields.keys() & thetas.keys():
+        raise ModelError(f"{text.where}{key} must be given by layer type: {', '.join(thetas)}")
+    scaled = next(iter(thetas)) if text.has("rope_scaling") else None
+    if scaled and text.has(key) and not outer.has(scaled):
+        raise ModelError(f"{text.where}rope_scaling changes {outer.where}{scaled}, which is missing: put it there")
+    found = {}
+    for kind, (older, theta) in thetas.items():
+        fields: dict[str, object] = {"rope_type": DEFAULT}
+        if outer.has(kind):
+            fields = dict(outer.section(kind).fields)
+        if kind == scaled:
+            fields.update(text.section("rope_scaling").fields)
+        fields.setdefault("original_max_position_embeddings", max_position)
+        section = section_of_type(text, outer, kind, fields, text.fields.get(older, theta))
+        found[kind] = rope_of(section, head_dim, max_position)
+    return found
 
 
-def _read_section(text: Config, section: Config, head_dim: int, theta: float) -> Rope:
-    kind = section.text("rope_type") or section.text("type") or DEFAULT
-    original = 8192  # of no account to other kinds
-    if kind in (LLAMA3, YARN, LONG):
-        original = section.integer("original_max_position_embeddings", _original_positions(text))
-    factor = section.number("factor", 1.0)
-    if kind in (YARN, LONG) and not section.has("factor"):
-        factor = text.integer("max_position_embeddings") / original
-    return Rope(
-        kind,
-        head_dim,
-        theta,
-        factor=factor,
-        partial=section.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0)),
-        attention_factor=section.number("attention_factor", _attention_factor(section, kind, factor, original)),
-        low_freq_factor=section.number("low_freq_factor", 1.0),
-        high_freq_factor=section.number("high_freq_factor", 4.0),
-        beta_fast=section.number("beta_fast", 32.0),
-        beta_slow=section.number("beta_slow", 1.0),
-        truncate=section.flag("truncate", True),
-        original_positions=original,
-        short_factors=section.numbers("short_factor") or (),
-        long_factors=section.numbers("long_factor") or (),
+def section_of_type(
+    text: Config, outer: Config, kind: str, fields: Mapping[str, object], theta: object = None
+) -> Config:
+    """A layer type's section, completed; transformers looks for `truncate` beside the types, and not in them."""
+    truncate = outer.fields.get("truncate", True)
+    return _with_older(text, {**fields, "truncate": truncate}, f"{outer.where}{kind}.", theta)
+
+
+def one_section(text: Config, max_position: int, theta: float, original: int | None = None) -> Config:
+    """`rope_scaling` or else `rope_parameters`, completed from the fields beside it.
+
+    `original` is the config class's own `original_max_position_embeddings`, where it has one.
+    """
+    scaling, parameters = (
+        text.section(key).fields if text.has(key) else {} for key in ("rope_scaling", "rope_parameters")
     )
+    where = f"{text.where}{'rope_scaling' if scaling else 'rope_parameters'}."
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if scaling and key in parameters and key not in scaling and key not in text.fields:
+            lost = f"{key} {parameters[key]}"
+            raise ModelError(
+                f"{text.where}rope_scaling replaces rope_parameters, and so {lost}: put it into rope_scaling"
+            )
+    fields = dict(scaling or parameters)
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise ModelError(f"{where[:-1]} is given by layer type, but all layers of this architecture rotate alike")
+    key = "original_max_position_embeddings"
+    if key in text.fields or original is not None:
+        fields[key] = text.fields.get(key, original)  # beside the section it wins over one in it
+    fields.setdefault(key, max_position)
+    return _with_older(text, fields, where, text.fields.get("rope_theta", theta))
 
 
-def _original_positions(text: Config) -> int:
-    """Phi-3 has it beside the section; without any, transformers takes the longest length."""
-    return text.integer("original_max_position_embeddings", text.integer("max_position_embeddings", 8192))
+def _with_older(text: Config, fields: Mapping[str, object], where: str, theta: object) -> Config:
+    """A section with what older configs have beside it, unless it has its own."""
+    older: dict[str, object] = {} if theta is None else {"rope_theta": theta}
+    if text.has("partial_rotary_factor"):
+        older["partial_rotary_factor"] = text.fields["partial_rotary_factor"]
+    return Config({**older, **fields}, where)
 
 
-def _attention_factor(section: Config, kind: str, factor: float, original: int) -> float:
+def rope_of(section: Config, head_dim: int, max_position: int, *, part_of_head: bool = False) -> Rope:
+    """The rotation that a completed section describes. Each kind reads its own fields and no others.
+
+    `part_of_head`: this architecture can rotate a part of each head by every kind, not by `proportional` alone.
+    """
+    kind = kind_of(section)
+    rope = Rope(kind, head_dim, _above(section, "rope_theta", 1))
+    if kind not in KINDS:
+        return rope  # it can be planned, and is refused by whoever runs it
+    if part_of_head or kind != DEFAULT:
+        rope = replace(rope, partial=_partial(section, rope, part_of_head or kind == PROPORTIONAL))
+    if rope.rotary_dim % 2:
+        raise ModelError(f"{section.where[:-1]}: {rope.rotary_dim} dims of each head rotate, which is no even number")
+    if kind in (LINEAR, LLAMA3) or (kind == PROPORTIONAL and "factor" in section.fields):
+        rope = replace(rope, factor=_above(section, "factor", 0))
+    if kind == LLAMA3:
+        low = _above(section, "low_freq_factor", 0)
+        high = _above(section, "high_freq_factor", low)
+        original = section.integer("original_max_position_embeddings")
+        rope = replace(rope, low_freq_factor=low, high_freq_factor=high, original_positions=original)
+    if kind in (YARN, LONG):
+        rope = _stretched(section, rope, max_position)
+    return rope
+
+
+def _stretched(section: Config, rope: Rope, max_position: int) -> Rope:
+    """YaRN and long rope: both know a factor, the length it starts from, and a factor of attention."""
+    original = section.integer("original_max_position_embeddings", minimum=2)
+    # Long rope may leave the factor out; either may say null.
+    inferred = section.fields.get("factor", None if rope.kind == LONG else 0) is None
+    factor = max_position / original if inferred else _above(section, "factor", 0)
+    rope = replace(rope, factor=factor, original_positions=original)
+    if rope.kind == LONG:
+        rope = replace(rope, short_factors=_factors(section, rope, "short_factor"))
+        rope = replace(rope, long_factors=_factors(section, rope, "long_factor"))
+    else:
+        rope = replace(
+            rope,
+            beta_fast=section.number("beta_fast", 32.0) or 32.0,
+            beta_slow=section.number("beta_slow", 1.0) or 1.0,
+            truncate=section.flag("truncate", "truncate" not in section.fields),  # null is false to transformers
+        )
+    return replace(rope, attention_factor=section.number("attention_factor", _attention_factor(section, rope)))
+
+
+def kind_of(section: Config) -> str:
+    key = "rope_type" if "rope_type" in section.fields else "type"
+    if key not in section.fields:
+        return DEFAULT
+    kind = section.text(key)
+    if kind is None:
+        raise section.wrong_type(key, "a string")
+    return kind
+
+
+def _partial(section: Config, rope: Rope, allowed: bool) -> float:
+    key = "partial_rotary_factor"
+    partial = _above(section, key, 0) if key in section.fields else 1.0
+    if partial > 1 or (not allowed and int(rope.head_dim * partial) != rope.head_dim):
+        whole = "at most 1" if allowed else f"1: with rope_type {rope.kind}, this architecture rotates whole heads"
+        raise ModelError(f"{section.where}{key} is {partial:g}, but must be {whole}")
+    return partial
+
+
+def _above(section: Config, key: str, bound: float) -> float:
+    value = section.number(key)
+    if not value > bound:
+        raise ModelError(f"{section.where}{key} is {value:g}, but must be above {bound:g}")
+    return value
+
+
+def _factors(section: Config, rope: Rope, key: str) -> tuple[float, ...]:
+    factors, pairs = section.numbers(key) or (), rope.rotary_dim // 2
+    if len(factors) != pairs:
+        raise ModelError(f"{section.where}{key} has {len(factors)} factors for {pairs} pairs")
+    return factors
+
+
+def _attention_factor(section: Config, rope: Rope) -> float:
     """What transformers infers where the config does not say."""
-    if factor <= 1:
+    if rope.factor <= 1:
         return 1.0
-    if kind == LONG:
-        return math.sqrt(1 + math.log(factor) / math.log(original))
-    if kind != YARN:
-        return 1.0
+    if rope.kind == LONG:
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
     weights = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
     if all(weights):
-        above, below = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
+        above, below = (0.1 * weight * math.log(rope.factor) + 1.0 for weight in weights)
         return above / below
-    return 0.1 * math.log(factor) + 1.0
+    return 0.1 * math.log(rope.factor) + 1.0

@@ -44,6 +44,7 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 MIN_BODY_VALUES = 2**18  # that a body may hold, however short the model's context is
+MIN_BODY_NAMES = 2**14  # of fields: those of some thousand messages
 MAX_TOKENIZED = 2**18  # tokens that /tokenize writes out, where the model does not take more
 
 
@@ -65,6 +66,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     )
     app.router.route_class = JsonRoute
     app.state.max_body_values = max(MIN_BODY_VALUES, 2 * service.max_model_len)
+    app.state.max_body_names = max(MIN_BODY_NAMES, service.max_model_len // 8)
     errors.install(app)
     _add_api(app, service)
     _add_tokenizer(app, service)

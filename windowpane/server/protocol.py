@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -101,6 +101,13 @@ def shallow(value: Any) -> Any:
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
+def _few_biases(value: Any) -> Any:
+    """Looks at their number first: each of many wrong ones would be an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens may be biased, not {len(value)}")
+    return value
+
+
 Document = Annotated[dict[str, Any], AfterValidator(shallow)]
 Count = Annotated[int, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
@@ -187,9 +194,11 @@ class Sampling(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
-        None, max_length=MAX_BIASES
-    )
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
+        Field(max_length=MAX_BIASES),
+        BeforeValidator(_few_biases),
+    ] = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None

@@ -21,7 +21,15 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK, RankPlace, RankSlice, TensorSpec
 from windowpane.models.weights import text_tensors
 from windowpane.native.build import start_building, why_not
-from windowpane.weights.checkpoint import Checkpoint, WeightsError, kv_scale_names, match_names, stored_tensors
+from windowpane.weights.checkpoint import (
+    Checkpoint,
+    CopiedHead,
+    WeightsError,
+    copied_head,
+    kv_scale_names,
+    match_names,
+    stored_tensors,
+)
 from windowpane.weights.gguf import GgufCheckpoint
 from windowpane.weights.quantized import check_runs, held_form, read_packed
 
@@ -71,6 +79,7 @@ def load_weights(
     checkpoint = _open(source, spec, load_format)
     stored = match_names(spec, checkpoint.shapes)
     cuts = {name: part.cut(place) for part in stored_tensors(spec) for name, _ in part.checkpoint_entries()}
+    copied = copied_head(spec, checkpoint.shapes)
 
     def read(tensor: TensorSpec) -> LoadedWeight:
         if isinstance(spec.quantization, StoredTypes) and (form := spec.quantization.held(tensor.on_rank(place.ranks))):
@@ -90,6 +99,8 @@ def load_weights(
         slots = out if tensor.stacked else (out,)
         for (name, _), slot in zip(tensor.checkpoint_entries(), slots, strict=True):
             _fill_from(slot, checkpoint.pieces(stored[name], cuts[name]), stored[name])
+        if copied is not None and tensor.name == copied.embedding:
+            _check_copy(out, checkpoint.pieces(copied.head, cuts[tensor.name]), copied)
         return out
 
     return _make(spec, read, dtype, place, progress)
@@ -166,6 +177,19 @@ def _fill_from(out: torch.Tensor, pieces: Iterator[torch.Tensor], name: str) -> 
         start += len(piece)
     if start != len(out):
         raise WeightsError(f"{name}: the file ended after {start} of {len(out)} rows")
+
+
+def _check_copy(embedding: torch.Tensor, pieces: Iterator[torch.Tensor], copied: CopiedHead) -> None:
+    """Refuse a head that is not the embedding, though the config ties them: either would run, and one is wrong."""
+    start = 0
+    for piece in pieces:
+        rows = embedding[start : start + len(piece)]
+        if not torch.equal(rows, piece.to(rows.device, rows.dtype)):
+            raise WeightsError(
+                f"{copied.head} differs from {copied.embedding}, but the config says tie_word_embeddings true; "
+                "set it to false to use the stored head, or remove the head from the file"
+            )
+        start += len(piece)
 
 
 def _open(source: str | Path | None, spec: ModelSpec, load_format: str) -> Checkpoint:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -41,6 +41,9 @@ _UNUSED_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")
 _KV_OF_LAYER = re.compile(r"(.*\.layers\.\d+\.self_attn\.)(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$")
 
 _KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class WeightsError(ValueError):
@@ -93,6 +96,28 @@ def match_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return {name: stored[plain_name(name)] for name in entries}
 
 
+class CopiedHead(NamedTuple):
+    """The names of a head that the file has beside the embedding to which the config ties it."""
+
+    head: str
+    embedding: str
+
+
+def copied_head(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> CopiedHead | None:
+    """A head that the spec does not want; it must have the embedding's shape."""
+    tensors = {plain_name(tensor.name): tensor for tensor in text_tensors(spec)}
+    head = next((name for name in shapes if plain_name(name) == HEAD), None)
+    embedding = tensors.get(EMBEDDING)
+    if head is None or HEAD in tensors or embedding is None:
+        return None
+    if shapes[head] != embedding.shape:
+        raise WeightsError(
+            f"{head} is {list(shapes[head])} and {embedding.name} {list(embedding.shape)}, but the config says "
+            "tie_word_embeddings true; set it to false to use the stored head, or remove the head from the file"
+        )
+    return CopiedHead(head, embedding.name)
+
+
 def stored_tensors(spec: ModelSpec) -> list[TensorSpec]:
     """The tensors that a checkpoint stores for the text model: several for a quantized weight."""
     quantization = spec.quantization
@@ -122,9 +147,9 @@ def plain_name(name: str) -> str:
 def _is_extra(plain: str, wanted: set[str]) -> bool:
     if plain in wanted or _NOT_TEXT.match(plain) or _UNUSED_BUFFER.search(plain) or _KV_SCALE.match(plain):
         return False
-    if plain == "lm_head.weight":
-        # With tied embeddings the spec lists no head, and a stored copy of the embedding is harmless. An untied spec
-        # lists it, so that it cannot come here.
+    if plain == HEAD:
+        # With tied embeddings the spec lists no head, and a stored copy of the embedding is harmless: `copied_head`
+        # finds it, and its values are compared. An untied spec lists it, so that it cannot come here.
         return False
     shared = _KV_OF_LAYER.match(plain)
     # A layer with queries but without keys of its own shares another layer's.

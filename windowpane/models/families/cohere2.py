@@ -6,7 +6,7 @@ from windowpane.models.blocks import LAYER, Block, Sum
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 
 ARCHITECTURES = ("Cohere2ForCausalLM",)
@@ -18,7 +18,7 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, config, tied=True, defaults=defaults)
     interval, dim = config.integer("sliding_window_pattern", 4), shape.head_dim
     kinds = config.layer_types(shape.layers, (FULL, SLIDING), every(interval, FULL, SLIDING, shape.layers))
-    rope = read_rope(config, dim, SLIDING, Rope(DEFAULT, dim)).with_interleaved_pairs()
+    rope = read_rope(config, dim, shape.max_position).with_interleaved_pairs()
     norms = Norms(shape.hidden, config.number("layer_norm_eps", 1e-5), kind=LAYER)
     width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
     layers = []

@@ -7,7 +7,6 @@ from windowpane.kv.retention import Full
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import (
-    FULL,
     Shape,
     attention_tensors,
     embeddings,
@@ -21,7 +20,7 @@ from windowpane.models.parts import (
     separate_experts,
     whole,
 )
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
@@ -34,7 +33,7 @@ def read(config: Config, name: str) -> ModelSpec:
     if config.texts("architectures") == (WITH_EXPERTS,):
         return _read_experts(config, name)
     shape = read_shape(config, config, tied=True, defaults={"head_dim": 128})
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim, 5e5)).with_interleaved_pairs()
+    rope = read_rope(config, shape.head_dim, shape.max_position, 5e5).with_interleaved_pairs()
     block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-5))
     width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
     bias = config.flag("use_bias", False)

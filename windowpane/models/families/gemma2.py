@@ -5,7 +5,7 @@ from __future__ import annotations
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, every
 from windowpane.models.parts import FULL, SLIDING, causal_only, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
@@ -15,7 +15,7 @@ def read(config: Config, name: str) -> ModelSpec:
     causal_only(config)
     shape = read_shape(config, config, tied=True)
     kinds = config.layer_types(shape.layers, (FULL, SLIDING), every(2, FULL, SLIDING, shape.layers))
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
+    rope = read_rope(config, shape.head_dim, shape.max_position)
     norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6), adds_one=True)
     width, activation = config.integer("intermediate_size"), config.text("hidden_activation") or "gelu_pytorch_tanh"
     layers = []

@@ -6,7 +6,7 @@ from windowpane.models.building import Norms, attention, decoder, described_spec
 from windowpane.models.config import Config, every
 from windowpane.models.families import towers
 from windowpane.models.parts import FULL, SLIDING, causal_only, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_ropes
 from windowpane.models.spec import ModelSpec
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -19,6 +19,7 @@ DEFAULTS = {
     "max_position_embeddings": 131_072,
 }
 DEFAULT_WINDOW = 4096
+THETAS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
 
 
 def read(config: Config, name: str) -> ModelSpec:
@@ -28,10 +29,7 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, text, tied=True, defaults=DEFAULTS)
     interval, dim = text.integer("sliding_window_pattern", 6), shape.head_dim
     kinds = text.layer_types(shape.layers, (FULL, SLIDING), every(interval, FULL, SLIDING, shape.layers))
-    ropes = {
-        FULL: read_rope(text, dim, FULL, Rope(DEFAULT, dim, theta=1e6)),
-        SLIDING: read_rope(text, dim, SLIDING, Rope(DEFAULT, dim), theta_key="rope_local_base_freq"),
-    }
+    ropes = read_ropes(text, dim, shape.max_position, THETAS)
     norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6), adds_one=True)
     width, activation = text.integer("intermediate_size"), text.text("hidden_activation") or "gelu_pytorch_tanh"
     wrapper = "language_model." if nested else ""

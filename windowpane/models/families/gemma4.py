@@ -3,6 +3,7 @@ per-layer embeddings, and (26B-A4B) experts beside the dense MLP."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from windowpane.models.blocks import Attention, Block, Layer, Norm, PerLayerEmbedding
@@ -22,7 +23,7 @@ from windowpane.models.parts import (
     retention,
     whole,
 )
-from windowpane.models.rope import DEFAULT, PROPORTIONAL, Rope, read_rope
+from windowpane.models.rope import DEFAULT, PROPORTIONAL, Rope, rope_of, section_of_type
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
@@ -35,6 +36,10 @@ DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131_072,
+}
+DEFAULT_ROPES: dict[str, object] = {
+    SLIDING: {"rope_type": DEFAULT, "rope_theta": 10_000.0},
+    FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 UNIFIED_DEFAULTS = DEFAULTS | {"max_position_embeddings": 262_144}
 
@@ -79,10 +84,11 @@ def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, uni
     """Of every layer; those that own no cache share the last one of their own kind."""
     one_projection = text.flag("attention_k_eq_v", False)
     first_shared = first_kv_shared_layer(text, shape.layers)
-    shapes = {SLIDING: shape, FULL: _full_layer_shape(text, shape)}
+    kinds = layer_kinds(text, shape.layers)
+    shapes = _shapes(text, shape, kinds)
     owners: dict[str, Attention] = {}
     found = []
-    for layer, kind in enumerate(layer_kinds(text, shape.layers)):
+    for layer, kind in enumerate(kinds):
         if layer >= first_shared and kind not in owners:
             raise ModelError(f"{text.where}num_kv_shared_layers: layer {layer} shares KV, and no {kind} layer owns any")
         dim, keeps = shapes[kind].head_dim, retention(kind, text, 1024 if unified else 512)
@@ -92,7 +98,7 @@ def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, uni
             shapes[kind],
             cache if layer < first_shared else owners[kind].cache,
             layer=layer,
-            rope=read_rope(text, dim, kind, _default_rope(kind, dim)),
+            rope=_rope(text, kind, shapes[kind]),
             scale=1.0,
             bias=text.flag("attention_bias", False),
             head_norms=block_norms.of_heads(dim),
@@ -105,10 +111,13 @@ def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, uni
     return found
 
 
-def _default_rope(kind: str, head_dim: int) -> Rope:
-    if kind == FULL:
-        return Rope(PROPORTIONAL, head_dim, theta=1e6, partial=0.25)
-    return Rope(DEFAULT, head_dim)
+def _rope(text: Config, kind: str, shape: Shape) -> Rope:
+    """From `rope_parameters` by layer type: this family has no older fields."""
+    if text.has("rope_scaling"):
+        raise ModelError(f"{text.where}rope_scaling is no field of Gemma 4: put it into rope_parameters.{FULL}")
+    outer = text.section("rope_parameters") if text.has("rope_parameters") else Config(DEFAULT_ROPES)
+    section = section_of_type(text, outer, kind, outer.section(kind).fields)
+    return rope_of(section, shape.head_dim, shape.max_position)
 
 
 def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
@@ -117,12 +126,38 @@ def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
     return (*kinds[:-1], FULL)
 
 
-def _full_layer_shape(text: Config, shape: Shape) -> Shape:
-    """Full layers have their own head size, and their own KV heads only where K and V are one projection."""
+def _shapes(text: Config, shape: Shape, kinds: Sequence[str]) -> dict[str, Shape]:
+    """Full layers have their own head size, and their own KV heads only where K and V are one projection.
+
+    Newer configs say it in `per_layer_config`, and then transformers reads no other field.
+    """
+    if "per_layer_config" in text.fields:
+        return _shapes_by_layer(text, shape, kinds)
     kv_heads = shape.kv_heads
     if text.flag("attention_k_eq_v", False):
         kv_heads = text.integer("num_global_key_value_heads", kv_heads)
-    return replace(shape, head_dim=text.integer("global_head_dim", 512), kv_heads=kv_heads)
+    return {SLIDING: shape, FULL: replace(shape, head_dim=text.integer("global_head_dim", 512), kv_heads=kv_heads)}
+
+
+def _shapes_by_layer(text: Config, shape: Shape, kinds: Sequence[str]) -> dict[str, Shape]:
+    """`per_layer_config`: what layers have otherwise than the model, by their number with leading zeros."""
+    given = text.section("per_layer_config") if text.has("per_layer_config") else Config({})
+    if odd := [key for key in given.fields if not (key.isdecimal() and int(key) < len(kinds))]:
+        raise ModelError(f"{given.where[:-1]}: {odd[0]!r} is no number of one of {len(kinds)} layers")
+    changed = {int(key): given.section(key) for key in given.fields}
+    found: dict[str, Shape] = {}
+    for layer, kind in enumerate(kinds):
+        section = changed.get(layer, Config({}))
+        for key in section.fields.keys() - {"head_dim", "num_key_value_heads"}:
+            raise ModelError(f"{section.where}{key}: layers can differ in head_dim and num_key_value_heads alone")
+        head_dim = section.integer("head_dim", shape.head_dim)
+        kv_heads = section.integer("num_key_value_heads", shape.kv_heads)
+        if shape.query_heads % kv_heads:
+            raise ModelError(f"{section.where}num_key_value_heads is {kv_heads}, no divisor of {shape.query_heads}")
+        own = replace(shape, head_dim=head_dim, kv_heads=kv_heads)
+        if found.setdefault(kind, own) != own:
+            raise ModelError(f"{given.where[:-1]}: layer {layer} differs from other {kind} layers, which must be alike")
+    return {SLIDING: shape, FULL: shape} | found
 
 
 def _mlp_width(text: Config, shares_kv: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 
 SMOLLM3, GRANITE, SEED = "SmolLM3ForCausalLM", "GraniteForCausalLM", "SeedOssForCausalLM"
@@ -23,7 +23,7 @@ def read(config: Config, name: str) -> ModelSpec:
     has_rope = _smollm3_rope(config, shape.layers) if is_smollm3 else (1,) * shape.layers
     kinds = _smollm3_kinds(config, has_rope) if is_smollm3 else (FULL,) * shape.layers
     theta = 2e6 if is_smollm3 else 1e4
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim, theta))
+    rope = read_rope(config, shape.head_dim, shape.max_position, theta)
     norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
     # Llama and SmolLM3 have no such fields, and transformers would ignore them.
     factors = Config(config.fields if architecture == GRANITE else {})

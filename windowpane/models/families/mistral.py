@@ -8,7 +8,7 @@ from __future__ import annotations
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.parts import FULL, SLIDING, even_head_dim, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 
 MULTIMODAL, MINISTRAL3 = "Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"
@@ -26,7 +26,7 @@ def read(config: Config, name: str) -> ModelSpec:
     default_window = None if is_ministral3 else DEFAULT_WINDOW
     uniform = SLIDING if text.fields.get("sliding_window", default_window) is not None else FULL
     kinds = text.layer_types(shape.layers, (FULL, SLIDING), (uniform,) * shape.layers)
-    rope = read_rope(text, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
+    rope = read_rope(text, shape.head_dim, shape.max_position)
     norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-5 if is_ministral3 else 1e-6))
     width, activation = text.integer("intermediate_size"), text.text("hidden_act") or "silu"
     wrapper = "language_model." if nested else ""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from windowpane.models.blocks import Attention, Norm
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config, ModelError, every
 from windowpane.models.parts import FULL, SLIDING, Shape, even_head_dim, read_shape, retention
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import Rope, read_rope, read_ropes
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("Olmo3ForCausalLM", "Exaone4ForCausalLM")
 DEFAULT_WINDOW = 4096
+# transformers gives a `rope_theta` beside the layer types to full layers alone.
+OLMO_THETAS = {FULL: ("rope_theta", 5e5), SLIDING: ("", 5e5)}
 PATTERN_LETTERS = {"L": SLIDING, "G": FULL}
 
 
@@ -24,7 +26,9 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, config, tied=False, defaults=defaults)
     rule = every(4, FULL, SLIDING, shape.layers) if is_olmo else _exaone_rule(config, shape.layers)
     kinds = config.layer_types(shape.layers, (FULL, SLIDING), rule)
-    ropes = _olmo_ropes(config, shape) if is_olmo else _exaone_ropes(config, shape)
+    ropes: Mapping[str, Rope | None] = (
+        read_ropes(config, shape.head_dim, shape.max_position, OLMO_THETAS) if is_olmo else _exaone_ropes(config, shape)
+    )
     norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-5))
     width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
     layers = []
@@ -45,18 +49,9 @@ def read(config: Config, name: str) -> ModelSpec:
     return described_spec(config, config, shape, name=name, family="olmo3", decoder=described)
 
 
-def _olmo_ropes(config: Config, shape: Shape) -> dict[str, Rope | None]:
-    """Older configs scale the full layers only."""
-    default = Rope(DEFAULT, shape.head_dim, theta=5e5)
-    return {
-        FULL: read_rope(config, shape.head_dim, FULL, default),
-        SLIDING: read_rope(config, shape.head_dim, SLIDING, default, scaled=False),
-    }
-
-
 def _exaone_ropes(config: Config, shape: Shape) -> dict[str, Rope | None]:
     """Where there are windows, full layers have no rotary positions."""
-    rope = read_rope(config, shape.head_dim, SLIDING, Rope(DEFAULT, shape.head_dim))
+    rope = read_rope(config, shape.head_dim, shape.max_position)
     has_windows = config.fields.get("sliding_window", DEFAULT_WINDOW) is not None
     return {FULL: None if has_windows else rope, SLIDING: rope}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
-from windowpane.models.config import Config, ModelError
+from windowpane.models.config import Config
 from windowpane.models.parts import (
     FULL,
     SLIDING,
@@ -16,11 +14,12 @@ from windowpane.models.parts import (
     read_shape,
     retention,
 )
-from windowpane.models.rope import DEFAULT, LONG, YARN, Rope, read_rope
+from windowpane.models.rope import DEFAULT, LONG, YARN, Rope, kind_of, one_section, rope_of
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
+DEFAULT_ORIGINAL_POSITIONS = 4096
 
 
 def read(config: Config, name: str) -> ModelSpec:
@@ -42,15 +41,14 @@ def read(config: Config, name: str) -> ModelSpec:
 
 
 def _rope(config: Config, shape: Shape) -> Rope:
-    """Long rope under three names; its factors are one per rotated pair."""
-    rope = read_rope(config, shape.head_dim, FULL, Rope(DEFAULT, shape.head_dim))
-    if rope.kind in ("su", YARN):
-        rope = replace(rope, kind=LONG)
-    if rope.kind == LONG:
-        for which, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
-            if len(factors) != rope.rotary_dim // 2:
-                raise ModelError(f"rope_scaling.{which} has {len(factors)} factors for {rope.rotary_dim // 2} pairs")
-    return rope
+    """Long rope under three names, or none; the config class has an original length of its own."""
+    section = one_section(config, shape.max_position, theta=1e4, original=DEFAULT_ORIGINAL_POSITIONS)
+    kind = kind_of(section)
+    if kind in ("su", YARN):
+        section = Config({**section.fields, "rope_type": LONG}, section.where)
+    elif kind not in (DEFAULT, LONG):
+        raise section.unknown_value("rope_type", kind, (DEFAULT, LONG))
+    return rope_of(section, shape.head_dim, shape.max_position, part_of_head=True)
 
 
 def _attention_tensors(prefix: str, shape: Shape) -> list[TensorSpec]:

@@ -56,7 +56,7 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, text, tied=False, defaults=defaults)
     block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6))
     width, activation = text.integer("intermediate_size"), text.text("hidden_act") or "silu"
-    rope, has_bias = _rope(text, shape.head_dim), text.flag("attention_bias", False)
+    rope, has_bias = _rope(text, shape.head_dim, shape.max_position), text.flag("attention_bias", False)
     layers = []
     for layer, kind in enumerate(_kinds(text, shape.layers, text.integer("max_window_layers", 28, minimum=0))):
         at = f"{prefix}layers.{layer}."
@@ -75,8 +75,8 @@ def read(config: Config, name: str) -> ModelSpec:
     return described_spec(config, text, shape, name=name, family="qwen3", decoder=described, notes=notes)
 
 
-def _rope(text: Config, head_dim: int) -> Rope:
-    rope = read_rope(text, head_dim, FULL, Rope(DEFAULT, head_dim))
+def _rope(text: Config, head_dim: int, max_position: int) -> Rope:
+    rope = read_rope(text, head_dim, max_position)
     return replace(rope, kind=DEFAULT) if rope.kind == "mrope" else rope
 
 
