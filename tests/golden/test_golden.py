@@ -9,18 +9,21 @@ import pytest
 from tests.golden.cases import NEW_TOKENS, PROMPTS, golden_path
 from windowpane import LLM, SamplingParams
 from windowpane.models.embedded import EmbeddedError, embedded_path
+from windowpane.plan.planner import CPU_KV_DTYPE
 
 CLEAR_MARGIN = 2e-3  # logits of both sides may each be off by a few roundings of values around 20
 
 
 @pytest.mark.parametrize("model", PROMPTS)
-def test_greedy_answers_are_the_recorded_ones(model: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", CPU_KV_DTYPE])
+def test_greedy_answers_are_the_recorded_ones(model: str, kv_cache_dtype: str) -> None:
     try:
         embedded_path(model)
     except EmbeddedError as error:
         pytest.skip(str(error))
     answers = json.loads(golden_path(model).read_text())["answers"]
-    llm = LLM(model, device="cpu", dtype="float32", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512)
+    lengths = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+    llm = LLM(model, device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype, **lengths)
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS[model]]
     assert prompts == [a["prompt_tokens"] for a in answers]
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

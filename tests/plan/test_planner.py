@@ -130,7 +130,7 @@ class TestBudget:
         assert made.budget is not None
         assert (made.sizing.compute_dtype, made.budget.runtime_bytes) == ("float32", 0)
         assert made.sizing.weights_bytes == 2 * weight_bytes(load("gemma-3-270m"))
-        assert {group.kv_format.name for group in made.sizing.layout.groups if group.kv_format} == {"float32"}
+        assert {group.kv_format.name for group in made.sizing.layout.groups if group.kv_format} == {"float16"}
         assert made.peers == ()
 
     def test_two_3090s_hold_three_long_sequences_of_gemma_in_four_bits(self) -> None:

@@ -75,7 +75,7 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
             raise ConfigError(
                 f"--dtype {dtype}: CPUs compute in float32 here, other types are far slower; leave it out"
             )
-        return make_plan(spec, config, gpu="cpu")
+        return make_plan(spec, config, gpu="cpu", exact=dtype == "float32")
     import torch
 
     # Ranks are equal, so the smallest card decides.

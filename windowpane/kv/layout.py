@@ -165,15 +165,15 @@ def group_caches(caches: Iterable[Cache]) -> dict[Retention, list[Cache]]:
     return groups
 
 
-def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype: str) -> dict[str, KVFormat]:
+def resolve_formats(choice: str, retentions: Iterable[Retention], auto_dtype: str) -> dict[str, KVFormat]:
     """Turn `auto`, one format name, or `full=…,window=…` into a format per token group.
 
     A selector is a group name (`window-1024`) or a retention kind (`window`, all of them); the exact name wins. Groups
-    that no selector names keep the compute dtype.
+    that no selector names are stored in `auto_dtype`, the compute dtype on GPUs.
     """
     token_retentions = [r for r in retentions if not isinstance(r, State)]
     if "=" not in choice:
-        chosen = kv_format(compute_dtype if choice == "auto" else choice)
+        chosen = kv_format(auto_dtype if choice == "auto" else choice)
         return {r.name: chosen for r in token_retentions}
     selected: dict[str, KVFormat] = {}
     known = {r.name for r in token_retentions} | {r.kind for r in token_retentions}
@@ -186,8 +186,8 @@ def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype:
             )
         if selector in selected:
             raise ValueError(f"KV dtype for {selector!r} is given twice in {choice!r}")
-        selected[selector] = kv_format(compute_dtype if name == "auto" else name)
-    default = kv_format(compute_dtype)
+        selected[selector] = kv_format(auto_dtype if name == "auto" else name)
+    default = kv_format(auto_dtype)
     return {r.name: selected.get(r.name, selected.get(r.kind, default)) for r in token_retentions}
 
 

@@ -30,6 +30,8 @@ from windowpane.plan.sizes import format_bytes
 # From here on vLLM's server takes 8,192 tokens a step instead of 2,048; A100s it leaves at 2,048.
 LARGE_CARD_BYTES = 70 * 2**30
 MOST_RANKS = 64
+# Half of float32's bytes, and both embedded models answer the same (tests/golden).
+CPU_KV_DTYPE = "float16"
 
 AnyCache = TypeVar("AnyCache", TokenCache, Cache)
 
@@ -90,14 +92,18 @@ def make_plan(
     gpu: str | None = None,
     gpu_memory_bytes: int | None = None,
     concurrency: int | None = None,
+    exact: bool = False,
 ) -> Plan:
-    """Plan one model on one kind of device. Raises PlanError, or a flag's own ValueError, when it cannot be done."""
+    """Plan one model on one kind of device. Raises PlanError, or a flag's own ValueError, when it cannot be done.
+
+    `exact`: on a CPU, `auto` KV is float32 as all else.
+    """
     _check_concurrency(config, concurrency)
     ranks, device = _device(config, gpu, gpu_memory_bytes)
     asked_dtype = config.kv_cache_dtype
     if config.fit is not None:
-        config, concurrency = _least_lossy(spec, config, ranks, device)
-    sizing = size_up(spec, config, ranks, on_cpu=device is not None and device.is_cpu)
+        config, concurrency = _least_lossy(spec, config, ranks, device, exact)
+    sizing = size_up(spec, config, ranks, on_cpu=device is not None and device.is_cpu, exact=exact)
     gates = _gates(sizing, device)
     try:
         budget, capacity = fit(sizing, device)
@@ -110,7 +116,9 @@ def make_plan(
     return Plan(sizing, device, budget, capacity, max_model_len, note, gates, peers)
 
 
-def _least_lossy(spec: ModelSpec, config: EngineConfig, ranks: int, device: Device | None) -> tuple[EngineConfig, int]:
+def _least_lossy(
+    spec: ModelSpec, config: EngineConfig, ranks: int, device: Device | None, exact: bool
+) -> tuple[EngineConfig, int]:
     """Flags with the formats that --fit leads to, and how many sequences it asks for."""
     wanted = Fit.parse(config.fit or "")
     on_cpu = device is not None and device.is_cpu
@@ -119,11 +127,12 @@ def _least_lossy(spec: ModelSpec, config: EngineConfig, ranks: int, device: Devi
         max_model_len=config.max_model_len or wanted.length,
         max_num_seqs=max(config.max_num_seqs, wanted.sequences),
     )
-    plain = size_up(spec, config, ranks, on_cpu=on_cpu)
+    plain = size_up(spec, config, ranks, on_cpu=on_cpu, exact=exact)
+    auto = next((g.kv_format.name for g in plain.layout.groups if g.kv_format is not None), plain.compute_dtype)
     most = 0
-    for choice in assignments(plain.layout.groups, plain.compute_dtype, lambda name: _is_allowed(spec, name)):
+    for choice in assignments(plain.layout.groups, auto, lambda name: _is_allowed(spec, name)):
         chosen = replace(config, kv_cache_dtype=choice, fit=None)
-        _, capacity = fit(size_up(spec, chosen, ranks, on_cpu=on_cpu), device)
+        _, capacity = fit(size_up(spec, chosen, ranks, on_cpu=on_cpu, exact=exact), device)
         if capacity is None:
             raise PlanError("--fit needs to know how much memory there is: add --gpu or --kv-cache-memory-bytes")
         held = capacity.sequences(wanted.length)
@@ -141,8 +150,11 @@ def _is_allowed(spec: ModelSpec, format_name: str) -> bool:
     return gate(format_name, None, spec.weight_scheme, spec.kv_cache_scheme).verdict != "refused"
 
 
-def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
+def size_up(
+    spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False, exact: bool = False
+) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
+    auto_kv_dtype = CPU_KV_DTYPE if on_cpu and not exact else compute_dtype
     try:
         caches = rank_caches(spec.caches, config, ranks)
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
@@ -150,7 +162,7 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
         works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
         problem = rank_problem(spec, ranks) or error
         raise PlanError(f"{problem}; --tensor-parallel-size works with {', '.join(works)}") from None
-    formats = resolve_formats(config.kv_cache_dtype, group_caches(caches), compute_dtype)
+    formats = resolve_formats(config.kv_cache_dtype, group_caches(caches), auto_kv_dtype)
     layout = plan_layout(caches, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
     activations = activation_bytes(spec, config, ranks, compute_dtype)
     if not on_cpu:
