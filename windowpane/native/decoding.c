@@ -58,33 +58,40 @@ INLINE void add_values(const float *weights, Rows values, long t0, long dim, flo
         }
 }
 
-/* `past` tokens from pages and, where `now` is 1, the token itself behind them. The highest score and the sum of weights
- * end up behind each head's values. */
+/* One head's scores become weights relative to the highest, which ends up in `out` with their sum. */
+static __attribute__((noinline)) void weigh(float *s, long tokens, float softcap, float *out) {
+    float highest = -__builtin_inff(), total = 0;
+    for (long t = 0; softcap && t < tokens; t += LANES) STORE(s + t, soft_capped(LOAD(s + t), softcap));
+    for (long t = 0; t < tokens; t++) highest = s[t] > highest ? s[t] : highest;
+    for (long t = 0; t < tokens; t += LANES) {
+        float some[LANES] = {0};
+        long n = tokens - t < LANES ? tokens - t : LANES;
+        for (long i = 0; i < n; i++) some[i] = s[t + i] - highest;
+        vec weights = exponential(LOAD(some));
+        for (long i = 0; i < n; i++) total += s[t + i] = weights[i];
+    }
+    out[0] = highest;
+    out[1] = total;
+}
+
+/* `past` tokens from pages, in fours: rows that are not there repeat the last and weigh nothing. Where `now` is 1, the
+ * token itself follows them. The highest score and the sum of weights end up behind each head's values. */
 INLINE void part_of_heads(const Attention *a, const float *q, Rows keys, Rows values, long past, long now, float *out,
                           const int format, const int G) {
-    float scores[MOST_HEADS * SCORES];
-    long t = 0, dim = a->dim, stride = dim + 16, tokens = past + now;
-    for (; t + 4 <= past; t += 4) scores_of(q, keys, t, dim, a->scale, scores, format, G, 4);
-    for (; t < past; t++) scores_of(q, keys, t, dim, a->scale, scores, format, G, 1);
-    for (; t < tokens; t++) scores_of(q, keys, t, dim, a->scale, scores, FLOAT32, G, 1);
+    float scores[MOST_HEADS * SCORES], own[MOST_HEADS * SCORES];
+    long t, dim = a->dim, stride = dim + 16, tokens = past + now;
+    for (t = 0; t < past; t += 4) scores_of(q, keys, t, dim, a->scale, scores, format, G, 4);
+    if (now) scores_of(q, keys, PART, dim, a->scale, own, FLOAT32, G, 1);
     for (int g = 0; g < G; g++) {
-        float *s = scores + g * SCORES, highest = -__builtin_inff(), total = 0;
-        for (t = 0; a->softcap && t < tokens; t += LANES) STORE(s + t, soft_capped(LOAD(s + t), a->softcap));
-        for (t = 0; t < tokens; t++) highest = s[t] > highest ? s[t] : highest;
-        for (t = 0; t < tokens; t += LANES) {
-            float some[LANES] = {0};
-            long n = tokens - t < LANES ? tokens - t : LANES;
-            for (long i = 0; i < n; i++) some[i] = s[t + i] - highest;
-            vec weights = exponential(LOAD(some));
-            for (long i = 0; i < n; i++) total += s[t + i] = weights[i];
-        }
+        float *s = scores + g * SCORES;
+        if (now) s[past] = own[g * SCORES + PART];
+        weigh(s, tokens, a->softcap, out + g * stride + dim);
         memset(out + g * stride, 0, 4 * dim);
-        out[g * stride + dim] = highest;
-        out[g * stride + dim + 1] = total;
+        own[g * SCORES + PART] = s[past];
+        for (t = past; t % 4; t++) s[t] = 0;
     }
-    for (t = 0; t + 4 <= past; t += 4) add_values(scores, values, t, dim, out, stride, format, G, 4);
-    for (; t < past; t++) add_values(scores, values, t, dim, out, stride, format, G, 1);
-    for (; t < tokens; t++) add_values(scores, values, t, dim, out, stride, FLOAT32, G, 1);
+    for (t = 0; t < past; t += 4) add_values(scores, values, t, dim, out, stride, format, G, 4);
+    if (now) add_values(own, values, PART, dim, out, stride, FLOAT32, G, 1);
 }
 
 /* All query heads of a KV head, a few at a time. */
@@ -118,10 +125,12 @@ static void one_part(const Attention *a, long sequence, long head, long part) {
         memcpy(key_scales + tokens, p->scales[0] + page + row * 4, 4);
         memcpy(value_scales + tokens, p->scales[1] + page + row * 4, 4);
     }
-    if (part == 0) {
-        keys[tokens] = (const char *)(a->now_keys + (sequence * a->kv_heads + head) * a->dim);
-        values[tokens] = (const char *)(a->now_values + (sequence * a->kv_heads + head) * a->dim);
+    for (long t = tokens; t % 4; t++) {
+        keys[t] = keys[tokens - 1], values[t] = values[tokens - 1];
+        key_scales[t] = value_scales[t] = 0;
     }
+    keys[PART] = (const char *)(a->now_keys + (sequence * a->kv_heads + head) * a->dim);
+    values[PART] = (const char *)(a->now_values + (sequence * a->kv_heads + head) * a->dim);
     long group = a->query_heads / a->kv_heads;
     const float *q = a->queries + (sequence * a->query_heads + head * group) * a->dim;
     float *out = a->partial + ((sequence * a->kv_heads + head) * a->parts + part) * group * (a->dim + 16);
