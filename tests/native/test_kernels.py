@@ -278,7 +278,8 @@ def test_rows_of_a_chunk_are_written_and_read_as_in_plain_torch(kernels, dtype, 
     present = [torch.randn(9, 2, 64).transpose(0, 1) for _ in range(2)]
     first = max(0, start - 2)
     read, expected = (
-        ops.behind_past(case.stored, 0, first, start + count, present) for ops, case in ((kernels, ours), (PLAIN, plain))
+        ops.behind_past(case.stored, 0, first, start + count, present)
+        for ops, case in ((kernels, ours), (PLAIN, plain))
     )
     assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))
 
@@ -288,7 +289,9 @@ def test_rows_go_through_a_format_as_in_plain_torch(kernels, dtype):
     """Ties, numbers that are hardly there, and such as are too large for float16."""
     stored = Decoding(Full(), 2, 64, [1], dtype).stored
     exact = through_format_cases()
-    rows = exact if stored.is_coded else torch.cat([exact, 1e5 * exact, 1e-5 * exact, 3e-8 * exact, torch.zeros(3, 2, 64)])
+    rows = (
+        exact if stored.is_coded else torch.cat([exact, 1e5 * exact, 1e-5 * exact, 3e-8 * exact, torch.zeros(3, 2, 64)])
+    )
     through = kernels.through_format(stored, rows, 0)
     assert torch.equal(through, PLAIN.through_format(stored, rows, 0))
     assert torch.equal(kernels.through_format(stored, through, 0), through)

@@ -165,7 +165,9 @@ def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
 
 
 LAZY_TEXT = st.text(st.sampled_from(" \n\tabtheing.,'<0xA>éß日本😀▁(){}\u200d") | st.characters(), max_size=60)
-LAZY_PARTS = st.lists(LAZY_TEXT | st.sampled_from(["<start_of_turn>", "<unused7>", "  ", "<0x0A>", "<h1>", "<bos>", "[toxicity]"]))
+LAZY_PARTS = st.lists(
+    LAZY_TEXT | st.sampled_from(["<start_of_turn>", "<unused7>", "  ", "<0x0A>", "<h1>", "<bos>", "[toxicity]"])
+)
 
 
 @given(LAZY_PARTS.map("".join))

@@ -150,9 +150,7 @@ def _is_allowed(spec: ModelSpec, format_name: str) -> bool:
     return gate(format_name, None, spec.weight_scheme, spec.kv_cache_scheme).verdict != "refused"
 
 
-def size_up(
-    spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False, exact: bool = False
-) -> Sizing:
+def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False, exact: bool = False) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
     auto_kv_dtype = CPU_KV_DTYPE if on_cpu and not exact else compute_dtype
     try:

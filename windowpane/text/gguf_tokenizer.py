@@ -234,4 +234,6 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> No
 def _added_tokens(pairs: list[tuple[str, int]]) -> tuple[list[AddedToken], list[AddedToken]]:
     """Control tokens, which decoding hides, and user-defined ones: both are found whole in any text."""
     special = [AddedToken(token, normalized=False, special=True) for token, kind in pairs if kind == CONTROL]
-    return special, [AddedToken(token, normalized=False, special=False) for token, kind in pairs if kind == USER_DEFINED]
+    return special, [
+        AddedToken(token, normalized=False, special=False) for token, kind in pairs if kind == USER_DEFINED
+    ]

@@ -87,7 +87,7 @@ class Ops:
         """Tokens of one chunk over their past and each other; see `attend`."""
         return attend(queries, positions, keys, values, first_key, mask, scores)
 
-    # -- rows and pages: coded formats have a basis that rows are transformed into, all [rows, heads, dim] --------------
+    # -- rows and pages: coded formats have a basis that rows are transformed into, all [rows, heads, dim] -------------
 
     def asked_form(self, stored: LayerPages, queries: torch.Tensor) -> torch.Tensor:
         """Queries as they are multiplied with stored keys."""
