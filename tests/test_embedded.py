@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,29 @@ def test_parts_are_joined_once(small_model: EmbeddedModel, cache: Path, monkeypa
 
 def test_a_damaged_cache_is_made_anew(small_model: EmbeddedModel, cache: Path) -> None:
     embedded_path("tiny").write_bytes(b"GGUF and the dust")
+    assert embedded_path("tiny").read_bytes() == b"GGUF and the rest"
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(
+    small_model: EmbeddedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = embedded_path("tiny")
+    embedded_path("tiny")
+    assert not list(cache.glob("*.checked")), "a file that was just written may change unseen"
+    monkeypatch.setattr(embedded, "SETTLED_NS", 0)
+    embedded_path("tiny")
+    with monkeypatch.context() as unread:
+        unread.setattr(hashlib, "file_digest", lambda *_: pytest.fail("read again"))
+        assert embedded_path("tiny") == path
+    path.write_bytes(b"GGUF and the dust")
+    os.utime(path, ns=(0, 0))
+    assert embedded_path("tiny").read_bytes() == b"GGUF and the rest"
+
+
+def test_a_record_that_makes_no_sense_is_not_believed(small_model: EmbeddedModel, cache: Path) -> None:
+    path = embedded_path("tiny")
+    (cache / "tiny.gguf.checked").write_text(small_model.sha256)
+    path.write_bytes(b"GGUF and the dust")
     assert embedded_path("tiny").read_bytes() == b"GGUF and the rest"
 
 

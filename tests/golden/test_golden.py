@@ -15,16 +15,19 @@ from windowpane.models.embedded import EmbeddedError, embedded_path
 CLEAR_MARGINS = {"float32": 2e-3, "packed": 0.1}
 
 
-@pytest.mark.parametrize("mode", CLEAR_MARGINS)
+@pytest.mark.parametrize(
+    ("mode", "kv_cache_dtype"), [("float32", "float32"), ("float32", "float16"), ("packed", "float32")]
+)
 @pytest.mark.parametrize("model", PROMPTS)
-def test_greedy_answers_are_the_recorded_ones(model: str, mode: str) -> None:
+def test_greedy_answers_are_the_recorded_ones(model: str, mode: str, kv_cache_dtype: str) -> None:
     try:
         embedded_path(model)
     except EmbeddedError as error:
         pytest.skip(str(error))
     answers = json.loads(golden_path(model).read_text())[mode]
+    lengths = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512}
     dtype = "auto" if mode == "packed" else mode
-    llm = LLM(model, device="cpu", dtype=dtype, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512)
+    llm = LLM(model, device="cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, **lengths)
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS[model]]
     assert prompts == [a["prompt_tokens"] for a in answers]
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

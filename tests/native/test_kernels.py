@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
 from windowpane.device.pages import KVPages
 from windowpane.kv.caches import TokenCache
+from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.retention import Chunk, Full, Retention, Window
 from windowpane.lowering.cpu.ops import FEW_ROWS, CpuOps
+from windowpane.lowering.cpu.pages import FORMATS, covers
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.models.blocks import LAYER, Norm
@@ -166,7 +170,9 @@ def test_gated_activations(kernels: CpuOps, activation: str, shape: tuple[int, i
 
 
 class Decoding:
-    """A layer's pages, filled with random rows, and a step in which some slots decode at given positions."""
+    """A layer's pages with random rows of what is seen and NaNs elsewhere, and a step in which slots decode at given
+    positions.
+    """
 
     def __init__(self, retention: Retention, heads: int, dim: int, positions: list[int], dtype: str = "auto") -> None:
         caches = [TokenCache(0, Full(), 1, 64, 64), TokenCache(1, retention, heads, dim, dim)]
@@ -177,7 +183,7 @@ class Decoding:
         page_units = layout.groups[group].page_bytes // 256
         slabs = -(-len(positions) * pages_each * layout.groups[group].page_bytes // layout.slab_bytes) + 1
         self.pages = KVPages(layout, slabs, len(positions), 4096, torch.device("cpu"))
-        self.pages.arena.view(torch.float32).normal_()
+        self.pages.arena.fill_(0xFF)
         columns = self.pages.columns[group]
         shuffled = np.random.default_rng(3).permutation(len(positions) * pages_each)
         for slot in range(len(positions)):
@@ -188,6 +194,11 @@ class Decoding:
         slots = np.arange(len(positions))
         self.step = Step(np.zeros(0, dtype=np.int32), at, slots, (), (), slots)
         self.stored = self.pages.layers[1]
+        if self.stored.basis is not None:
+            self.stored.balance = torch.rand(2, heads, dim) + 0.5
+        for slot, position in enumerate(positions):
+            first = retention.held(position).start
+            self.stored.write(slot, first, [torch.randn(position - first, heads, dim) for _ in range(2)])
 
 
 def asked_of(case: Decoding, query_heads: int, mask: Mask, scores: Scores) -> tuple:
@@ -204,11 +215,26 @@ PAST = [
 ]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("group", [1, 2, 3, 9])
 @pytest.mark.parametrize(("sees", "positions"), PAST)
-def test_decoding_attention(kernels: CpuOps, group: int, sees: Full | Window | Chunk, positions: list[int]) -> None:
-    asked = asked_of(Decoding(sees, 2, 64, positions), 2 * group, Mask(sees), Scores(0.2))
+def test_decoding_attention(kernels: CpuOps, group: int, sees: Retention, positions: list[int], dtype: str) -> None:
+    asked = asked_of(Decoding(sees, 2, 64, positions, dtype), 2 * group, Mask(sees), Scores(0.2))
+    assert covers(asked[0])
     assert_close(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked), 5e-6)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_decoding_token_has_the_same_bits_in_any_batch(kernels: CpuOps, dtype: str) -> None:
+    case = Decoding(Full(), 2, 64, [40, 7, 700, 300], dtype)
+    stored, step, queries, keys, values, mask, scores = asked_of(case, 6, CAUSAL, Scores(0.2))
+    together = kernels.attend_decoding(stored, step, queries, keys, values, mask, scores)
+    for row in range(4):
+        one = slice(row, row + 1)
+        case.pages.before_step(NO_CHANGES)
+        alone = Step(np.zeros(0, dtype=np.int32), step.positions[one], step.decode_slots[one], (), (), np.arange(1))
+        found = kernels.attend_decoding(stored, alone, queries[one], keys[one], values[one], mask, scores)
+        assert torch.equal(found, together[one])
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
@@ -221,15 +247,15 @@ def test_decoding_attention_with_soft_cap_and_sinks(kernels, sees, positions, wi
 
 
 def test_decoding_attention_over_other_formats_goes_the_plain_way(kernels: CpuOps) -> None:
-    case = Decoding(Full(), 2, 64, [40, 7], dtype="bfloat16")
-    case.pages.arena.view(torch.bfloat16).normal_()
+    case = Decoding(Full(), 2, 64, [40, 7], dtype="fp8_per_token_head")
     asked = asked_of(case, 4, CAUSAL, Scores(0.2))
     assert torch.equal(kernels.attend_decoding(*asked), PLAIN.attend_decoding(*asked))
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("retention", [Full(), Window(100), Window(1)])
-def test_decoding_writes_change_the_same_bytes(kernels: CpuOps, retention: Retention) -> None:
-    ours, plain = Decoding(retention, 2, 64, [5, 99, 333]), Decoding(retention, 2, 64, [5, 99, 333])
+def test_decoding_writes_change_the_same_bytes(kernels: CpuOps, retention: Retention, dtype: str) -> None:
+    ours, plain = (Decoding(retention, 2, 64, [5, 99, 333], dtype) for _ in range(2))
     plain.pages.arena.copy_(ours.pages.arena)
     before = ours.pages.arena.clone()
     rows = [torch.randn(3, 4, 64)[:, 1:3], torch.randn(3, 2, 64)]
@@ -237,3 +263,56 @@ def test_decoding_writes_change_the_same_bytes(kernels: CpuOps, retention: Reten
     PLAIN.write_decoding(plain.stored, plain.step, rows)
     assert torch.equal(ours.pages.arena, plain.pages.arena)
     assert torch.equal(ours.pages.arena, before) == (retention == Window(1))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (3, 130), (40, 600)])
+def test_rows_of_a_chunk_are_written_and_read_as_in_plain_torch(kernels, dtype, start, count):
+    """Bit for bit, rounding and codes included."""
+    ours, plain = (Decoding(Full(), 2, 64, [700], dtype) for _ in range(2))
+    plain.pages.arena.copy_(ours.pages.arena)
+    rows = [torch.randn(count, 6 * 64)[:, 128:256].view(count, 2, 64), torch.randn(count, 2, 64)]
+    ours.stored.write(0, start, rows, partial(kernels.store, ours.stored))
+    plain.stored.write(0, start, rows)
+    assert torch.equal(ours.pages.arena, plain.pages.arena)
+    present = [torch.randn(9, 2, 64).transpose(0, 1) for _ in range(2)]
+    first = max(0, start - 2)
+    read, expected = (
+        ops.behind_past(case.stored, 0, first, start + count, present)
+        for ops, case in ((kernels, ours), (PLAIN, plain))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_go_through_a_format_as_in_plain_torch(kernels, dtype):
+    """Ties, numbers that are hardly there, and such as are too large for float16."""
+    stored = Decoding(Full(), 2, 64, [1], dtype).stored
+    exact = through_format_cases()
+    rows = (
+        exact if stored.is_coded else torch.cat([exact, 1e5 * exact, 1e-5 * exact, 3e-8 * exact, torch.zeros(3, 2, 64)])
+    )
+    through = kernels.through_format(stored, rows, 0)
+    assert torch.equal(through, PLAIN.through_format(stored, rows, 0))
+    assert torch.equal(kernels.through_format(stored, through, 0), through)
+
+
+def through_format_cases() -> torch.Tensor:
+    """Rows whose numbers lie halfway between those of 16-bit formats, and random ones of every size."""
+    ties = (torch.randint(0, 2**15, (300, 2, 64)).to(torch.int32) << 16 | 0x8000).view(torch.float32)
+    halves = (torch.randint(0x3800, 0x4780, (300, 2, 64)).to(torch.int32) << 16 | 0x1000).view(torch.float32)
+    sized = torch.randn(300, 2, 64) * torch.logspace(-30, 30, 300)[:, None, None]
+    return torch.cat([ties.nan_to_num(1.0, 2.0, 3.0).clamp(-1e30, 1e30), -halves, sized])
+
+
+def test_rows_into_the_basis_of_their_format_and_out_of_it(kernels):
+    stored = Decoding(Full(), 2, 256, [1], "int8_per_token_head").stored
+    queries, keys, values = torch.randn(50, 6, 256), torch.randn(50, 2, 256), torch.randn(50, 2, 256)
+    assert_close(kernels.asked_form(stored, queries), PLAIN.asked_form(stored, queries))
+    assert_close(kernels.attended_form(stored, values), PLAIN.attended_form(stored, values))
+    ours, plain = kernels.stored_form(stored, keys, values), PLAIN.stored_form(stored, keys, values)
+    for a, b in zip(ours, plain, strict=True):
+        step = b.abs().amax(-1, keepdim=True) / 127
+        assert ((a - b).abs() <= 1.01 * step).all(), "by one code at most"
+        assert ((a - b).abs() > 0.1 * step).float().mean() < 1e-3, "and hardly ever by that"
+    assert torch.equal(kernels.asked_form(stored, queries[7:9]), kernels.asked_form(stored, queries)[7:9])

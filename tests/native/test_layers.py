@@ -8,23 +8,28 @@ import torch
 from tests.running.harness import Knobs, generate
 from windowpane.lowering.cpu import model
 from windowpane.lowering.cpu.layers import JoinedLayer
+from windowpane.lowering.cpu.pages import FORMATS
 from windowpane.native import build
 
 PROMPTS = [list(range(3, 60)), list(range(40, 97)), list(range(70, 127))]  # equally long, so that all decode together
 JOINED = ("llama with biases", "qwen3", "gemma3", "gemma4", "gemma2", "exaone4", "granite", "smollm3")
 
 
-@pytest.mark.parametrize("name", JOINED)
-def test_a_layer_in_one_call(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [*((name, "auto") for name in JOINED), *(("gemma3", dtype) for dtype in FORMATS), ("qwen3", "int8_per_token_head")],
+)
+def test_a_layer_in_one_call(name, kv_cache_dtype, monkeypatch):
     if build.library() is None:
         pytest.skip(f"no kernels here: {build.why_not()}")
     calls = []
     decode = JoinedLayer._decode
     monkeypatch.setattr(JoinedLayer, "_decode", lambda *args: (calls.append(1), decode(*args))[1])
-    at_once = generate(name, PROMPTS, 20, Knobs())
+    knobs = Knobs(kv_cache_dtype=kv_cache_dtype)
+    at_once = generate(name, PROMPTS, 20, knobs)
     assert calls, "no layer was run in one call"
     monkeypatch.setattr(model, "join_layers", lambda *_: None)
-    by_blocks = generate(name, PROMPTS, 20, Knobs())
+    by_blocks = generate(name, PROMPTS, 20, knobs)
     assert at_once.outputs == by_blocks.outputs
     for ours, theirs in zip(at_once.logits, by_blocks.logits, strict=True):
         assert torch.equal(torch.stack(ours), torch.stack(theirs))

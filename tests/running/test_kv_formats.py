@@ -21,11 +21,12 @@ from windowpane.models.running import runnable
 from windowpane.runners.plain import Runner
 
 NEW_TOKENS = 16
+LOSSY = [name for name in FORMATS if name != "float32"]
 CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
 MIXES = ("gemma3", "gemma4 K = V", "gemma4 everything")  # pairs in windows and full groups; latents; shared KV
 # Sums in another order differ by an ulp, which now and then takes a number to the next code. So logits may move, but
 # by a small share of what the format itself moves them; a present attended before it is coded moves them by as much.
-FLIP_SHARE = 0.25
+FLIP_SHARE = 0.4
 
 
 @cache
@@ -56,7 +57,7 @@ def worst_difference(run: Run, name: str, kv_cache_dtype: str, index: int = 0) -
 
 
 @pytest.mark.parametrize("name", MIXES)
-@pytest.mark.parametrize("kv_cache_dtype", [*CODED, "full=int8_per_token_head,window=int4_per_token_head"])
+@pytest.mark.parametrize("kv_cache_dtype", [*LOSSY, "full=int8_per_token_head,window=int4_per_token_head"])
 def test_chunks_blocks_and_preemption_change_nothing(name, kv_cache_dtype):
     trials = [
         Knobs(chunk_tokens=1, num_slots=1, kv_cache_dtype=kv_cache_dtype),

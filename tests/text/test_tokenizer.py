@@ -8,6 +8,7 @@ single digits, then GPT-2's pattern.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.text.models import GEMMA, SMOLLM2, embedded_tokenizer
 from windowpane.models.embedded import embedded_path
 from windowpane.models.gguf import read_header
 from windowpane.text import TextError, load_tokenizer
-from windowpane.text.gguf_tokenizer import build
+from windowpane.text.gguf_tokenizer import SentencePiece, build
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_tokens.json").read_text())
 CASES = [(name, text, ids) for name, cases in GOLDEN.items() for text, ids in cases]
@@ -161,3 +162,41 @@ def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TextError, match="cannot read"):
         load_tokenizer(tmp_path)
+
+
+LAZY_TEXT = st.text(st.sampled_from(" \n\tabtheing.,'<0xA>éß日本😀▁(){}\u200d") | st.characters(), max_size=60)
+LAZY_PARTS = st.lists(
+    LAZY_TEXT | st.sampled_from(["<start_of_turn>", "<unused7>", "  ", "<0x0A>", "<h1>", "<bos>", "[toxicity]"])
+)
+
+
+@given(LAZY_PARTS.map("".join))
+@settings(max_examples=100, deadline=None)
+def test_a_tokenizer_of_one_text_gives_the_same_ids(text: str) -> None:
+    """Text with special and user-defined tokens, spaces of all kinds, and characters that fall back to bytes."""
+    pieces = gemma_pieces()
+    small = pieces.tokenizer(text)
+    whole = embedded_tokenizer(GEMMA)
+    assert small.encode(text, add_special_tokens=False).ids == whole.encode(text, add_special_tokens=False)
+
+
+@cache
+def gemma_pieces() -> SentencePiece:
+    return SentencePiece(read_header(embedded_path(GEMMA)))
+
+
+def test_a_lazy_tokenizer_is_the_same_in_all_that_it_answers() -> None:
+    lazy, whole = load_tokenizer(embedded_path(GEMMA), lazy=True), embedded_tokenizer(GEMMA)
+    assert (lazy.vocab_size, lazy.id_count, lazy.bos_id, lazy.eos_id, lazy.stop_ids) == (
+        *(whole.vocab_size, whole.id_count, whole.bos_id, whole.eos_id, whole.stop_ids),
+    )  # fmt: skip
+    assert lazy.special_pattern.pattern == whole.special_pattern.pattern
+    ids = range(0, whole.id_count + 3, 7)
+    assert [lazy.token_bytes(i, False) for i in ids] == [whole.token_bytes(i, False) for i in ids]
+    assert [lazy.token_id(t) for t in ("<end_of_turn>", "▁the", "no such token")] == [106, 506, None]
+    text = "The capital of France\nis <start_of_turn>"
+    assert lazy.encode(text) == whole.encode(text)
+    assert "whole" not in lazy._backend.__dict__, "it was built for one short text"
+    assert lazy.encode_with_offsets(text) == whole.encode_with_offsets(text)
+    assert lazy.encode_text(text) == whole.encode_text(text)
+    assert "whole" in lazy._backend.__dict__, "further texts are cut by the whole one"

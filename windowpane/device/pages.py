@@ -6,6 +6,7 @@ page it shares (see `windowpane.kv.changes`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,9 @@ from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Full, LooksBack, Window
 from windowpane.kv.tables import PageTable
 from windowpane.schedule.step import Step
+
+# Rows [n, heads, dim] of a part into page `offsets[i]`, token `within[i]`: part, offsets, within, rows.
+Store = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 QUERIES, KEYS = 0, 1  # sides of a balance
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -144,9 +148,9 @@ class LayerPages:
         self.is_coded = spec.kv_format.name not in TORCH_DTYPES
         self.dtype = torch.int16 if self.is_coded else TORCH_DTYPES[spec.kv_format.name]  # as it lies in memory
         self.block_tokens, self.retention = spec.block_tokens, spec.retention
-        self._pages, self.group, self._stripe, self._dims = pages, group, piece.stripe, piece.cache.row_dims
+        self._pages, self.group, self._stripe, self.dims = pages, group, piece.stripe, piece.cache.row_dims
         shape = (piece.cache.kv_heads, spec.block_tokens)
-        widths = [codecs.row_words(spec.kv_format, dim) if self.is_coded else dim for dim in self._dims]
+        widths = [codecs.row_words(spec.kv_format, dim) if self.is_coded else dim for dim in self.dims]
         self._views = [
             _page_view(pages.arena.view(self.dtype), offset, row_bytes, *shape, width)
             for offset, row_bytes, width in zip(piece.data_offsets, piece.row_bytes, widths, strict=True)
@@ -155,20 +159,18 @@ class LayerPages:
         self._scale_views = [
             _page_view(pages.arena.view(torch.int32), offset, scale_bytes, *shape, 1) for offset in piece.scale_offsets
         ]
-        self.basis = codecs.basis_for(spec.kv_format, self._dims, pages.device)
+        self.basis = codecs.basis_for(spec.kv_format, self.dims, pages.device)
         # What a warm-up pass settles: the scales of K and V, or of one latent, where the format has one for the whole
         # layer, and what balances queries and keys where it has a basis. Until then rows are only looked at.
         self.layer_scales: list[float] | None = None
         self.balance: torch.Tensor | None = None  # float32 [queries and keys, KV heads, dim]
-        self._largest = [0.0] * len(self._dims)
+        self._largest = [0.0] * len(self.dims)
         self._kv_heads = piece.cache.kv_heads
-        self._squares = [torch.zeros(self._kv_heads, self._dims[0])] * 2  # of queries and keys, in a warm-up pass
+        self._squares = [torch.zeros(self._kv_heads, self.dims[0])] * 2  # of queries and keys, in a warm-up pass
 
     def past(self, slot: int, start: int, stop: int) -> list[torch.Tensor]:
         """Tokens [start, stop): K and V, or one latent, each [heads, tokens, dim]."""
-        first_block = start // self.block_tokens
-        offsets = self._offsets(self._pages.reading, slot, np.arange(first_block, -(-stop // self.block_tokens)))
-        skip = start - first_block * self.block_tokens
+        offsets, skip = self.past_offsets(slot, start, stop), start % self.block_tokens
         found = []
         for part in range(len(self._views)):
             blocks = self._load(part, offsets)  # [blocks, heads, block_tokens, dim]
@@ -187,9 +189,18 @@ class LayerPages:
         """Of this layer's K, V or latent in a page at offset 0; heads, tokens and dimensions follow in this order."""
         return self._views[part].data_ptr()
 
-    def row_elements(self, part: int) -> int:
+    def scale_address(self, part: int) -> int | None:
+        """Of the rows' scales in a page at offset 0, by head and token, where the format has one for each row."""
+        return self._scale_views[part].data_ptr() if self._scale_views else None
+
+    def row_bytes(self, part: int) -> int:
         """From one token's row to the next's."""
-        return self._views[part].stride(2)
+        return self._views[part].stride(2) * self.dtype.itemsize
+
+    def past_offsets(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """Pages that hold tokens [start, stop)."""
+        blocks = np.arange(start // self.block_tokens, -(-stop // self.block_tokens))
+        return self._offsets(self._pages.reading, slot, blocks)
 
     def decoding_reads(self, step: Step, sees: LooksBack) -> _Reads:
         return self._pages.decoding_reads(self.group, self._stripe, sees, step)
@@ -222,16 +233,19 @@ class LayerPages:
             found.append(rows)
         return found, reads.positions, reads.counts
 
-    def write_decoding(self, step: Step, rows: list[torch.Tensor]) -> None:
+    def write_decoding(self, step: Step, rows: list[torch.Tensor], store: Store | None = None) -> None:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
         offsets, within = self.decoding_writes(step)
         kept = self._kept_rows(step.decode_positions)
-        self._store(offsets[kept], within[kept], [x[kept] for x in rows])
+        for part, values in enumerate(rows):
+            (store or self.store)(part, offsets[kept], within[kept], values[kept])
 
-    def write(self, step: Step, rows: list[torch.Tensor]) -> None:
+    def write(self, step: Step, rows: list[torch.Tensor], store: Store | None = None) -> None:
         """Store what `writes` lists of a step's rows ([rows, heads, dim] each)."""
         at, offsets, within = (self._pages._tensor(x.astype(np.int64)) for x in self.writes(step))
-        self._store(offsets[:, self._stripe], within, [x[at] for x in rows])
+        own_offsets = offsets[:, self._stripe].contiguous()
+        for part, values in enumerate(rows):
+            (store or self.store)(part, own_offsets, within, values[at])
 
     def writes(self, step: Step) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
         """Rows of a step that a later token can see or a restore point keeps, the offsets of their pages [rows,
@@ -301,21 +315,22 @@ class LayerPages:
         if not self.is_coded:
             return stored
         scales = self._scale_views[part].index_select(0, offsets)[..., 0] if self._scale_views else None
-        return codecs.decode(self.kv_format, stored, scales, self._dims[part], self._layer_scale(part))
+        return codecs.decode(self.kv_format, stored, scales, self.dims[part], self._layer_scale(part))
 
-    def _store(self, offsets: torch.Tensor, within: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Rows ([n, heads, dim] each) into page `offsets[i]`, token `within[i]`.
+    def store(self, part: int, offsets: torch.Tensor, within: torch.Tensor, values: torch.Tensor) -> None:
+        """Rows [n, heads, dim] into page `offsets[i]`, token `within[i]`.
 
         What went through the format before is stored as it was then (the codecs' tests see to it).
         """
-        for part, values in enumerate(() if self.warming_up else rows):
-            if not self.is_coded:
-                self._views[part][offsets, :, within] = values.to(self.dtype)
-                continue
-            words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
-            self._views[part][offsets, :, within] = words
-            if scales is not None:
-                self._scale_views[part][offsets, :, within] = scales[..., None]
+        if self.warming_up:
+            return
+        if not self.is_coded:
+            self._views[part][offsets, :, within] = values.to(self.dtype)
+            return
+        words, scales = codecs.encode(self.kv_format, values, self._layer_scale(part))
+        self._views[part][offsets, :, within] = words
+        if scales is not None:
+            self._scale_views[part][offsets, :, within] = scales[..., None]
 
     def first_written(self, start: int, stop: int) -> int:
         """The first of tokens [start, stop) that a later one can see."""

@@ -64,7 +64,7 @@ class LLM:
         if self._text_source is None:
             raise TextError(f"{self.plan.sizing.spec.name} came without a tokenizer; give prompts as token ids")
         with busy(self._console, "reading the tokenizer"):
-            return load_tokenizer(self._text_source)
+            return load_tokenizer(self._text_source, lazy=True)
 
     def generate(
         self,

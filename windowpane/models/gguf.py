@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isclose, pi
 from pathlib import Path
+from typing import TypeVar, cast
 
 from windowpane.models.config import ModelError, every
 from windowpane.models.ggml import StoredTypes
@@ -23,6 +24,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
+T = TypeVar("T")
 Value = int | float | bool | str | list["Value"]
 
 
@@ -78,13 +80,18 @@ class GgufHeader:
         return value
 
     def integers(self, key: str) -> list[int]:
-        return [value for value in self.items(key) if isinstance(value, int)]
+        return self._all_of(key, int)
 
     def numbers(self, key: str) -> list[float]:
-        return [value for value in self.items(key) if isinstance(value, int | float)]
+        return self._all_of(key, float) or list(self._all_of(key, int))
 
     def texts(self, key: str) -> list[str]:
-        return [value for value in self.items(key) if isinstance(value, str)]
+        return self._all_of(key, str)
+
+    def _all_of(self, key: str, kind: type[T]) -> list[T]:
+        """An array of this kind, empty where it is of another; all values of an array are of one."""
+        values = self.items(key)
+        return cast("list[T]", values) if values and isinstance(values[0], kind) else []
 
 
 def is_gguf(path: Path) -> bool:
@@ -350,7 +357,22 @@ class _Parser:
             values = struct.unpack_from(code, self.data, self.at)
             self.at += struct.calcsize(code)
             return list(values)
+        if kind == _STRING:
+            return self.strings(count)
         return [self.value(kind) for _ in range(count)]
+
+    def strings(self, count: int) -> list[Value]:
+        """As `string` so many times. Vocabularies have hundreds of thousands, so nothing is called that need not be."""
+        data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
+        found: list[Value] = []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            found.append(data[start:at].decode("utf-8"))
+        if at > len(data):
+            raise IndexError(f"the strings of an array of {count} pass the end")
+        self.at = at
+        return found
 
     def scalar(self, code: str) -> int:
         value: int = struct.unpack_from(f"<{code}", self.data, self.at)[0]

@@ -86,12 +86,11 @@ def _compiled(compiler: str) -> Path:
     if not target.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            objects = []
-            for source in (s for s in SOURCES if s.suffix == ".c"):
-                objects.append(f"{scratch}/{source.stem}.o")
-                _run([*command, "-c", str(source), "-o", objects[-1]])
+            objects = {s: f"{scratch}/{s.stem}.o" for s in SOURCES if s.suffix == ".c"}
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda source: _run([*command, "-c", str(source), "-o", objects[source]]), objects))
             linked = Path(scratch) / "kernels.so"
-            _run([compiler, "-shared", *objects, "-o", str(linked), str(openmp or "-lgomp")])
+            _run([compiler, "-shared", *objects.values(), "-o", str(linked), str(openmp or "-lgomp")])
             linked.replace(target)
     return target
 

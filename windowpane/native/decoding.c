@@ -11,85 +11,131 @@
 #define SCORES (PART + 16) /* of a head: those of a part and of the token itself, in whole vectors */
 #define MOST_HEADS 4 /* query heads of one KV head that are taken together */
 
-INLINE void scores_of(const float *q, const float *const *keys, long dim, float scale, float *scores, const int G,
-                      const int T) {
+/* Of some tokens: rows in pages, and scales where the format is int8; or the row of the token itself. */
+typedef struct {
+    const char *const *rows;
+    const float *scales;
+} Rows;
+
+INLINE void scores_of(const float *q, Rows keys, long t0, long dim, float scale, float *scores, const int format,
+                      const int G, const int T) {
     vec total[MOST_HEADS][4];
     UNROLL for (int g = 0; g < G; g++) UNROLL for (int t = 0; t < T; t++) total[g][t] = (vec){0};
-    for (long i = 0; i < dim; i += LANES)
-        UNROLL for (int t = 0; t < T; t++) {
-            vec k = LOAD(keys[t] + i);
-            UNROLL for (int g = 0; g < G; g++) total[g][t] += k * LOAD(q + g * dim + i);
-        }
+    long wide = dim / PIECES(format);
+    for (int piece = 0; piece < PIECES(format); piece++)
+        for (long i = 0; i < wide; i += LANES)
+            UNROLL for (int t = 0; t < T; t++) {
+                vec k = load_stored(keys.rows[t0 + t], i, piece, format);
+                UNROLL for (int g = 0; g < G; g++) total[g][t] += k * LOAD(q + g * dim + piece * wide + i);
+            }
     UNROLL for (int g = 0; g < G; g++)
-        UNROLL for (int t = 0; t < T; t++) scores[g * SCORES + t] = sum(total[g][t]) * scale;
-}
-
-INLINE void add_values(const float *weights, const float *const *values, long dim, float *out, long out_stride,
-                       const int G, const int T) {
-    for (long i = 0; i < dim; i += LANES) {
-        vec v[4];
-        UNROLL for (int t = 0; t < T; t++) v[t] = LOAD(values[t] + i);
-        UNROLL for (int g = 0; g < G; g++) {
-            vec total = LOAD(out + g * out_stride + i);
-            UNROLL for (int t = 0; t < T; t++) total += weights[g * SCORES + t] * v[t];
-            STORE(out + g * out_stride + i, total);
+        UNROLL for (int t = 0; t < T; t++) {
+            float score = sum(total[g][t]);
+            if (format == INT8) score *= keys.scales[t0 + t];
+            scores[g * SCORES + t0 + t] = score * scale;
         }
-    }
 }
 
-/* The highest score and the sum of weights end up behind each head's values. */
-INLINE void part_of_heads(const float *q, const float *const *keys, const float *const *values, long tokens, long dim,
-                          float scale, float softcap, float *out, const int G) {
-    float scores[MOST_HEADS * SCORES];
-    long t = 0, stride = dim + 16;
-    for (; t + 4 <= tokens; t += 4) scores_of(q, keys + t, dim, scale, scores + t, G, 4);
-    for (; t < tokens; t++) scores_of(q, keys + t, dim, scale, scores + t, G, 1);
+INLINE void add_values(const float *weights, Rows values, long t0, long dim, float *out, long out_stride,
+                       const int format, const int G, const int T) {
+    float w[MOST_HEADS][4];
+    UNROLL for (int g = 0; g < G; g++)
+        UNROLL for (int t = 0; t < T; t++) {
+            w[g][t] = weights[g * SCORES + t0 + t];
+            if (format == INT8) w[g][t] *= values.scales[t0 + t];
+        }
+    long wide = dim / PIECES(format);
+    for (int piece = 0; piece < PIECES(format); piece++)
+        for (long i = 0; i < wide; i += LANES) {
+            vec v[4];
+            UNROLL for (int t = 0; t < T; t++) v[t] = load_stored(values.rows[t0 + t], i, piece, format);
+            UNROLL for (int g = 0; g < G; g++) {
+                float *to = out + g * out_stride + piece * wide + i;
+                vec total = LOAD(to);
+                UNROLL for (int t = 0; t < T; t++) total += w[g][t] * v[t];
+                STORE(to, total);
+            }
+        }
+}
+
+/* One head's scores become weights relative to the highest, which ends up in `out` with their sum. */
+static __attribute__((noinline)) void weigh(float *s, long tokens, float softcap, float *out) {
+    float highest = -__builtin_inff(), total = 0;
+    for (long t = 0; softcap && t < tokens; t += LANES) STORE(s + t, soft_capped(LOAD(s + t), softcap));
+    for (long t = 0; t < tokens; t++) highest = s[t] > highest ? s[t] : highest;
+    for (long t = 0; t < tokens; t += LANES) {
+        float some[LANES] = {0};
+        long n = tokens - t < LANES ? tokens - t : LANES;
+        for (long i = 0; i < n; i++) some[i] = s[t + i] - highest;
+        vec weights = exponential(LOAD(some));
+        for (long i = 0; i < n; i++) total += s[t + i] = weights[i];
+    }
+    out[0] = highest;
+    out[1] = total;
+}
+
+/* `past` tokens from pages, in fours: rows that are not there repeat the last and weigh nothing. Where `now` is 1, the
+ * token itself follows them. The highest score and the sum of weights end up behind each head's values. */
+INLINE void part_of_heads(const Attention *a, const float *q, Rows keys, Rows values, long past, long now, float *out,
+                          const int format, const int G) {
+    float scores[MOST_HEADS * SCORES], own[MOST_HEADS * SCORES];
+    long t, dim = a->dim, stride = dim + 16, tokens = past + now;
+    for (t = 0; t < past; t += 4) scores_of(q, keys, t, dim, a->scale, scores, format, G, 4);
+    if (now) scores_of(q, keys, PART, dim, a->scale, own, FLOAT32, G, 1);
     for (int g = 0; g < G; g++) {
-        float *s = scores + g * SCORES, highest = -__builtin_inff(), total = 0;
-        for (t = 0; softcap && t < tokens; t += LANES) STORE(s + t, soft_capped(LOAD(s + t), softcap));
-        for (t = 0; t < tokens; t++) highest = s[t] > highest ? s[t] : highest;
-        for (t = 0; t < tokens; t += LANES) {
-            float some[LANES] = {0};
-            long n = tokens - t < LANES ? tokens - t : LANES;
-            for (long i = 0; i < n; i++) some[i] = s[t + i] - highest;
-            vec weights = exponential(LOAD(some));
-            for (long i = 0; i < n; i++) total += s[t + i] = weights[i];
-        }
+        float *s = scores + g * SCORES;
+        if (now) s[past] = own[g * SCORES + PART];
+        weigh(s, tokens, a->softcap, out + g * stride + dim);
         memset(out + g * stride, 0, 4 * dim);
-        out[g * stride + dim] = highest;
-        out[g * stride + dim + 1] = total;
+        own[g * SCORES + PART] = s[past];
+        for (t = past; t % 4; t++) s[t] = 0;
     }
-    for (t = 0; t + 4 <= tokens; t += 4) add_values(scores + t, values + t, dim, out, stride, G, 4);
-    for (; t < tokens; t++) add_values(scores + t, values + t, dim, out, stride, G, 1);
+    for (t = 0; t < past; t += 4) add_values(scores, values, t, dim, out, stride, format, G, 4);
+    if (now) add_values(own, values, PART, dim, out, stride, FLOAT32, G, 1);
 }
 
-static void one_part(const Attention *a, long sequence, long head, long part) {
-    const float *keys[PART + 1], *values[PART + 1];
-    long first_block = a->starts[sequence] / a->block_tokens, tokens = 0;
-    long from = a->starts[sequence] + part * PART, to = from + PART;
-    if (to > a->stops[sequence]) to = a->stops[sequence];
-    for (long at = from; at < to; at++, tokens++) {
-        int64_t page = a->offsets[sequence * a->blocks + at / a->block_tokens - first_block] * 256;
-        long row = (head * a->block_tokens + at % a->block_tokens) * a->row_floats;
-        keys[tokens] = (const float *)(a->keys + page) + row;
-        values[tokens] = (const float *)(a->values + page) + row;
-    }
-    if (part == 0) {
-        keys[tokens] = a->now_keys + (sequence * a->kv_heads + head) * a->dim;
-        values[tokens++] = a->now_values + (sequence * a->kv_heads + head) * a->dim;
-    }
+/* All query heads of a KV head, a few at a time. */
+INLINE void part_of_group(const Attention *a, const float *q, Rows keys, Rows values, long past, long now, float *out,
+                          const int format) {
     long group = a->query_heads / a->kv_heads, stride = a->dim + 16;
-    const float *q = a->queries + (sequence * a->query_heads + head * group) * a->dim;
-    float *out = a->partial + ((sequence * a->kv_heads + head) * a->parts + part) * group * stride;
     for (long g = 0, few; g < group; g += few, q += few * a->dim, out += few * stride) {
         few = group - g < MOST_HEADS ? group - g : MOST_HEADS;
         switch (few) {
-            case 4: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 4); break;
-            case 3: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 3); break;
-            case 2: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 2); break;
-            default: part_of_heads(q, keys, values, tokens, a->dim, a->scale, a->softcap, out, 1);
+            case 4: part_of_heads(a, q, keys, values, past, now, out, format, 4); break;
+            case 3: part_of_heads(a, q, keys, values, past, now, out, format, 3); break;
+            case 2: part_of_heads(a, q, keys, values, past, now, out, format, 2); break;
+            default: part_of_heads(a, q, keys, values, past, now, out, format, 1);
         }
     }
+}
+
+static void one_part(const Attention *a, long sequence, long head, long part) {
+    const Pages *p = &a->pages;
+    const char *keys[PART + 1], *values[PART + 1];
+    float key_scales[PART], value_scales[PART];
+    long first_block = a->starts[sequence] / p->block_tokens, tokens = 0;
+    long from = a->starts[sequence] + part * PART, to = from + PART;
+    if (to > a->stops[sequence]) to = a->stops[sequence];
+    for (long at = from; at < to; at++, tokens++) {
+        int64_t page = a->offsets[sequence * a->blocks + at / p->block_tokens - first_block] * 256;
+        long row = head * p->block_tokens + at % p->block_tokens;
+        keys[tokens] = p->rows[0] + page + row * p->row_bytes;
+        values[tokens] = p->rows[1] + page + row * p->row_bytes;
+        if (p->format != INT8) continue;
+        memcpy(key_scales + tokens, p->scales[0] + page + row * 4, 4);
+        memcpy(value_scales + tokens, p->scales[1] + page + row * 4, 4);
+    }
+    for (long t = tokens; t % 4; t++) {
+        keys[t] = keys[tokens - 1], values[t] = values[tokens - 1];
+        key_scales[t] = value_scales[t] = 0;
+    }
+    keys[PART] = (const char *)(a->now_keys + (sequence * a->kv_heads + head) * a->dim);
+    values[PART] = (const char *)(a->now_values + (sequence * a->kv_heads + head) * a->dim);
+    long group = a->query_heads / a->kv_heads;
+    const float *q = a->queries + (sequence * a->query_heads + head * group) * a->dim;
+    float *out = a->partial + ((sequence * a->kv_heads + head) * a->parts + part) * group * (a->dim + 16);
+    BY_FORMAT(p->format, part_of_group(a, q, (Rows){keys, key_scales}, (Rows){values, value_scales}, tokens,
+                                       part == 0, out, format));
 }
 
 static long parts_of(const Attention *a, long sequence) {

@@ -2,10 +2,13 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "stored.h"
+
+/* Waking a thread costs more than a few rows do. */
+INLINE int threads_for(long elements, int threads) { return elements < 32768 ? 1 : threads; }
 
 typedef struct {
-    const char *keys, *values;      /* the arena, at this layer's K and V of the page at offset 0 */
+    Pages pages;                    /* this layer's K and V */
     const int64_t *offsets;         /* [sequences, blocks] of pages, in units of 256 bytes */
     const int64_t *starts, *stops;  /* [sequences]: past positions that count */
     const float *queries;           /* [sequences, query heads, dim] */
@@ -13,13 +16,16 @@ typedef struct {
     float *partial;                 /* [sequences, KV heads, parts, query heads of a KV head, dim + 16] */
     float *out;                     /* as queries */
     const float *sinks;             /* [query heads] of logits that take weight and give no value, or none */
-    int64_t sequences, blocks, parts, block_tokens, query_heads, kv_heads, dim, row_floats;
+    int64_t sequences, blocks, parts, query_heads, kv_heads, dim;
     float scale, softcap; /* a cap of 0 for none */
 } Attention;
 
 void attend_decoding(const Attention *a, int threads);
-void write_rows(char *to, const int64_t *offsets, const int64_t *within, const float *rows, long sequences, long heads,
-                long dim, long block_tokens, long row_floats);
+void write_rows(const Pages *p, int part, const int64_t *offsets, const int64_t *within, const float *rows, long stride,
+                long count, long heads, long dim, int threads);
+void through_format(const float *x, long x_stride, float *out, long rows, long heads, long dim, int which, int threads);
+void transform_rows(const float *x, long x_stride, const float *balance, long heads_each, float *out, long rows,
+                    long heads, long dim, int threads);
 void rms_norm(const float *x, const float *weight, const float *residual, float *out, long rows, long width, float eps,
               int threads);
 void heads(const float *x, long x_stride, int normed, const float *weight, const float *cos, const float *sin,

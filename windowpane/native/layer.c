@@ -17,8 +17,9 @@ typedef struct {
     /* Norms around either block, head norms and sinks may be missing. */
     const float *before_attention, *q_norm, *k_norm, *after_attention, *before_mlp, *after_mlp, *sinks;
     Matrix qkv, out, gate_up, down;
-    char *keys, *values; /* the arena, at this layer's K and V of the page at offset 0 */
-    int64_t hidden, query_heads, kv_heads, dim, mlp, block_tokens, row_floats;
+    Pages pages;          /* its K and V; where they have a basis of their own, with what balances queries and keys */
+    const float *balance; /* [queries and keys, KV heads, dim] */
+    int64_t hidden, query_heads, kv_heads, dim, mlp;
     int64_t head_norms, v_norm, is_gelu;
     float eps, scale, softcap, multiplier, scalar;
 } Layer;
@@ -74,6 +75,19 @@ static void join(const Layer *l, const float *weight, float *mixed, float *hidde
     for (long i = 0; i < n * l->hidden; i++) hidden[i] += mixed[i];
 }
 
+/* Queries, keys and values of n tokens into the basis that they are stored in, keys and values as they are read back. */
+static void present(const Layer *l, float *q, float *k, float *v, long n, int threads) {
+    long heads = l->query_heads, kv_heads = l->kv_heads, dim = l->dim, kv = kv_heads * dim;
+    if (l->balance) {
+        transform_rows(q, heads * dim, l->balance, heads / kv_heads, q, n, heads, dim, threads);
+        transform_rows(k, kv, l->balance + kv, 1, k, n, kv_heads, dim, threads);
+        transform_rows(v, kv, 0, 1, v, n, kv_heads, dim, threads);
+    }
+    if (l->pages.format == FLOAT32) return;
+    through_format(k, kv, k, n, kv_heads, dim, l->pages.format, threads);
+    through_format(v, kv, v, n, kv_heads, dim, l->pages.format, threads);
+}
+
 /* hidden [sequences, hidden] is changed in place. */
 void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch, int threads) {
     long n = t->sequences, queries = l->query_heads * l->dim, kv = l->kv_heads * l->dim, projected = queries + 2 * kv;
@@ -87,12 +101,13 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     heads(qkv + queries, projected, l->head_norms, l->k_norm, t->cos, t->sin, k, n, l->kv_heads, l->dim, l->eps,
           threads);
     heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, threads);
-    Attention a = {l->keys, l->values, t->offsets, t->starts, t->stops, q, k, v, partial, attended, l->sinks,
-                   n, t->blocks, t->parts, l->block_tokens, l->query_heads, l->kv_heads, l->dim, l->row_floats, l->scale,
-                   l->softcap};
+    present(l, q, k, v, n, threads);
+    Attention a = {l->pages, t->offsets, t->starts, t->stops, q, k, v, partial, attended, l->sinks, n, t->blocks,
+                   t->parts, l->query_heads, l->kv_heads, l->dim, l->scale, l->softcap};
     attend_decoding(&a, threads);
-    write_rows(l->keys, t->to_offsets, t->to_rows, k, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
-    write_rows(l->values, t->to_offsets, t->to_rows, v, n, l->kv_heads, l->dim, l->block_tokens, l->row_floats);
+    if (l->balance) transform_rows(attended, queries, 0, 1, attended, n, l->query_heads, l->dim, threads);
+    write_rows(&l->pages, 0, t->to_offsets, t->to_rows, k, kv, n, l->kv_heads, l->dim, threads);
+    write_rows(&l->pages, 1, t->to_offsets, t->to_rows, v, kv, n, l->kv_heads, l->dim, threads);
     times(&l->out, attended, mixed, packed, n, l->hidden, queries, threads);
     join(l, l->after_attention, mixed, hidden, n, threads);
 

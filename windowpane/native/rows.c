@@ -2,9 +2,6 @@
 
 /* -- norms, rotation, activations: one pass over each row ---------------------------------------------------------- */
 
-/* Waking a thread costs more than a few rows do. */
-static int threads_for(long elements, int threads) { return elements < 32768 ? 1 : threads; }
-
 INLINE float inverse_rms(const float *x, long width, float eps) {
     vec squares = {0};
     for (long i = 0; i < width; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
@@ -62,13 +59,4 @@ void gated(const float *gate_up, float *out, long rows, long width, int is_gelu,
             STORE(out + row * width + i, g / (1.0f + exponential(-z)) * LOAD(up + i));
         }
     }
-}
-
-/* Rows [sequences, heads, dim] into pages: one row of each sequence, at its page's offset and row. */
-void write_rows(char *to, const int64_t *offsets, const int64_t *within, const float *rows, long sequences, long heads,
-                long dim, long block_tokens, long row_floats) {
-    for (long s = 0; s < sequences; s++)
-        for (long h = 0; h < heads; h++)
-            memcpy((float *)(to + offsets[s] * 256) + (h * block_tokens + within[s]) * row_floats,
-                   rows + (s * heads + h) * dim, 4 * dim);
 }

@@ -9,7 +9,9 @@ Two kinds of vocabulary are known by `tokenizer.ggml.model`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import cached_property
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -21,6 +23,9 @@ CONTROL, USER_DEFINED = 3, 4
 
 SPACE = "▁"
 
+# Up to here a text is cut sooner by a tokenizer of its own than the whole one is built.
+SHORT_CHARACTERS = 4096
+
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,16 +34,21 @@ _LLAMA3_SPLIT = (
 
 def build(header: GgufHeader) -> Tokenizer:
     """The tokenizer of a GGUF file, without the BOS that some models want in front."""
+    tokens, kinds = _tokens_and_kinds(header)
+    builder = _BUILDERS[header.text("tokenizer.ggml.model") or ""]
+    return builder(header, tokens, kinds)
+
+
+def _tokens_and_kinds(header: GgufHeader) -> tuple[list[str], list[int]]:
     kind = header.text("tokenizer.ggml.model")
-    builder = _BUILDERS.get(kind or "")
-    if builder is None:
+    if kind not in _BUILDERS:
         raise ModelError(f"{header.path.name}: unknown tokenizer.ggml.model {kind!r}; known: {', '.join(_BUILDERS)}")
     tokens, kinds = header.texts("tokenizer.ggml.tokens"), header.integers("tokenizer.ggml.token_type")
     if not tokens or len(tokens) != len(kinds):
         raise ModelError(
             f"{header.path.name} has {len(tokens)} tokens and {len(kinds)} token types; its tokenizer cannot be read"
         )
-    return builder(header, tokens, kinds)
+    return tokens, kinds
 
 
 def adds_bos(header: GgufHeader) -> bool:
@@ -46,31 +56,114 @@ def adds_bos(header: GgufHeader) -> bool:
     return header.flag("tokenizer.ggml.add_bos_token", header.text("tokenizer.ggml.model") == "llama")
 
 
+class SentencePiece:
+    """A SentencePiece vocabulary, and tokenizers of all of it or of what one text needs."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        tokens, kinds = _tokens_and_kinds(header)
+        scores = header.numbers("tokenizer.ggml.scores")
+        if len(scores) != len(tokens):
+            raise ModelError(f"{header.path.name} has {len(tokens)} tokens and {len(scores)} scores")
+        # Runs of spaces are stored as such, but text comes to the model with its spaces replaced.
+        self.tokens = [token.replace(" ", SPACE) if not token.strip(" ") else token for token in tokens]
+        # llama.cpp's converter marks these with -1,000; SentencePiece prefers them to every learned piece.
+        self._scores = [0.0 if kind == USER_DEFINED else score for score, kind in zip(scores, kinds, strict=True)]
+        pairs = zip(self.tokens, kinds, strict=True)
+        self._found_whole = [(token, kind) for token, kind in pairs if kind in (CONTROL, USER_DEFINED)]
+        self.vocab = {token: index for index, token in enumerate(self.tokens)}
+        self._prefix_space = header.flag("tokenizer.ggml.add_space_prefix", True)
+        self._unknown, bos = (header.integer(f"tokenizer.ggml.{role}_token_id") for role in ("unknown", "bos"))
+        self._always = [self.tokens[index] for index in (self._unknown, bos) if index is not None]
+        self._always += [f"<0x{byte:02X}>" for byte in range(256)]
+
+    @property
+    def added(self) -> dict[int, AddedToken]:
+        """Tokens that are found whole in any text, by id."""
+        return {self.vocab[token.content]: token for tokens in self._added(self.vocab) for token in tokens}
+
+    def tokenizer(self, text: str | None = None) -> Tokenizer:
+        """Of all tokens, or of those that this text can be cut into: it gives the same ids, and is there at once."""
+        vocab = self.vocab if text is None else self._within(text)
+        model = models.BPE(
+            vocab=vocab,
+            merges=_implied_merges(vocab, self._scores),
+            unk_token=None if self._unknown is None else self.tokens[self._unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+        tokenizer = Tokenizer(model)
+        to_pieces = normalizers.Replace(" ", SPACE)
+        to_text = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self._prefix_space:
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), to_pieces])
+            tokenizer.decoder = decoders.Sequence([*to_text, decoders.Strip(" ", 1, 0)])
+        else:
+            tokenizer.normalizer, tokenizer.decoder = to_pieces, decoders.Sequence(to_text)
+        special, others = self._added(vocab)
+        tokenizer.add_special_tokens(special)
+        tokenizer.add_tokens(others)
+        return tokenizer
+
+    def _added(self, vocab: Container[str]) -> tuple[list[AddedToken], list[AddedToken]]:
+        """Control tokens, which decoding hides, and user-defined ones."""
+        return _added_tokens([(token, kind) for token, kind in self._found_whole if token in vocab])
+
+    def _within(self, text: str) -> dict[str, int]:
+        """All tokens that are spelled somewhere in the text, as it is written or with its spaces replaced."""
+        longest = max(map(len, self.tokens))
+        found = {token: self.vocab[token] for token in self._always if token in self.vocab}
+        for spelled in (text, SPACE + text.replace(" ", SPACE)):
+            for start in range(len(spelled)):
+                for stop in range(start + 1, min(start + longest, len(spelled)) + 1):
+                    piece = spelled[start:stop]
+                    if piece in self.vocab:
+                        found[piece] = self.vocab[piece]
+        return found
+
+
+class LazySentencePiece:
+    """Has those methods of a `tokenizers.Tokenizer` that one answer to one prompt needs, without building it: single
+    tokens are looked up, and the first short text gets a tokenizer of its own. Everything else builds the whole one.
+    """
+
+    def __init__(self, pieces: SentencePiece, finish: Callable[[Tokenizer], Tokenizer]) -> None:
+        self._pieces, self._finish, self._may_be_small = pieces, finish, True
+        self.decoder = pieces.tokenizer("").decoder
+
+    @cached_property
+    def whole(self) -> Tokenizer:
+        return self._finish(self._pieces.tokenizer())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        return self._for(texts).encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        return self._for(texts).encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._pieces.vocab.get(token)
+
+    def id_to_token(self, index: int) -> str | None:
+        tokens = self._pieces.tokens
+        return tokens[index] if index < len(tokens) and self._pieces.vocab[tokens[index]] == index else None
+
+    def get_vocab_size(self, *, with_added_tokens: bool) -> int:
+        return len(self._pieces.vocab)  # those added to it are in it
+
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self._pieces.added
+
+    def _for(self, texts: list[str]) -> Tokenizer:
+        text, small = "\0".join(texts), self._may_be_small and "whole" not in self.__dict__
+        self._may_be_small = False
+        return self._finish(self._pieces.tokenizer(text)) if small and len(text) <= SHORT_CHARACTERS else self.whole
+
+
 def _sentencepiece(header: GgufHeader, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    scores = header.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise ModelError(f"{header.path.name} has {len(tokens)} tokens and {len(scores)} scores")
-    # Runs of spaces are stored as such, but text comes to the model with its spaces replaced.
-    tokens = [token.replace(" ", SPACE) if not token.strip(" ") else token for token in tokens]
-    # llama.cpp's converter marks these with -1,000; SentencePiece prefers them to every learned piece.
-    scores = [0.0 if kind == USER_DEFINED else score for score, kind in zip(scores, kinds, strict=True)]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = header.integer("tokenizer.ggml.unknown_token_id")
-    model = models.BPE(
-        vocab=vocab,
-        merges=_implied_merges(vocab, scores),
-        unk_token=None if unknown is None else tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    tokenizer = Tokenizer(model)
-    prefix_space = header.flag("tokenizer.ggml.add_space_prefix", True)
-    to_pieces = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), to_pieces]) if prefix_space else to_pieces
-    to_text = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*to_text, decoders.Strip(" ", 1, 0)] if prefix_space else to_text)
-    _add_tokens(tokenizer, tokens, kinds)
-    return tokenizer
+    return SentencePiece(header).tokenizer()
 
 
 def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -133,7 +226,14 @@ _BUILDERS: dict[str, Callable[[GgufHeader, list[str], list[int]], Tokenizer]] = 
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    special, others = _added_tokens(list(zip(tokens, kinds, strict=True)))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(others)
+
+
+def _added_tokens(pairs: list[tuple[str, int]]) -> tuple[list[AddedToken], list[AddedToken]]:
     """Control tokens, which decoding hides, and user-defined ones: both are found whole in any text."""
-    pairs = list(zip(tokens, kinds, strict=True))
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == USER_DEFINED])
+    special = [AddedToken(token, normalized=False, special=True) for token, kind in pairs if kind == CONTROL]
+    return special, [
+        AddedToken(token, normalized=False, special=False) for token, kind in pairs if kind == USER_DEFINED
+    ]

@@ -64,11 +64,14 @@ class TokenizerFiles:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
-def load_tokenizer(source: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory (with a tokenizer.json) or a GGUF file; raises TextError."""
+def load_tokenizer(source: str | Path, *, lazy: bool = False) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory (with a tokenizer.json) or a GGUF file; raises TextError.
+
+    A `lazy` one takes the seconds that a large GGUF vocabulary needs only when a second or a long text comes.
+    """
     path = Path(source)
     try:
-        return _from_gguf(read_header(path)) if is_gguf(path) else _from_directory(path)
+        return _from_gguf(read_header(path), lazy) if is_gguf(path) else _from_directory(path)
     except ModelError as error:
         raise TextError(str(error)) from None
 
@@ -247,16 +250,24 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _from_gguf(header: GgufHeader) -> Tokenizer:
-    from windowpane.text.gguf_tokenizer import adds_bos, build
+def _from_gguf(header: GgufHeader, lazy: bool) -> Tokenizer:
+    from windowpane.text.gguf_tokenizer import LazySentencePiece, SentencePiece, adds_bos, build
 
     tokens = header.texts("tokenizer.ggml.tokens")
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {role: header.integer(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
     special = {role: tokens[index] for role, index in ids.items() if index is not None and index < len(tokens)}
-    backend = build(header)
-    if adds_bos(header):
-        _put_bos_in_front(backend, special.get("bos_token"), header.path.name)
+
+    def finish(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        if adds_bos(header):
+            _put_bos_in_front(backend, special.get("bos_token"), header.path.name)
+        return backend
+
+    backend: Any = None
+    if lazy and header.text("tokenizer.ggml.model") == "llama":
+        backend = LazySentencePiece(SentencePiece(header), finish)
+    else:
+        backend = finish(build(header))
     stops = {header.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     stops |= {backend.token_to_id(token) for token in _TURN_ENDS}
     files = TokenizerFiles(

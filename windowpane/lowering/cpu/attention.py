@@ -12,12 +12,12 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.scores import Scores
 from windowpane.device.pages import LayerPages
+from windowpane.lowering.cpu.pages import Pages, covers
 from windowpane.native.calls import address, count, function
 from windowpane.schedule.step import Step
 
 PART_TOKENS = 256  # PART in decoding.c
 MOST_GROUPED_HEADS = 60  # ROWS in chunks.c, at the least
-ALIGNED_FLOATS = 16  # widths that kernels take are multiples of it
 
 
 class _Chunk(ctypes.Structure):
@@ -36,10 +36,10 @@ class _Attention(ctypes.Structure):
     """`Attention` in kernels.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "offsets", "starts", "stops", "queries")),
+        ("pages", Pages),
+        *((name, c_void_p) for name in ("offsets", "starts", "stops", "queries")),
         *((name, c_void_p) for name in ("now_keys", "now_values", "partial", "out", "sinks")),
-        *((name, c_int64) for name in ("sequences", "blocks", "parts", "block_tokens")),
-        *((name, c_int64) for name in ("query_heads", "kv_heads", "dim", "row_floats")),
+        *((name, c_int64) for name in ("sequences", "blocks", "parts", "query_heads", "kv_heads", "dim")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 
@@ -59,7 +59,7 @@ class CAttention:
     ) -> torch.Tensor | None:  # fmt: skip
         """Decoding tokens over their past in pages and themselves: all [sequences, heads, dim]."""
         sequences, query_heads, dim = queries.shape
-        if not holds_plain_pairs(stored) or dim % ALIGNED_FLOATS or values.shape != keys.shape:
+        if not covers(stored):
             return None
         reads = stored.decoding_reads(step, mask)
         parts = parts_for(reads.most_tokens)
@@ -67,12 +67,11 @@ class CAttention:
         out = torch.empty_like(queries)
         partial = queries.new_empty(sequences * query_heads * parts * (dim + 16))
         asked = _Attention(
-            keys=stored.address(0), values=stored.address(1), offsets=reads.offsets.data_ptr(),
-            starts=reads.starts.data_ptr(), stops=reads.stops.data_ptr(), queries=queries.data_ptr(),
-            now_keys=keys.data_ptr(), now_values=values.data_ptr(), partial=partial.data_ptr(), out=out.data_ptr(),
-            sinks=address(scores.sinks), sequences=sequences, blocks=reads.shape[1], parts=parts,
-            block_tokens=stored.block_tokens, query_heads=query_heads, kv_heads=keys.shape[1], dim=dim,
-            row_floats=stored.row_elements(0), scale=scores.scale, softcap=scores.softcap or 0.0,
+            pages=Pages.of(stored), offsets=reads.offsets.data_ptr(), starts=reads.starts.data_ptr(),
+            stops=reads.stops.data_ptr(), queries=queries.data_ptr(), now_keys=keys.data_ptr(),
+            now_values=values.data_ptr(), partial=partial.data_ptr(), out=out.data_ptr(), sinks=address(scores.sinks),
+            sequences=sequences, blocks=reads.shape[1], parts=parts, query_heads=query_heads, kv_heads=keys.shape[1],
+            dim=dim, scale=scores.scale, softcap=scores.softcap or 0.0,
         )  # fmt: skip
         self._attend_decoding(ctypes.byref(asked), torch.get_num_threads())
         return out
@@ -110,10 +109,6 @@ def _seen(mask: Mask, first_key: int, positions: bytes) -> tuple[torch.Tensor, t
     """What tokens at these int64 positions see, as starts and stops. Layers with one mask ask for it one by one."""
     seen = [mask.seen(position) for position in np.frombuffer(positions, dtype=np.int64).tolist()]
     return torch.tensor([s.start for s in seen]).clamp_(min=first_key), torch.tensor([s.stop for s in seen])
-
-
-def holds_plain_pairs(stored: LayerPages) -> bool:
-    return stored.dtype == torch.float32 and stored.parts == 2 and stored.row_elements(0) == stored.row_elements(1)
 
 
 def parts_for(past_tokens: int) -> int:

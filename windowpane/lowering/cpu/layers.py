@@ -12,7 +12,8 @@ from ctypes import c_float, c_int, c_int64, c_long, c_void_p
 import torch
 
 from windowpane.device.pages import LayerPages
-from windowpane.lowering.cpu.attention import ALIGNED_FLOATS, holds_plain_pairs, parts_for
+from windowpane.lowering.cpu.attention import parts_for
+from windowpane.lowering.cpu.pages import ALIGNED_FLOATS, Pages, covers
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import strips_of
 from windowpane.lowering.reference.mixers import AttentionMixer, MlpMixer, StepState
@@ -42,9 +43,10 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in _TENSORS),
         *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("hidden", "query_heads", "kv_heads", "dim", "mlp", "block_tokens")),
-        *((name, c_int64) for name in ("row_floats", "head_norms", "v_norm", "is_gelu")),
+        ("pages", Pages),
+        ("balance", c_void_p),
+        *((name, c_int64) for name in ("hidden", "query_heads", "kv_heads", "dim", "mlp")),
+        *((name, c_int64) for name in ("head_norms", "v_norm", "is_gelu")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "multiplier", "scalar")),
     )
 
@@ -94,7 +96,7 @@ def _is_plain(layer: ReferenceLayer, shared: frozenset[int]) -> bool:
 
 
 class JoinedLayer:
-    """Steps that only decode go through one call, where pages hold plain pairs; all others block by block."""
+    """Steps that only decode go through one call, where kernels have the KV format; all others block by block."""
 
     def __init__(self, layer: ReferenceLayer, library: ctypes.CDLL) -> None:
         self._layer = layer
@@ -106,11 +108,13 @@ class JoinedLayer:
         self._bound: tuple[LayerPages, _Layer | None] | None = None
 
     def __call__(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
+        if state.step.segments:
+            return self._layer(hidden, state)
         stored = state.pages.layers[self._attention.described.layer]
         if self._bound is None or self._bound[0] is not stored:
-            covered = holds_plain_pairs(stored) and stored.keeps_every_token
+            covered = covers(stored) and stored.keeps_every_token
             self._bound = stored, self._addresses(stored) if covered else None
-        if state.step.segments or self._bound[1] is None:
+        if self._bound[1] is None:
             return self._layer(hidden, state)
         return self._decode(hidden, self._bound[1], stored, state)
 
@@ -143,9 +147,9 @@ class JoinedLayer:
         return _Layer(
             **{name: address(tensor) for name, tensor in tensors.items()},
             **{name: _Matrix.of(linear) for name, linear in linears.items()},
-            keys=stored.address(0), values=stored.address(1), hidden=attention.out.outputs,
+            pages=Pages.of(stored), balance=address(stored.balance), hidden=attention.out.outputs,
             query_heads=described.query_heads, kv_heads=described.cache.kv_heads, dim=described.cache.key_dim,
-            mlp=mlp.down.inputs, block_tokens=stored.block_tokens, row_floats=stored.row_elements(0),
+            mlp=mlp.down.inputs,
             head_norms=described.q_norm is not None, v_norm=described.v_norm is not None,
             is_gelu=mlp.described.activation == "gelu_pytorch_tanh", eps=norm.eps, scale=described.scale,
             softcap=described.softcap or 0.0, multiplier=attends.described.multiplier,

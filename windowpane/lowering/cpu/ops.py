@@ -13,7 +13,8 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.scores import Scores
 from windowpane.device.pages import LayerPages
-from windowpane.lowering.cpu.attention import ALIGNED_FLOATS, CAttention
+from windowpane.lowering.cpu.attention import CAttention
+from windowpane.lowering.cpu.pages import ALIGNED_FLOATS, CPages, covers
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import strips_of
 from windowpane.lowering.reference.ops import Angles, Ops
@@ -42,7 +43,7 @@ class CpuOps(Ops):
         )
         self._gated = function(library, "gated", c_void_p, c_void_p, c_long, c_long, c_int, c_int)
         self._attention = CAttention(library)
-        self._write = function(library, "write_rows", *[c_void_p] * 4, *[c_long] * 5)
+        self._pages = CPages(library)
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         weight = linear.weight
@@ -131,15 +132,35 @@ class CpuOps(Ops):
         found = self._attention.chunk(*asked)
         return super().attend_chunk(*asked) if found is None else found
 
-    def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
-        if stored.dtype != torch.float32 or not stored.keeps_every_token:
-            super().write_decoding(stored, step, rows)
-            return
-        offsets, within = stored.decoding_writes(step)
-        for part, values in enumerate(rows):
-            values = values.contiguous()
-            sequences, heads, dim = values.shape
-            self._write(
-                stored.address(part), offsets.data_ptr(), within.data_ptr(), values.data_ptr(), sequences, heads, dim,
-                stored.block_tokens, stored.row_elements(part),
-            )  # fmt: skip
+    def asked_form(self, stored: LayerPages, queries: torch.Tensor) -> torch.Tensor:
+        if stored.balance is None or not covers(stored):
+            return super().asked_form(stored, queries)
+        return self._pages.transformed(queries, stored.balance[0])
+
+    def stored_form(self, stored: LayerPages, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        if stored.balance is None or not covers(stored):
+            return super().stored_form(stored, keys, values)
+        keys, values = self._pages.transformed(keys, stored.balance[1]), self._pages.transformed(values)
+        return [self._pages.through_format(stored, x) for x in (keys, values)]
+
+    def attended_form(self, stored: LayerPages, attended: torch.Tensor) -> torch.Tensor:
+        if stored.balance is None or not covers(stored):
+            return super().attended_form(stored, attended)
+        return self._pages.transformed(attended)
+
+    def through_format(self, stored: LayerPages, rows: torch.Tensor, part: int) -> torch.Tensor:
+        if stored.dtype == torch.float32 or not covers(stored):
+            return super().through_format(stored, rows, part)
+        return self._pages.through_format(stored, rows)
+
+    def behind_past(
+        self, stored: LayerPages, slot: int, first: int, start: int, present: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        read = self._pages.behind_past if covers(stored) else super().behind_past
+        return read(stored, slot, first, start, present)
+
+    def store(
+        self, stored: LayerPages, part: int, offsets: torch.Tensor, within: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        write = self._pages.write if covers(stored) else super().store
+        write(stored, part, offsets, within, rows)

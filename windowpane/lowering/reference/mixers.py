@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.device.pages import KEYS, QUERIES, KVPages
+from windowpane.device.pages import KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Linear, Parameters, summed
 from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
@@ -87,7 +88,7 @@ class AttentionMixer:
     def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         rotated = self._rotated(projected, self.described.q_norm, self.q_norm, state)
-        return state.pages.layers[self.described.cache.layer].balanced(rotated, QUERIES)
+        return self._ops.asked_form(state.pages.layers[self.described.cache.layer], rotated)
 
     def _store_form(self, projected: torch.Tensor, state: StepState) -> list[torch.Tensor]:
         """What this step's tokens will be stored as: K and V, or one latent, each [tokens, heads, dim]."""
@@ -95,14 +96,13 @@ class AttentionMixer:
         stored = state.pages.layers[cache.layer]
         if cache.latent:
             latent = self._ops.heads(self._heads(projected), None, described.v_norm, None)
-            return [stored.through_format(latent, 0)]
+            return [self._ops.through_format(stored, latent, 0)]
         width = cache.kv_heads * cache.key_dim
         keys = self._rotated(projected[:, :width], described.k_norm, self.k_norm, state)
         values = self._heads(projected[:, width:])
         if described.v_norm is not None:
             values = self._ops.heads(values, None, described.v_norm, None)
-        keys, values = stored.balanced(keys, KEYS), stored.transformed(values)
-        return [stored.through_format(keys, 0), stored.through_format(values, 1)]
+        return self._ops.stored_form(stored, keys, values)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         dim = self.described.cache.key_dim
@@ -136,7 +136,7 @@ class AttentionMixer:
         if not outputs:
             return queries.flatten(1)
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return state.pages.layers[self.described.cache.layer].transformed(attended).flatten(1)
+        return self._ops.attended_form(state.pages.layers[self.described.cache.layer], attended).flatten(1)
 
     def _attend_segment(
         self, queries: torch.Tensor, segment: Segment, present: list[torch.Tensor], state: StepState
@@ -144,8 +144,8 @@ class AttentionMixer:
         past_from = self.mask.first_visible(segment.start)
         parts = [x[segment.rows].transpose(0, 1) for x in present]
         if past_from < segment.start:
-            past = state.pages.layers[self.described.cache.layer].past(segment.slot, past_from, segment.start)
-            parts = [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, parts, strict=True)]
+            stored = state.pages.layers[self.described.cache.layer]
+            parts = self._ops.behind_past(stored, segment.slot, past_from, segment.start, parts)
         positions = torch.arange(past_from, segment.stop, device=queries.device)
         keys, values = self._keys_and_values(parts, positions)
         asking = positions[len(positions) - segment.q_count :]
@@ -255,7 +255,8 @@ def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm
 def write_present(ops: Ops, state: StepState, layer: int) -> None:
     """Store what the future can see of each token; nobody reads it as the present any more."""
     step, rows, stored = state.step, state.present.pop(layer), state.pages.layers[layer]
+    store = partial(ops.store, stored)
     if step.segments:
-        stored.write(step, rows)
+        stored.write(step, rows, store)
     else:
         ops.write_decoding(stored, step, rows)

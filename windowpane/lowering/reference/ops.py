@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.device.pages import LayerPages
+from windowpane.device.pages import KEYS, QUERIES, LayerPages
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import product
 from windowpane.lowering.rope import rotate
@@ -74,8 +75,42 @@ class Ops:
         """Tokens of one chunk over their past and each other; see `attend`."""
         return attend(queries, positions, keys, values, first_key, mask, scores)
 
+    # -- rows and pages: coded formats have a basis that rows are transformed into, all [rows, heads, dim] -------------
+
+    def asked_form(self, stored: LayerPages, queries: torch.Tensor) -> torch.Tensor:
+        """Queries as they are multiplied with stored keys."""
+        return stored.balanced(queries, QUERIES)
+
+    def stored_form(self, stored: LayerPages, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values as later steps will read them."""
+        keys, values = stored.balanced(keys, KEYS), stored.transformed(values)
+        return [self.through_format(stored, keys, 0), self.through_format(stored, values, 1)]
+
+    def attended_form(self, stored: LayerPages, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of stored values out of the basis."""
+        return stored.transformed(attended)
+
+    def through_format(self, stored: LayerPages, rows: torch.Tensor, part: int) -> torch.Tensor:
+        """What rows are once stored and loaded."""
+        return stored.through_format(rows, part)
+
+    def behind_past(
+        self, stored: LayerPages, slot: int, first: int, start: int, present: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """A slot's tokens [first, start) from pages, and the present behind them: K and V, or one latent, each [heads,
+        tokens, dim].
+        """
+        past = stored.past(slot, first, start)
+        return [torch.cat([old.to(new.dtype), new], dim=1) for old, new in zip(past, present, strict=True)]
+
+    def store(
+        self, stored: LayerPages, part: int, offsets: torch.Tensor, within: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """See `device.pages.Store`."""
+        stored.store(part, offsets, within, rows)
+
     def write_decoding(self, stored: LayerPages, step: Step, rows: list[torch.Tensor]) -> None:
-        stored.write_decoding(step, rows)
+        stored.write_decoding(step, rows, partial(self.store, stored))
 
 
 PLAIN = Ops()

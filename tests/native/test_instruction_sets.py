@@ -1,0 +1,69 @@
+"""Kernels over pages give the same on every instruction set that this processor has, plain C included."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, through_format_cases
+from windowpane.attention.mask import CAUSAL
+from windowpane.attention.scores import Scores
+from windowpane.kv.retention import Full
+from windowpane.lowering.cpu.attention import CAttention
+from windowpane.lowering.cpu.pages import FORMATS, CPages
+from windowpane.native import build
+
+NATIVE = Path(build.__file__).parent
+PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+SETS = {"aarch64": ["-march=armv8-a"], "x86_64": ["-march=x86-64", *["-march=haswell"] * (" avx2 " in PROCESSOR)]}
+
+
+@pytest.fixture(scope="module", params=SETS.get(platform.machine(), []))
+def library(request, tmp_path_factory) -> ctypes.CDLL:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler is installed")
+    target = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    sources = [str(NATIVE / name) for name in ("pages.c", "decoding.c", "chunks.c")]
+    openmp = str(build._openmp() or "-lgomp")
+    subprocess.run([compiler, *build._FLAGS, request.param, "-shared", *sources, "-o", target, openmp], check=True)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_are_rounded_and_coded_as_in_plain_torch(library, dtype):
+    torch.manual_seed(3)
+    pages = CPages(library)
+    ours, plain = (Decoding(Full(), 2, 64, [700], dtype) for _ in range(2))
+    plain.pages.arena.copy_(ours.pages.arena)
+    rows = through_format_cases()
+    if not ours.stored.is_coded:
+        rows = torch.cat([rows, 1e5 * rows, 1e-5 * rows, 3e-8 * rows, torch.zeros(3, 2, 64)])
+    assert torch.equal(pages.through_format(ours.stored, rows), PLAIN.through_format(plain.stored, rows, 0))
+    ours.stored.write(0, 60, [rows[:600], rows[-600:]], partial(pages.write, ours.stored))
+    plain.stored.write(0, 60, [rows[:600], rows[-600:]])
+    assert torch.equal(ours.pages.arena, plain.pages.arena)
+    present = [torch.randn(9, 2, 64).transpose(0, 1) for _ in range(2)]
+    read = pages.behind_past(ours.stored, 0, 30, 660, present)
+    expected = PLAIN.behind_past(plain.stored, 0, 30, 660, present)
+    assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_attention_over_pages(library, dtype):
+    torch.manual_seed(3)
+    asked = asked_of(Decoding(Full(), 2, 64, [40, 7, 700], dtype), 6, CAUSAL, Scores(0.2))
+    assert_close(CAttention(library).decoding(*asked), PLAIN.attend_decoding(*asked), 5e-6)
+
+
+def test_rows_into_the_basis_of_their_format(library):
+    stored = Decoding(Full(), 2, 256, [1], "int8_per_token_head").stored
+    rows = torch.randn(50, 2, 256)
+    assert_close(CPages(library).transformed(rows), stored.transformed(rows))
