@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, through_format_cases
+from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, chunk_step, through_format_cases
 from windowpane.attention.mask import CAUSAL
 from windowpane.attention.scores import Scores
 from windowpane.kv.retention import Full
@@ -47,8 +47,9 @@ def test_rows_are_rounded_and_coded_as_in_plain_torch(library, dtype):
     if not ours.stored.is_coded:
         rows = torch.cat([rows, 1e5 * rows, 1e-5 * rows, 3e-8 * rows, torch.zeros(3, 2, 64)])
     assert torch.equal(pages.through_format(ours.stored, rows), PLAIN.through_format(plain.stored, rows, 0))
-    ours.stored.write(0, 60, [rows[:600], rows[-600:]], partial(pages.write, ours.stored))
-    plain.stored.write(0, 60, [rows[:600], rows[-600:]])
+    step, written = chunk_step(0, 60, 600), [rows[:600], rows[-600:]]
+    ours.stored.write(step, written, partial(pages.write, ours.stored))
+    plain.stored.write(step, written)
     assert torch.equal(ours.pages.arena, plain.pages.arena)
     present = [torch.randn(9, 2, 64).transpose(0, 1) for _ in range(2)]
     read = pages.behind_past(ours.stored, 0, 30, 660, present)

@@ -21,7 +21,7 @@ from windowpane.lowering.linear import Linear
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.models.blocks import LAYER, Norm
 from windowpane.native import build
-from windowpane.schedule.step import Step
+from windowpane.schedule.step import Segment, Step
 
 PLAIN = Ops()
 
@@ -169,6 +169,13 @@ def test_gated_activations(kernels: CpuOps, activation: str, shape: tuple[int, i
     assert_close(kernels.gated(x, activation), PLAIN.gated(x.double(), activation))
 
 
+def chunk_step(slot: int, start: int, tokens: int) -> Step:
+    """A step of one chunk."""
+    segment = Segment(slot, start, start + tokens, 0, 0, tokens)
+    rows, nobody = np.arange(tokens), np.zeros(0, dtype=np.int64)
+    return Step(np.zeros(tokens, dtype=np.int32), start + rows, nobody, (segment,), (segment,), rows)
+
+
 class Decoding:
     """A layer's pages with random rows of what is seen and NaNs elsewhere, and a step in which slots decode at given
     positions.
@@ -198,7 +205,8 @@ class Decoding:
             self.stored.balance = torch.rand(2, heads, dim) + 0.5
         for slot, position in enumerate(positions):
             first = retention.held(position).start
-            self.stored.write(slot, first, [torch.randn(position - first, heads, dim) for _ in range(2)])
+            past = position - first
+            self.stored.write(chunk_step(slot, first, past), [torch.randn(past, heads, dim) for _ in range(2)])
 
 
 def asked_of(case: Decoding, query_heads: int, mask: Mask, scores: Scores) -> tuple:
@@ -272,8 +280,8 @@ def test_rows_of_a_chunk_are_written_and_read_as_in_plain_torch(kernels, dtype, 
     ours, plain = (Decoding(Full(), 2, 64, [700], dtype) for _ in range(2))
     plain.pages.arena.copy_(ours.pages.arena)
     rows = [torch.randn(count, 6 * 64)[:, 128:256].view(count, 2, 64), torch.randn(count, 2, 64)]
-    ours.stored.write(0, start, rows, partial(kernels.store, ours.stored))
-    plain.stored.write(0, start, rows)
+    ours.stored.write(chunk_step(0, start, count), rows, partial(kernels.store, ours.stored))
+    plain.stored.write(chunk_step(0, start, count), rows)
     assert torch.equal(ours.pages.arena, plain.pages.arena)
     present = [torch.randn(9, 2, 64).transpose(0, 1) for _ in range(2)]
     first = max(0, start - 2)
