@@ -29,7 +29,7 @@ from windowpane.models.parts import (
     sparse_layers,
     whole,
 )
-from windowpane.models.rope import DEFAULT, Rope, read_rope
+from windowpane.models.rope import DEFAULT, read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
 
@@ -41,6 +41,7 @@ QWEN2 = (
 )
 VISION, VISION_EXPERTS = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 WITH_EXPERTS = ("Qwen3MoeForCausalLM", VISION_EXPERTS)
+SEEING = (*QWEN2[2:], VISION)
 ARCHITECTURES = (*QWEN2, "Qwen3ForCausalLM", VISION, *WITH_EXPERTS)
 DEFAULT_WINDOW = 4096
 
@@ -56,7 +57,9 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, text, tied=False, defaults=defaults)
     block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6))
     width, activation = text.integer("intermediate_size"), text.text("hidden_act") or "silu"
-    rope, has_bias = _rope(text, shape.head_dim, shape.max_position), text.flag("attention_bias", False)
+    rope, has_bias = read_rope(text, shape.head_dim, shape.max_position), text.flag("attention_bias", False)
+    if rope.kind == "mrope" and architecture in SEEING:
+        rope = replace(rope, kind=DEFAULT)  # of text, all three positions are the same
     layers = []
     for layer, kind in enumerate(_kinds(text, shape.layers, text.integer("max_window_layers", 28, minimum=0))):
         at = f"{prefix}layers.{layer}."
@@ -73,11 +76,6 @@ def read(config: Config, name: str) -> ModelSpec:
     described = decoder(prefix, shape, layers, block_norms(f"{prefix}norm"))
     notes = mtp_notes(text)
     return described_spec(config, text, shape, name=name, family="qwen3", decoder=described, notes=notes)
-
-
-def _rope(text: Config, head_dim: int, max_position: int) -> Rope:
-    rope = read_rope(text, head_dim, max_position)
-    return replace(rope, kind=DEFAULT) if rope.kind == "mrope" else rope
 
 
 def _read_experts(config: Config, text: Config, name: str, prefix: str, *, fused: bool) -> ModelSpec:
