@@ -1,4 +1,4 @@
-"""Kernels over pages give the same on every instruction set that this processor has, plain C included."""
+"""Kernels over pages and packed weights give the same on every instruction set of this processor, plain C included."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, chunk_step, through_format_cases
+from tests.native.test_packed import KINDS, packed
 from windowpane.attention.mask import CAUSAL
 from windowpane.attention.scores import Scores
 from windowpane.kv.retention import Full
 from windowpane.lowering.cpu.attention import CAttention
 from windowpane.lowering.cpu.pages import FORMATS, CPages
+from windowpane.lowering.strips import Packed
 from windowpane.native import build
 
 NATIVE = Path(build.__file__).parent
@@ -31,7 +33,7 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C compiler is installed")
     target = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    sources = [str(NATIVE / name) for name in ("pages.c", "decoding.c", "chunks.c")]
+    sources = [str(NATIVE / name) for name in ("pages.c", "decoding.c", "chunks.c", "packed.c", "repack.c")]
     openmp = str(build._openmp() or "-lgomp")
     subprocess.run([compiler, *build._FLAGS, request.param, "-shared", *sources, "-o", target, openmp], check=True)
     return ctypes.CDLL(str(target))
@@ -68,3 +70,18 @@ def test_rows_into_the_basis_of_their_format(library):
     stored = Decoding(Full(), 2, 256, [1], "int8_per_token_head").stored
     rows = torch.randn(50, 2, 256)
     assert_close(CPages(library).transformed(rows), stored.transformed(rows))
+
+
+def test_packed_weights_get_the_same_sums(library):
+    for kind in KINDS:
+        weight, _ = packed(kind, 24, 512)
+        x = torch.randn(11, 512, generator=torch.Generator().manual_seed(4))
+        inputs, out = torch.empty(11 * 512 * 2, dtype=torch.uint8), torch.empty(11, 24)
+        long, address = ctypes.c_long, lambda t: ctypes.c_void_p(t.data_ptr())
+        library.quantize_rows(address(x), long(512), address(inputs), long(11), long(512), 1)
+        parts = (Packed * 1)(weight.described)
+        library.packed_product(
+            parts, long(1), address(inputs), address(x), long(512), None, address(out), long(24), long(11), 1
+        )
+        ours = weight.linear(x)
+        assert (out - ours).abs().max() <= 1e-5 * ours.abs().max()

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import shutil
-import subprocess
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -16,7 +10,7 @@ import torch
 from windowpane.lowering.cpu.ops import CpuOps
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import JoinedWeight
-from windowpane.lowering.strips import Packed, StripWeight, packed_linear
+from windowpane.lowering.strips import StripWeight, packed_linear
 from windowpane.models.ggml import F32, GGML_TYPES, StripForm
 from windowpane.native import build
 
@@ -142,27 +136,3 @@ def test_outputs_are_cut_at_strips() -> None:
     assert torch.equal(weight[32:].dequantize(torch.float32), values[32:])
     with pytest.raises(IndexError, match="cut through strips of 16"):
         weight[8:32]
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are other forms of x86 kernels")
-@pytest.mark.parametrize("march", ["haswell", "x86-64"])
-def test_older_processors_get_the_same_sums(march: str, tmp_path: Path) -> None:
-    """AVX2, and plain C where there is nothing: compiled for them and run here."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    assert compiler is not None
-    sources = [str(s) for s in build.SOURCES if s.name in ("packed.c", "repack.c")]
-    flags = ["-O1", "-std=gnu11", "-fPIC", "-fopenmp", "-shared", f"-march={march}"]
-    subprocess.run([compiler, *flags, *sources, "-o", str(tmp_path / "k.so")], check=True)
-    library = ctypes.CDLL(str(tmp_path / "k.so"))
-    for kind in KINDS:
-        weight, _ = packed(kind, 24, 512)
-        x = torch.randn(11, 512, generator=torch.Generator().manual_seed(4))
-        inputs, out = torch.empty(11 * 512 * 2, dtype=torch.uint8), torch.empty(11, 24)
-        long, address = ctypes.c_long, lambda t: ctypes.c_void_p(t.data_ptr())
-        library.quantize_rows(address(x), long(512), address(inputs), long(11), long(512), 1)
-        parts = (Packed * 1)(weight.described)
-        library.packed_product(
-            parts, long(1), address(inputs), address(x), long(512), None, address(out), long(24), long(11), 1
-        )
-        ours = weight.linear(x)
-        assert (out - ours).abs().max() <= 1e-5 * ours.abs().max()

@@ -1,8 +1,6 @@
 #include "packed.h"
+#include "stored.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #define PARTS (STRIP / LANES) /* vectors to a strip */
 #if LANES == 16
@@ -146,35 +144,14 @@ INLINE bytes step_of(const uint8_t *group, const int s, const int low, const int
 #undef AT
 }
 
-/* LANES numbers in 16 bits, float16 or bfloat16. */
-INLINE vec widened(const uint8_t *from, const int is_brain) {
-#if defined(__AVX512F__)
-    if (!is_brain) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-#elif defined(__AVX2__) && defined(__F16C__)
-    if (!is_brain) return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
-#else
-    vec to;
-    for (int i = 0; i < LANES; i++) {
-        uint16_t half;
-        memcpy(&half, from + 2 * i, 2);
-        uint32_t wide = (uint32_t)half << 16;
-        float brain;
-        memcpy(&brain, &wide, 4);
-        to[i] = is_brain ? brain : from_half(half);
-    }
-    return to;
-#endif
-}
-
 /* -- scales ------------------------------------------------------------------------------------------------------------ */
 
 typedef int8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint8_t few_unsigned __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-INLINE void halves(const uint8_t *from, float sign, float *to) {
-    UNROLL for (int i = 0; i < STRIP; i += LANES) STORE(to + i, widened(from + 2 * i, 0) * sign);
+/* to = what is stored in float16 × sign, of sixteen outputs. */
+INLINE void float16s(const uint8_t *from, float sign, float *to) {
+    UNROLL for (int i = 0; i < STRIP; i += LANES) STORE(to + i, from_float16(LOAD_HALVES(from + 2 * i)) * sign);
 }
 
 /* to = all × what is stored in a byte, of sixteen outputs. */
@@ -194,21 +171,21 @@ INLINE void scales_of(const uint8_t *scales, long first, long inputs, float *sca
     float all[STRIP], all_offset[STRIP];
     switch (f.scales) {
         case HALF:
-            for (long i = 0; i < count; i++) halves(at + i * STRIP * 2, 1, scale + i * STRIP);
+            for (long i = 0; i < count; i++) float16s(at + i * STRIP * 2, 1, scale + i * STRIP);
             break;
         case HALF_AND_OFFSET:
             for (long i = 0; i < count; i++) {
-                halves(at + i * STRIP * 4, 1, scale + i * STRIP);
-                halves(at + i * STRIP * 4 + STRIP * 2, -1, offset + i * STRIP);
+                float16s(at + i * STRIP * 4, 1, scale + i * STRIP);
+                float16s(at + i * STRIP * 4 + STRIP * 2, -1, offset + i * STRIP);
             }
             break;
         case RELATIVE:
-            halves(at, 1, all);
+            float16s(at, 1, all);
             for (long i = 0; i < count; i++) relative(at + (2 + i) * STRIP, all, scale + i * STRIP, 1);
             break;
         case RELATIVE_AND_OFFSET:
-            halves(at, 1, all);
-            halves(at + STRIP * 2, 1, all_offset);
+            float16s(at, 1, all);
+            float16s(at + STRIP * 2, 1, all_offset);
             for (long i = 0; i < count; i++) {
                 relative(at + (4 + i) * STRIP, all, scale + i * STRIP, 0);
                 relative(at + (4 + i) * STRIP + small, all_offset, offset + i * STRIP, 0);
@@ -269,6 +246,10 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
     }
 }
 
+INLINE vec wide_at(const uint8_t *from, const int is_brain) {
+    return is_brain ? from_bfloat16(LOAD_HALVES(from)) : from_float16(LOAD_HALVES(from));
+}
+
 /* Weights in 16 bits that are floating point: [inputs, 16] of a strip, times rows of floats. Four sums for each output,
  * so that one row does not wait for its own last addition. */
 INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_stride, const float *bias, float *out,
@@ -280,7 +261,7 @@ INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_st
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int a = 0; a < 4; a++) total[r][a] = (vec){0};
         for (long i = 0; i < w->inputs; i += 4)
             UNROLL for (int a = 0; a < 4; a++) {
-                vec v = widened(from + ((i + a) * STRIP + p * LANES) * 2, is_brain);
+                vec v = wide_at(from + ((i + a) * STRIP + p * LANES) * 2, is_brain);
                 UNROLL for (int r = 0; r < R; r++) total[r][a] += v * x[r * x_stride + i + a];
             }
         UNROLL for (int r = 0; r < R; r++) {
@@ -370,8 +351,8 @@ void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long i
         float inverse = largest > 0 ? 127 / largest : 0;
         ivec totals[2] = {{0}, {0}};
         UNROLL for (int j = 0; j < GROUP; j += LANES) {
-            vec v = LOAD(from + j) * inverse + 12582912.0f; /* rounds to whole numbers, ties to even */
-            ivec whole = __builtin_convertvector(v - 12582912.0f, ivec);
+            vec v = LOAD(from + j) * inverse + ROUNDER;
+            ivec whole = __builtin_convertvector(v - ROUNDER, ivec);
             *(few_bytes *)(to->values + j) = __builtin_convertvector(whole, few_bytes);
             totals[j / 16] += whole;
         }
@@ -412,13 +393,9 @@ void packed_rows(const Packed *w, const int64_t *which, float *out, long count, 
         long strip = which[i] / STRIP, output = which[i] % STRIP, groups = w->inputs / GROUP;
         float *to = out + i * w->inputs;
         if (is_half(w)) {
-            const uint8_t *from = w->values + strip * w->inputs * STRIP * 2 + output * 2;
-            for (long k = 0; k < w->inputs; k++) {
-                uint16_t half = *(const uint16_t *)(from + k * STRIP * 2);
-                uint32_t wide = (uint32_t)half << 16;
-                if (w->kind == BF16) memcpy(to + k, &wide, 4);
-                else to[k] = from_half(half);
-            }
+            const uint8_t *from = w->values + (strip * w->inputs * STRIP + output / LANES * LANES) * 2;
+            for (long k = 0; k < w->inputs; k++)
+                to[k] = wide_at(from + k * STRIP * 2, w->kind == BF16)[output % LANES];
             continue;
         }
         const uint8_t *scales = w->scales + strip * scale_bytes(&f, w->inputs);

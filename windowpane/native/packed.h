@@ -94,12 +94,6 @@ INLINE long scale_bytes(const Form *f, long inputs) {
 
 INLINE long group_bytes(const Form *f) { return (f->low + f->high) * LINE_BYTES; }
 
-INLINE float from_half(uint16_t half) {
-    _Float16 value;
-    memcpy(&value, &half, 2);
-    return (float)value;
-}
-
 /* 2^(e - 127) / 2, because the table holds doubled values. */
 INLINE float from_exponent(uint8_t e) {
     uint32_t bits = e < 2 ? 0x00200000u << e : (uint32_t)(e - 1) << 23;
