@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
@@ -40,7 +39,7 @@ def read(config: Config, name: str) -> ModelSpec:
     layers = []
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        cache = TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim)
+        cache = shape.cache(layer, Full())
         mixer = attention(f"{prefix}self_attn.", shape, cache, rope=rope, bias=bias)
         mlp = gated_mlp(f"{prefix}mlp.", shape, width, activation, bias=bias)
         layers.append(block_norms.pre(prefix, mixer, mlp))
@@ -56,7 +55,7 @@ def _read_experts(config: Config, name: str) -> ModelSpec:
     tensors: list[TensorSpec] = embeddings("model.", shape)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, Full()))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
         if layer in sparse:
             tensors += _experts(f"{prefix}mlp.", config, shape, bias)

@@ -30,7 +30,7 @@ def read(config: Config, name: str) -> ModelSpec:
     tensors: list[TensorSpec] = embeddings("model.", shape)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, Full()))
         caches.append(mamba.cache(layer))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
         tensors += mamba.tensors(

@@ -51,7 +51,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         owns_kv = layer < first_shared
         keeps = retention(kind, text, 512)
-        cache = TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim)
+        cache = shape.cache(layer, keeps)
         (caches if owns_kv else shared).append(cache)
         layer_prefix = f"{prefix}layers.{layer}."
         bias = text.flag("attention_bias", False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.config import Config
 from windowpane.models.parts import (
@@ -34,7 +33,7 @@ def read(config: Config, name: str) -> ModelSpec:
     tensors: list[TensorSpec] = embeddings("model.", shape)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, Full()))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias, out_bias=False, qk_norm=qk_norm)
         if layer < first_sparse:
             tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, config.integer("intermediate_size"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.config import Config, every
 from windowpane.models.parts import (
     FULL,
@@ -34,7 +33,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
         keeps = retention(kind, config, 128)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, keeps))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
         tensors += [
             TensorSpec(f"{prefix}self_attn.sinks", (shape.query_heads,), per_head, part="attention"),

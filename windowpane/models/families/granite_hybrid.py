@@ -40,7 +40,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
         if KINDS[kind] == FULL:
-            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, Full()))
             tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
         else:
             caches.append(mamba.cache(layer))

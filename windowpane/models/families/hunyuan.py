@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
@@ -38,7 +37,7 @@ def read(config: Config, name: str) -> ModelSpec:
     tensors: list[TensorSpec] = embeddings("model.", shape, uneven=True)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, Full()))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
         tensors += norms(f"{prefix}self_attn.", ("query_layernorm", "key_layernorm"), shape.head_dim)
         if experts:

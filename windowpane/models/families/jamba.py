@@ -82,7 +82,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         if layer in full:
-            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, Full()))
             tensors += attention_tensors(f"{prefix}self_attn.", shape)
         else:
             caches.append(mamba.cache(layer))

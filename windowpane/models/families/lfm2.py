@@ -46,7 +46,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         prefix = f"model.layers.{layer}."
         if kind == FULL:
-            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, Full()))
             tensors += _attention(f"{prefix}self_attn.", shape)
         else:
             # A kernel of n needs n - 1 earlier inputs; transformers' own cache has room for n.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.config import Config
 from windowpane.models.families import towers
 from windowpane.models.parts import (
@@ -46,7 +45,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(_kinds(text, shape.layers)):
         prefix = f"{wrapper}model.layers.{layer}."
         keeps = retention(kind, text, default_chunk=8192)
-        caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, keeps))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
         if layer in sparse:
             tensors += _experts(f"{prefix}feed_forward.", text, shape.hidden)

@@ -41,7 +41,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         prefix = f"{PREFIX}layers.{layer}."
         # Which blocks are read changes with every token, so a sparse layer keeps them all.
-        caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, Full()))
         tensors += attention_tensors(f"{prefix}self_attn.", shape, qk_norm=True)
         if kind == SPARSE:
             caches.append(latent_cache(layer, index_dim))

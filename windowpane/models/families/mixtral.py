@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import TokenCache
 from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
     FULL,
@@ -38,7 +37,7 @@ def read(config: Config, name: str) -> ModelSpec:
     tensors: list[TensorSpec] = embeddings("model.", shape)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        caches.append(TokenCache(layer, retention(kind, config), shape.kv_heads, shape.head_dim, shape.head_dim))
+        caches.append(shape.cache(layer, retention(kind, config)))
         tensors += attention_tensors(f"{prefix}self_attn.", shape)
         if is_minimax:
             tensors += _norms_across_heads(f"{prefix}self_attn.", shape) if config.flag("use_qk_norm", True) else []

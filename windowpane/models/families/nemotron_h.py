@@ -44,7 +44,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         prefix = f"backbone.layers.{layer}.mixer."
         if kind == FULL:
-            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, Full()))
             tensors += attention_tensors(prefix, shape)
         elif kind == LINEAR and mamba:
             caches.append(mamba.cache(layer))

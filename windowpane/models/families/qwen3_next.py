@@ -102,7 +102,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer, kind in enumerate(kinds):
         layer_prefix = f"{prefix}layers.{layer}."
         if kind == FULL:
-            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, Full()))
             bias = text.flag("attention_bias", False)
             tensors += attention_tensors(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, gated=True)
         else:

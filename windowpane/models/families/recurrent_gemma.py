@@ -51,7 +51,7 @@ def read(config: Config, name: str) -> ModelSpec:
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         if blocks[layer % len(blocks)] == "attention":
-            caches.append(TokenCache(layer, window, shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, window))
             tensors += _attention(f"{prefix}temporal_block.", config, shape)
         else:
             caches.append(_state(layer, shape.query_heads, lru_width, kernel))

@@ -21,7 +21,7 @@ def read(config: Config, name: str) -> ModelSpec:
     caches: list[TokenCache] = []
     for layer in range(shape.layers):
         for keeps in (Full(), Cross(encoder_tokens)):
-            caches.append(TokenCache(layer, keeps, shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, keeps))
     width = config.integer("decoder_ffn_dim")
     tensors: list[TensorSpec] = embeddings("model.decoder.", shape, head="proj_out.weight")
     tensors.append(_positions("model.decoder.", shape.max_position, shape.hidden))

@@ -46,7 +46,7 @@ def read(config: Config, name: str) -> ModelSpec:
         prefix = own = f"model.layers.{layer}."
         if layer in hybrid:
             use = hybrid.index(layer)
-            caches.append(TokenCache(layer, Full(), shape.kv_heads, shape.head_dim, shape.head_dim))
+            caches.append(shape.cache(layer, Full()))
             tensors.append(whole(f"{prefix}linear.weight", hidden, hidden, part="attention", linear=True))
             own = f"{prefix}mamba_decoder."
             if use < blocks:  # later uses are the same tensors
