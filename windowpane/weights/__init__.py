@@ -31,7 +31,7 @@ from windowpane.weights.checkpoint import (
     stored_tensors,
 )
 from windowpane.weights.gguf import GgufCheckpoint
-from windowpane.weights.quantized import check_runs, held_form, read_packed
+from windowpane.weights.quantized import check_runs, read_packed
 
 __all__ = ["LOAD_FORMATS", "LoadedWeights", "WeightsError", "load_kv_scales", "load_weights"]
 
@@ -152,10 +152,8 @@ def _make(
 
 
 def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
-    if isinstance(spec.quantization, Quantization) and _is_packed(tensor, spec):
-        return held_form(spec.quantization, tensor).held_bytes(str(dtype).removeprefix("torch."))
     form = spec.quantization.held(tensor) if spec.quantization else None
-    return tensor.elements * dtype.itemsize if form is None else form.held_bytes(str(dtype))
+    return tensor.elements * dtype.itemsize if form is None else form.held_bytes(str(dtype).removeprefix("torch."))
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, cut: RankSlice | None, device: torch.device) -> torch.Tensor:

@@ -16,8 +16,10 @@ from windowpane.native import build
 
 def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE) -> ReferenceModel:
     embedding = parameters.table(decoder.embedding)
-    is_float32 = not isinstance(embedding, StripWeight) and embedding.dtype == torch.float32
-    covered = embedding.device.type == "cpu" and (is_float32 or isinstance(embedding, StripWeight))
+    # Strips lie on CPUs alone.
+    covered = isinstance(embedding, StripWeight) or (
+        embedding.device.type == "cpu" and embedding.dtype == torch.float32
+    )
     library = build.library() if covered else None
     if library is None:
         return ReferenceModel(decoder, parameters, max_model_len, group)
