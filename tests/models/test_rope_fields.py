@@ -25,7 +25,8 @@ from windowpane.models.rope import LONG, Rope
 from windowpane.models.running import runnable
 
 ONE_ROTATION = (
-    "llama", "smollm3", "granite", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "cohere2", "exaone4", "phi3"
+    "llama", "smollm3", "granite", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "cohere2", "exaone4", "phi3",
+    "qwen3 moe", "mixtral", "minimax m2", "glm4 moe", "gpt-oss", "llama4",
 )  # fmt: skip
 IN_FULL = ("llama", "phi3", "gemma3 text", "olmo3", "gemma4 text")
 BY_TYPE = ("gemma3 text", "olmo3", "gemma4 text")

@@ -5,6 +5,7 @@ Untied embeddings and large weights: tied random models echo a few tokens, and e
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -197,6 +198,103 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+# Saved by transformers and read from the file: files have these tensors otherwise than its modules.
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3 experts": {
+        **_BASE,
+        **_EXPERTS,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "norm_topk_prob": True,
+        "initializer_range": 0.2,
+        "mlp_only_layers": [1],
+    },
+    "qwen3 experts, shares as they are": {
+        **_BASE,
+        **_EXPERTS,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "norm_topk_prob": False,
+        "initializer_range": 0.2,
+    },
+    "mixtral": {
+        **_BASE,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+    },
+    "minimax m2": {
+        **_BASE,
+        "model_type": "minimax_m2",
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "initializer_range": 0.2,
+    },
+    "gpt-oss": {
+        **_BASE,
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 1.5,
+    },
+    "glm 4.5": {
+        **_BASE,
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+    "llama 4": {
+        **_BASE,
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": WINDOW,
+        "floor_scale": 16,
+        "attn_scale": 0.3,
+        "use_qk_norm": True,
+        "no_rope_layers": [1, 1, 1, 0],
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gemma4 experts": {
+        **_GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+}
+CONFIGS |= WITH_EXPERTS
+
 # Heads of real sizes, so that kernels made for those take them: for checks on a GPU.
 WIDE_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4 K = V, wide heads": {
@@ -259,8 +357,10 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            if "norm" in key or "layer_scalar" in key:
+            if any(word in key for word in ("norm", "layer_scalar", "router.scale", "expert_scale")):
                 tensor.add_(0.1 * torch.randn_like(tensor))
+            if any(word in key for word in ("correction_bias", "router.bias", "proj_bias", "sinks")):
+                tensor.copy_(0.5 * torch.randn_like(tensor))
             if "q_norm" in key and described["model_type"].startswith("gemma4"):
                 tensor.mul_(0.3)  # its attention has no scale: trained norms keep scores small
     return model
@@ -273,5 +373,9 @@ def spec_of(name: str) -> ModelSpec:
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
     if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
+    if name in WITH_EXPERTS:
+        with tempfile.TemporaryDirectory() as directory:
+            reference(name).save_pretrained(directory)
+            return load_weights(directory, spec_of(name), dtype=dtype, device=device)
     state = reference(name).state_dict()
     return {key: tensor.detach().to(device, dtype, copy=True) for key, tensor in state.items()}

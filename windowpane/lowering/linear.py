@@ -7,10 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from windowpane.attention.scores import Scores
 from windowpane.lowering.group import RankGroup
-from windowpane.lowering.packed import JoinedWeight, PackedWeight, Weight, permute_inputs, permute_outputs, stack
+from windowpane.lowering.packed import (
+    JoinedWeight,
+    PackedWeight,
+    Weight,
+    permute_inputs,
+    permute_outputs,
+    stack,
+    stack_in_experts,
+)
 from windowpane.lowering.strips import StripWeight
-from windowpane.models.blocks import Attention, Decoder, Norm, Projection, each, tensors_of
+from windowpane.models.blocks import Attention, Decoder, ExpertProjection, Norm, Projection, each, tensors_of
 from windowpane.models.tensors import TensorSpec
 
 Weights = dict[str, torch.Tensor | PackedWeight | StripWeight]
@@ -73,6 +82,25 @@ class Linear:
         return replace(self, weight=(heads.float() @ basis).to(heads.dtype).view(self.weight.shape))
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """A Linear for each expert that a rank has: `weight` has their outputs one below another [experts × outputs,
+    inputs], `bias` is [experts, outputs].
+    """
+
+    weight: Weight
+    experts: int
+    bias: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return len(self.weight) // self.experts
+
+    def __getitem__(self, expert: int) -> Linear:
+        rows = slice(expert * self.outputs, (expert + 1) * self.outputs)
+        return Linear(self.weight[rows], None if self.bias is None else self.bias[expert])
+
+
 def summed(
     product: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, linear: Linear, group: RankGroup
 ) -> torch.Tensor:
@@ -87,6 +115,15 @@ def _singles(weight: Weight) -> tuple[torch.Tensor | PackedWeight | StripWeight,
     return weight.parts if isinstance(weight, JoinedWeight) else (weight,)
 
 
+def _output_first(
+    weight: torch.Tensor | PackedWeight | StripWeight, spec: TensorSpec
+) -> torch.Tensor | PackedWeight | StripWeight:
+    """Every expert's outputs, one below another; packed weights are held so already."""
+    if not isinstance(weight, torch.Tensor):
+        return weight
+    return (weight.transpose(1, 2) if spec.transposed else weight).flatten(0, 1)
+
+
 class Parameters:
     """What the projections, norms and tensors of a description are on one rank.
 
@@ -97,10 +134,13 @@ class Parameters:
     def __init__(self, decoder: Decoder, weights: Weights) -> None:
         self._tensors = {name: weights.pop(name) for name in tensors_of(decoder)}
         self._linears: dict[Projection, Linear] = {}
+        self._experts: dict[ExpertProjection, ExpertLinear] = {}
         self._norms: dict[Norm, torch.Tensor] = {}
         # All at once: whoever allocates next has the room that joined parts leave.
         for projection in each(decoder, Projection):
             self.linear(projection)
+        for of_experts in each(decoder, ExpertProjection):
+            self.experts(of_experts)
         for attention in decoder.attentions:
             self._bind_attention(attention)
 
@@ -117,6 +157,20 @@ class Parameters:
         found = self.linear(projection)
         del self._linears[projection]
         return found
+
+    def experts(self, projection: ExpertProjection) -> ExpertLinear:
+        if projection not in self._experts:
+            experts = projection.weights[0].shape[0]
+            parts = [_output_first(self._tensors.pop(t.name), t) for t in projection.weights]
+            weight, biases = stack_in_experts(parts, experts), [self.tensor(t) for t in projection.biases]
+            bias = torch.cat(biases, dim=1) if biases else None
+            if projection.alternates:
+                outputs = len(weight) // experts
+                order = torch.arange(outputs, device=weight.device).view(-1, 2).t().flatten()
+                weight = permute_outputs(weight, order)
+                bias = None if bias is None else bias[:, order]
+            self._experts[projection] = ExpertLinear(weight, experts, bias)
+        return self._experts[projection]
 
     def norm(self, norm: Norm | None) -> torch.Tensor | None:
         """The weight in float32, as norms are computed; None where there is none."""
@@ -138,8 +192,19 @@ class Parameters:
         return table if isinstance(table, StripWeight) else self.tensor(spec)
 
     def head_norms(self, attention: Attention) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of queries and keys."""
-        return self.norm(attention.q_norm), self.norm(attention.k_norm)
+        """Of queries and keys. Kernels multiply by a weight, so a norm without one gets ones."""
+        found = []
+        for norm in (attention.q_norm, attention.k_norm):
+            weight = self.norm(norm)
+            if norm is not None and weight is None:
+                weight = torch.ones(attention.cache.key_dim, device=self.linear(attention.out).weight.device)
+            found.append(weight)
+        return found[0], found[1]
+
+    def scores(self, attention: Attention) -> Scores:
+        """How an attention weighs what it sees."""
+        sinks = None if attention.sinks is None else self.tensor(attention.sinks).float()
+        return Scores(attention.scale, attention.softcap, sinks)
 
     def _bind_attention(self, attention: Attention) -> None:
         order = attention.rope.dim_order() if attention.rope is not None else None

@@ -255,6 +255,30 @@ def stack(weights: Sequence[_Single]) -> Weight:
     )
 
 
+def stack_in_experts(weights: Sequence[_Single], experts: int) -> _Single:
+    """As `stack`, for weights [experts × outputs, inputs]: one above the other within each expert."""
+    if len(weights) == 1:
+        return weights[0]
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.view(experts, -1, part.shape[1]) for part in parts], dim=1).flatten(0, 1)
+
+    plain = [w for w in weights if isinstance(w, torch.Tensor)]
+    if len(plain) == len(weights):
+        return join(plain)
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    assert len(packed) == len(weights) and _alike(packed), "gate and up of experts are stored in one way"
+    if len({w.scale_outputs for w in packed}) > 1:
+        packed = [w._with_own_scales() for w in packed]
+    zeros = [w.zeros for w in packed if w.zeros is not None]
+    return replace(
+        packed[0],
+        units=join([w.units for w in packed]),
+        scales=join([w.scales for w in packed]),
+        zeros=join(zeros) if zeros else None,
+    )
+
+
 def permute_outputs(weight: Weight, order: torch.Tensor) -> Weight:
     """Every `len(order)` outputs in this order: heads, each of whose dims move alike."""
     if isinstance(weight, JoinedWeight):

@@ -2,10 +2,10 @@
 
     layer = block, block, …                        each added to the residual stream
     block = norm before → mixer → norm after       norms are optional
-    mixer = Attention | GatedMLP | PerLayerInput | Sum of blocks that read the same input
+    mixer = Attention | GatedMLP | Experts | PerLayerInput | Sum of blocks that read the same input
 
 The loader, the plan's activation estimate, tensor parallelism and every lowering read this description; nobody changes
-it. A new kind of mixer (experts, a recurrent state) is a dataclass here, a reader in a family, and one class in each
+it. A new kind of mixer, such as a recurrent state, is a dataclass here, a reader in a family, and one class in each
 lowering that runs it.
 """
 
@@ -62,11 +62,19 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """A factor of queries that grows with their position: 1 + `slope` × log(1 + ⌊(position + 1) / `positions`⌋)."""
+
+    slope: float
+    positions: float
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Attention of layer `layer` over `cache`: its own, or that of an earlier layer whose K and V it shares.
 
     `qkv` makes queries, then K and V where the layer owns them (one vector for both where the cache is latent). What a
-    token sees is the cache's retention.
+    token sees is the cache's retention. `sinks`: a logit per query head that takes weight and gives no value.
     """
 
     layer: int
@@ -79,6 +87,8 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     v_norm: Norm | None = None
+    sinks: TensorSpec | None = None
+    temperature: Temperature | None = None
 
     @property
     def owns_kv(self) -> bool:
@@ -95,11 +105,83 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """down(activation(gate) × up); `gate_up` makes the gate's values first."""
+    """down(activation(gate) × up); `gate_up` makes the gate's values first.
+
+    `out_gate`: the result is multiplied by the sigmoid of this projection of the input, one value per token.
+    """
 
     gate_up: Projection
     down: Projection
     activation: str
+    out_gate: Projection | None = None
+
+
+# How a router's logits become scores. The first two make a token's scores of all experts sum to 1, or of the chosen
+# ones; a sigmoid takes each by itself, before the choice or behind it.
+SOFTMAX, CHOSEN_SOFTMAX, SIGMOID, CHOSEN_SIGMOID = "softmax", "chosen_softmax", "sigmoid", "chosen_sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Which `chosen` experts a token visits, and the share of each in the result.
+
+    Scores are made of `logit_multiplier` × weight · norm(x) + bias. Those with the best score + `correction` are
+    chosen, the lower one of two that are alike; where experts are in `groups`, from the `chosen_groups` whose two best
+    sum up highest. An expert's share is its score, divided by the sum of the chosen where `renormalizes`, times
+    `multiplier` and its own `expert_scales`.
+    """
+
+    weight: TensorSpec
+    chosen: int
+    scoring: str = SOFTMAX
+    bias: TensorSpec | None = None
+    correction: TensorSpec | None = None
+    expert_scales: TensorSpec | None = None
+    norm: Norm | None = None
+    logit_multiplier: float = 1.0
+    renormalizes: bool = False
+    multiplier: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+
+    @property
+    def experts(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProjection:
+    """A linear layer for each expert: the outputs of `weights` [experts, outputs, inputs] in this order.
+
+    `alternates`: the one weight has outputs of gate and up in turn.
+    """
+
+    weights: tuple[TensorSpec, ...]
+    biases: tuple[TensorSpec, ...] = ()
+    alternates: bool = False
+
+    @property
+    def inputs(self) -> int:
+        return self.weights[0].shape[1 if self.weights[0].transposed else 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Σ share × expert(norm(x)) over the experts that the router chooses from x; see `GatedMLP` for an expert.
+
+    `limit`: gate and up are clamped to it, and an expert is down(gate × σ(`alpha` × gate) × (up + 1)). `weighs_inputs`:
+    a share multiplies what its expert reads, not what it gives.
+    """
+
+    layer: int
+    router: Router
+    gate_up: ExpertProjection
+    down: ExpertProjection
+    activation: str
+    norm: Norm | None = None
+    limit: float | None = None
+    alpha: float = 1.702
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +201,7 @@ class Sum:
     branches: tuple[Block, ...]
 
 
-Mixer = Attention | GatedMLP | PerLayerInput | Sum
+Mixer = Attention | GatedMLP | Experts | PerLayerInput | Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +268,11 @@ class Decoder:
     def widest_mlp(self) -> int:
         """The most intermediate values that one token has in a block."""
         blocks = (block for layer in self.layers for block in layer.blocks)
-        return max(sum(mlp.down.inputs for mlp in each(block, GatedMLP)) for block in blocks)
+        return max(
+            sum(mlp.down.inputs for mlp in each(block, GatedMLP))
+            + sum(experts.down.inputs * experts.router.chosen for experts in each(block, Experts))
+            for block in blocks
+        )
 
 
 _Described = TypeVar("_Described")

@@ -12,12 +12,17 @@ from windowpane.models.blocks import (
     Attention,
     Block,
     Decoder,
+    ExpertProjection,
+    Experts,
     GatedMLP,
     Layer,
+    Mixer,
     Norm,
     PerLayerEmbedding,
     PerLayerInput,
     Projection,
+    Router,
+    Sum,
     tensors_of,
 )
 from windowpane.models.config import Config
@@ -45,21 +50,21 @@ class Norms:
         """For each head of queries and keys by itself."""
         return replace(self, width=head_dim)
 
-    def pre(self, prefix: str, mixer: Attention, mlp: GatedMLP, multiplier: float = 1.0) -> tuple[Block, Block]:
+    def pre(self, prefix: str, mixer: Attention, mlp: Mixer, multiplier: float = 1.0) -> tuple[Block, Block]:
         """Llama's layer: a norm before each block."""
         return (
             Block(mixer, before=self(f"{prefix}input_layernorm"), multiplier=multiplier),
             Block(mlp, before=self(f"{prefix}post_attention_layernorm"), multiplier=multiplier),
         )
 
-    def post(self, prefix: str, mixer: Attention, mlp: GatedMLP) -> tuple[Block, Block]:
+    def post(self, prefix: str, mixer: Attention, mlp: Mixer) -> tuple[Block, Block]:
         """OLMo's layer: a norm after each block."""
         return (
             Block(mixer, after=self(f"{prefix}post_attention_layernorm")),
             Block(mlp, after=self(f"{prefix}post_feedforward_layernorm")),
         )
 
-    def both(self, prefix: str, mixer: Attention, mlp: GatedMLP) -> tuple[Block, Block]:
+    def both(self, prefix: str, mixer: Attention, mlp: Mixer) -> tuple[Block, Block]:
         """Gemma's layer: a norm before and after each block."""
         attends, feeds = self.post(prefix, mixer, mlp)
         return (
@@ -81,6 +86,7 @@ def attention(
     head_norms: Norms | None = None,
     layer: int | None = None,
     tensors: Tensors | None = None,
+    sinks: TensorSpec | None = None,
 ) -> Attention:
     """Attention with Llama's names for its projections, or over `tensors`, of which the output projection is last.
 
@@ -102,6 +108,7 @@ def attention(
         softcap=softcap,
         q_norm=norms(f"{prefix}q_norm"),
         k_norm=norms(f"{prefix}k_norm") if owns_kv else None,
+        sinks=sinks,
     )
 
 
@@ -112,6 +119,29 @@ def gated_mlp(
     if tensors is None:
         tensors = mlp_tensors(prefix, shape.hidden, width, bias=bias)
     return GatedMLP(*_split_last(tensors), activation)
+
+
+def experts(layer: int, router: Router, tensors: Tensors, activation: str, **rest: Any) -> Experts:
+    """Experts over `tensors`, of which the one down is last, each with its bias behind it where it has one.
+
+    `rest` are the other fields of `Experts`, and `alternates` of their first projection.
+    """
+    alternates = rest.pop("alternates", False)
+    biases = tuple(t for t in tensors if t.name.endswith("bias"))
+    *up, down = (t for t in tensors if t not in biases)
+    return Experts(
+        layer,
+        router,
+        ExpertProjection(tuple(up), biases[:-1], alternates),
+        ExpertProjection((down,), biases[-1:]),
+        activation,
+        **rest,
+    )
+
+
+def beside(routed: Experts, shared: GatedMLP | None) -> Mixer:
+    """Routed experts and the one that every token visits, where there is one."""
+    return routed if shared is None else Sum((Block(routed), Block(shared)))
 
 
 def _split_last(tensors: Tensors) -> tuple[Projection, Projection]:

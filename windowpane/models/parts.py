@@ -195,9 +195,9 @@ def by_columns(name: str, rows: int, columns: int, units: int, part: str) -> Ten
     return TensorSpec(name, (rows, columns), Shard(1, ((columns, units),)), linear=True, part=part)
 
 
-def whole(name: str, *shape: int, part: str = "other", linear: bool = False) -> TensorSpec:
+def whole(name: str, *shape: int, part: str = "other", linear: bool = False, dtype: str | None = None) -> TensorSpec:
     """A tensor that every rank holds in full."""
-    return TensorSpec(name, shape, linear=linear, part=part)
+    return TensorSpec(name, shape, linear=linear, part=part, dtype=dtype)
 
 
 def with_biases(weights: Iterable[TensorSpec]) -> list[TensorSpec]:

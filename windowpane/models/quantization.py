@@ -345,8 +345,8 @@ class Mxfp4:
             _part(weight, "_scales", (rows, blocks), "uint8", outputs=(0, 1), inputs=(1, 32)),
         ]
 
-    def held(self, rows: int, columns: int) -> None:
-        return None
+    def held(self, rows: int, columns: int) -> PackedForm:
+        return PackedForm("mxfp4", rows, columns, 32)
 
 
 def read_quantization(config: Config, text: Config | None = None) -> Quantization | None:

@@ -63,9 +63,16 @@ class Rope:
         return [first for first, _ in pairs] + [second for _, second in pairs]
 
 
-def read_rope(text: Config, head_dim: int, max_position: int, theta: float = 10_000.0) -> Rope:
-    """The one rotation of a family whose layers all rotate alike; `theta` is the config class's own."""
-    return rope_of(one_section(text, max_position, theta), head_dim, max_position)
+def read_rope(
+    text: Config, head_dim: int, max_position: int, theta: float = 10_000.0, partial: float | None = None
+) -> Rope:
+    """The one rotation of a family whose layers all rotate alike; `theta` is the config class's own.
+
+    `partial`: this architecture can rotate a part of each head, this one where the config does not say.
+    """
+    if partial is not None:
+        text = Config({"partial_rotary_factor": partial, **text.fields}, text.where)
+    return rope_of(one_section(text, max_position, theta), head_dim, max_position, part_of_head=partial is not None)
 
 
 def read_ropes(
@@ -153,7 +160,9 @@ def rope_of(section: Config, head_dim: int, max_position: int, *, part_of_head: 
         rope = replace(rope, factor=_above(section, "factor", 0))
     if kind == LLAMA3:
         low = _above(section, "low_freq_factor", 0)
-        high = _above(section, "high_freq_factor", low)
+        high = section.number("high_freq_factor")
+        if not high >= low:  # Llama 4 has both alike: nothing is blended
+            raise ModelError(f"{section.where}high_freq_factor is {high:g}, but must be at least {low:g}")
         original = section.integer("original_max_position_embeddings")
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high, original_positions=original)
     if kind in (YARN, LONG):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from windowpane.models.blocks import RMS, Attention, Decoder, GatedMLP, Norm, PerLayerInput, each
+from windowpane.models.blocks import RMS, Attention, Decoder, Experts, GatedMLP, Norm, PerLayerInput, each
 from windowpane.models.config import ModelError
 from windowpane.models.rope import KINDS
 from windowpane.models.spec import ModelSpec
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-# Families whose readers describe blocks; with experts, they do not.
-FAMILIES = ("cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "llama", "mistral", "olmo3", "phi3", "qwen3")
+UNGATED = ("relu2",)
+# Families whose readers describe blocks.
+FAMILIES = (
+    "cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "llama", "llama4", "mistral",
+    "mixtral", "olmo3", "phi3", "qwen3",
+)  # fmt: skip
 
 
 def runnable(spec: ModelSpec) -> Decoder:
@@ -17,7 +21,10 @@ def runnable(spec: ModelSpec) -> Decoder:
     decoder = spec.decoder
     if decoder is None:
         if any(t.part == "experts" for t in spec.tensors):
-            raise ModelError(f"{spec.name} has experts, which cannot be run yet")
+            raise ModelError(
+                f"{spec.name} ({spec.architecture}) has experts of a family that can be planned but not run yet; "
+                f"families that run: {', '.join(FAMILIES)}"
+            )
         if spec.state_caches:
             raise ModelError(f"{spec.name} has recurrent states, which cannot be run yet")
         if spec.planned_only:
@@ -31,6 +38,7 @@ def runnable(spec: ModelSpec) -> Decoder:
         raise ModelError(f"rope_type: {kind!r} cannot be run yet; known: {', '.join(KINDS)}")
     activations = {mlp.activation for mlp in each(decoder.layers, GatedMLP)}
     activations |= {mixer.activation for mixer in each(decoder.layers, PerLayerInput)}
+    activations |= {mixer.activation for mixer in each(decoder.layers, Experts)} - set(UNGATED)
     for activation in sorted(activations - set(ACTIVATIONS)):
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
     problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]
@@ -45,8 +53,8 @@ def _problem(attention: Attention, decoder: Decoder) -> str | None:
     if attention not in each(decoder.layers[attention.layer].blocks[0], Attention):
         return f"{at} has its attention behind another block"
     norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    if any(norm.kind != RMS or norm.weight is None for norm in norms):
-        return f"{at} norms queries and keys without a weight, or otherwise than by their RMS"
+    if any(norm.kind != RMS for norm in norms):
+        return f"{at} norms queries and keys otherwise than by their RMS"
     if len({(norm.eps, norm.across_heads) for norm in norms}) > 1:
         return f"{at} norms queries otherwise than keys"
     if attention.cache.latent and (attention.rope is None or attention.rope.dim_order() is not None):

@@ -112,3 +112,12 @@ class TensorSpec:
             return
         for index in range(self.shape[0]):
             yield self.name.replace("{}", str(index)), self.shape[1:]
+
+    def rank_entries(self, place: RankPlace) -> list[tuple[str, RankSlice | None]]:
+        """The tensors of the checkpoint file that one rank reads of, and what of each."""
+        cut, names = self.cut(place), [name for name, _ in self.checkpoint_entries()]
+        if cut is None or not self.stacked:
+            return [(name, cut) for name in names]
+        if cut.axis == 0:
+            return [(names[index], None) for some in cut.ranges for index in some]
+        return [(name, RankSlice(cut.axis - 1, cut.ranges)) for name in names]

@@ -7,6 +7,8 @@ The activation estimate counts the tensors that are alive together at the widest
               + the wider of                    (they are never alive at the same time)
                   2 × query width + 2 × KV width    q, attention output, k, v
                   3 × MLP width                     gate, up, their product
+                  experts × (width + hidden)        of those that a token visits: their products and results
+                    + hidden                        and what stands beside them
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy; whole on every rank
     quantized   64 MiB                          the slice of a weight that is dequantised at a time
     coded KV    one layer's longest past        decoded for chunks that attend it
@@ -27,6 +29,7 @@ from windowpane.kv.formats import KVFormat, dtype_bytes
 from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Window, ceil_div
+from windowpane.models.blocks import Experts, each
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
@@ -98,11 +101,18 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     """The documented estimate above, in bytes per rank."""
     query_width = spec.query_heads * max((c.key_dim for c in spec.token_caches), default=0) // ranks
     kv_width = max((_kv_width(c.shard(ranks)) for c in spec.token_caches), default=0)
-    widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks)
+    widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks, _experts_width(spec))
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size * 4 * 2
     dequantized = DEQUANTIZED_BYTES if isinstance(spec.quantization, Quantization) else 0
     return tokens + logits + dequantized
+
+
+def _experts_width(spec: ModelSpec) -> int:
+    """Every rank has room for all pairs of a token and an expert, whoever holds the expert."""
+    found = each(spec.decoder.layers, Experts) if spec.decoder is not None else ()
+    widths = (e.router.chosen * (e.down.inputs + spec.hidden_size) + spec.hidden_size for e in found)
+    return max(widths, default=0)
 
 
 def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout, ranks: int, device: Device) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from windowpane.weights.checkpoint import (
     CopiedHead,
     WeightsError,
     copied_head,
+    held_dtype,
     kv_scale_names,
     match_names,
     stored_tensors,
@@ -78,7 +80,7 @@ def load_weights(
         return _make(spec, make, dtype, place, progress)
     checkpoint = _open(source, spec, load_format)
     stored = match_names(spec, checkpoint.shapes)
-    cuts = {name: part.cut(place) for part in stored_tensors(spec) for name, _ in part.checkpoint_entries()}
+    cuts = {name: cut for part in stored_tensors(spec) for name, cut in part.rank_entries(place)}
     copied = copied_head(spec, checkpoint.shapes)
 
     def read(tensor: TensorSpec) -> LoadedWeight:
@@ -87,18 +89,15 @@ def load_weights(
             return checkpoint.strips(stored[tensor.name], form, cuts[tensor.name])
         if _is_packed(tensor, spec):
             assert isinstance(spec.quantization, Quantization)
-            return read_packed(
-                tensor,
-                spec.quantization,
-                lambda suffix: _as_stored(checkpoint, stored[n := tensor.module + suffix], cuts[n], device),
-                dtype,
-                device,
-                place,
-            )
-        out = torch.empty(tensor.on_rank(place.ranks).shape, dtype=dtype, device=device)
+
+            def as_stored(name: str) -> torch.Tensor:
+                return _as_stored(checkpoint, stored[name], cuts[name], device)
+
+            return read_packed(tensor, spec.quantization, as_stored, dtype, device, place)
+        out = torch.empty(tensor.on_rank(place.ranks).shape, dtype=held_dtype(tensor, dtype), device=device)
         slots = out if tensor.stacked else (out,)
-        for (name, _), slot in zip(tensor.checkpoint_entries(), slots, strict=True):
-            _fill_from(slot, checkpoint.pieces(stored[name], cuts[name]), stored[name])
+        for (name, cut), slot in zip(tensor.rank_entries(place), slots, strict=True):
+            _fill_from(slot, checkpoint.pieces(stored[name], cut), stored[name])
         if copied is not None and tensor.name == copied.embedding:
             _check_copy(out, checkpoint.pieces(copied.head, cuts[tensor.name]), copied)
         return out
@@ -153,7 +152,9 @@ def _make(
 
 def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
     form = spec.quantization.held(tensor) if spec.quantization else None
-    return tensor.elements * dtype.itemsize if form is None else form.held_bytes(str(dtype).removeprefix("torch."))
+    if form is None:
+        return tensor.elements * held_dtype(tensor, dtype).itemsize
+    return prod(tensor.shape[:-2]) * form.held_bytes(str(dtype).removeprefix("torch."))
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, cut: RankSlice | None, device: torch.device) -> torch.Tensor:

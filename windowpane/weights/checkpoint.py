@@ -65,6 +65,12 @@ class Checkpoint(Protocol):
         """
 
 
+def held_dtype(tensor: TensorSpec, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor that is not quantized is held in: a few keep their own whatever is computed in."""
+    found: torch.dtype = dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
+    return found
+
+
 def row_pieces(shape: tuple[int, ...], cut: RankSlice | None, at_once: int) -> Iterator[range]:
     """The rows that each piece has: a run of at most `at_once` of those that are wanted."""
     wanted = cut.ranges if cut is not None and cut.axis == 0 else (range(shape[0]),)

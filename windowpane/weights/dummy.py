@@ -7,21 +7,23 @@ tensor and keeps its part, so that all ranks together have what one alone would.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
 from windowpane.lowering.packed import PackedWeight
-from windowpane.models.packing import MIDDLE_OF_INT4
+from windowpane.models.packing import MIDDLE_OF_INT4, MXFP4_ONE
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK, RankPlace, TensorSpec
+from windowpane.weights.checkpoint import held_dtype
 from windowpane.weights.quantized import held_form
 
 # What transformers initialises Linear and Embedding with, in every family here.
 STANDARD_DEVIATION = 0.02
 
 # Standard deviations of -8 … 7, all alike, and of fp8 bytes below 2, all alike.
-_DEVIATIONS = {"int4": 4.61, "fp8": 0.6}
+_DEVIATIONS = {"int4": 4.61, "fp8": 0.6, "mxfp4": 2.95}
 # Clears the top bit of the exponent in each byte of a unit: no value is 2 or more, and none is NaN.
 _BELOW_TWO = 0xBFBFBFBF - 2**32
 
@@ -39,7 +41,7 @@ def random_tensor(
 ) -> torch.Tensor:
     """One tensor, made on the device. Linear weights lie around 0, norms and scales around what changes nothing."""
     generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
-    out = torch.empty(tensor.shape, dtype=dtype, device=device)
+    out = torch.empty(tensor.shape, dtype=held_dtype(tensor, dtype), device=device)
     out.normal_(_mean(tensor, spec.family), STANDARD_DEVIATION, generator=generator)
     cut = tensor.cut(place)
     if cut is None:
@@ -64,7 +66,8 @@ def random_packed(
     out.units.random_(bits.min, bits.max, generator=generator)
     if form.kind == "fp8":
         out.units.bitwise_and_(_BELOW_TWO)
-    out.scales.fill_(STANDARD_DEVIATION / _DEVIATIONS[form.kind])
+    scale = STANDARD_DEVIATION / _DEVIATIONS[form.kind]
+    out.scales.fill_(round(math.log2(scale)) + MXFP4_ONE if form.kind == "mxfp4" else scale)
     if out.zeros is not None:
         out.zeros.fill_(MIDDLE_OF_INT4 * 0x11111111 - 2**32)
     if out.order is not None:
@@ -72,7 +75,10 @@ def random_packed(
     cut = tensor.cut(place)
     if cut is None:
         return out
-    parts = [out[some.start : some.stop] if cut.axis == 0 else out.some_inputs(some) for some in cut.ranges]
+    each = len(out) // tensor.shape[0]  # outputs of an expert, where there are some
+    parts = [
+        out[some.start * each : some.stop * each] if cut.axis == 0 else out.some_inputs(some) for some in cut.ranges
+    ]
     (kept,) = parts  # quantized weights are those of one projection
     return kept.copy()
 

@@ -6,12 +6,14 @@ What is stored is brought to the device packed, as it is; only a tile of outputs
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from windowpane.lowering.packed import TILE_VALUES, PackedWeight, pack_units, pack_zeros
+from windowpane.lowering.packed import TILE_VALUES, PackedWeight, pack_mxfp4, pack_units, pack_zeros
 from windowpane.models.packing import PackedForm
-from windowpane.models.quantization import Awq, Fp8, Gptq, PackedIntegers, Quantization, WeightFormat
+from windowpane.models.quantization import Awq, Fp8, Gptq, Mxfp4, PackedIntegers, Quantization, WeightFormat
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK, RankPlace, TensorSpec
 from windowpane.models.weights import text_tensors
@@ -21,6 +23,8 @@ from windowpane.weights.checkpoint import WeightsError
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NATURAL_ORDER = tuple(range(8))
 
+# What a rank needs of a stored tensor by its name, or by the suffix that it has behind a weight's: as it is, on the
+# device.
 Read = Callable[[str], torch.Tensor]
 # The values of some outputs [outputs, inputs], one byte each.
 Values = Callable[[int, int], torch.Tensor]
@@ -43,13 +47,26 @@ def held_form(quantization: Quantization, weight: TensorSpec) -> PackedForm:
         assert stored is not None
         raise WeightsError(
             f"{weight.name} is stored as {stored.scheme} ({quantization.method}), which is not run; schemes that run: "
-            "int4 (compressed-tensors, awq, gptq) and fp8"
+            "int4 (compressed-tensors, awq, gptq), fp8 and mxfp4 (experts)"
         )
-    if weight.stacked or weight.transposed or len(weight.shape) != 2:
-        raise WeightsError(f"{weight.name}: quantized experts are not run yet; use the unquantized checkpoint")
     if form.problem:
         raise WeightsError(f"{weight.name} has {form.problem}")
+    if len(weight.shape) == 3:
+        return _of_experts(form, weight)
     return form
+
+
+def _of_experts(form: PackedForm, weight: TensorSpec) -> PackedForm:
+    """One weight for all: their outputs lie one below another."""
+    if form.has_order:
+        raise WeightsError(f"{weight.name}: experts whose inputs are sorted by group (desc_act, actorder) are not run")
+    if form.outputs % form.scale_outputs:
+        raise WeightsError(
+            f"{weight.name}: experts of {form.outputs} outputs with a scale for {form.scale_outputs} are not run"
+        )
+    if weight.transposed and form.kind != "mxfp4":
+        raise WeightsError(f"{weight.name}: experts that are stored input-first are run in mxfp4 or unquantized")
+    return replace(form, outputs=weight.shape[0] * form.outputs)
 
 
 def read_packed(
@@ -60,12 +77,37 @@ def read_packed(
     device: torch.device,
     place: RankPlace = ONLY_RANK,
 ) -> PackedWeight:
-    """This rank's part of `weight`. `read` gives what the rank needs of a stored tensor by its suffix, as it is, on the
-    device.
-    """
-    form = held_form(quantization, weight.on_rank(place.ranks))
+    """This rank's part of `weight`; `read` is given names. Experts are read one by one."""
     stored = quantization.format_of(weight)
+    assert stored is not None
+    form = held_form(quantization, weight.on_rank(place.ranks))
+    if isinstance(stored, Mxfp4):
+        return pack_mxfp4(read(f"{weight.module}_blocks"), read(f"{weight.module}_scales"))
     out = PackedWeight.empty(form, dtype, device)
+    if len(weight.shape) == 2:
+        _fill(out, weight, form, stored, lambda suffix: read(weight.module + suffix), _first_input(weight, place))
+        return out
+    cut, (experts, outputs, inputs) = weight.cut(place), weight.shape
+    mine = [index for some in cut.ranges for index in some] if cut is not None else range(experts)
+    one = replace(weight, shape=(outputs, inputs), stacked=False, shard=None)
+    of_one = replace(form, outputs=outputs)
+    for place_here, expert in enumerate(mine):
+        rows = out[place_here * outputs : (place_here + 1) * outputs]
+        _fill(rows, one, of_one, stored, partial(_read_expert, read, weight, expert, place_here), 0)
+    return out
+
+
+def _read_expert(read: Read, weight: TensorSpec, expert: int, place: int, suffix: str) -> torch.Tensor:
+    """Of one expert, from a tensor of its own or from the rank's part of the one for all."""
+    if weight.stacked:
+        return read(weight.module.replace("{}", str(expert)) + suffix)
+    return read(weight.module + suffix)[place]
+
+
+def _fill(
+    out: PackedWeight, weight: TensorSpec, form: PackedForm, stored: WeightFormat, read: Read, first_input: int
+) -> None:
+    """One matrix from what is stored of it; `read` is given suffixes."""
     values, zeros, scales, group_of = _open(weight, form, stored, read)
     if form.kind == "fp8" and not (isinstance(stored, Fp8) and stored.block):
         scales = scales.reshape(-1, 1).expand(form.outputs, 1)
@@ -75,7 +117,7 @@ def read_packed(
     if out.zeros is not None:
         assert zeros is not None
         out.zeros.copy_(pack_zeros(zeros))
-    order = _order(weight, form, group_of, _first_input(weight, place))
+    order = _order(weight, form, group_of, first_input)
     if out.order is not None:
         assert order is not None
         out.order.copy_(order)
@@ -84,11 +126,10 @@ def read_packed(
         tile = values(start, min(start + at_once, form.outputs))
         tile = tile[:, : form.inputs] if out.order is None else tile.index_select(1, out.order)
         out.units[start : start + at_once] = pack_units(tile, form.kind)
-    return out
 
 
 def _open(
-    weight: TensorSpec, form: PackedForm, stored: WeightFormat | None, read: Read
+    weight: TensorSpec, form: PackedForm, stored: WeightFormat, read: Read
 ) -> tuple[Values, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """Values by output, zero points [outputs, groups], scales as held, and each input's group where that is stored."""
     rows = form.outputs

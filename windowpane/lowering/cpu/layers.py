@@ -77,7 +77,14 @@ def _is_plain(layer: ReferenceLayer, shared: frozenset[int]) -> bool:
         return False
     attention, mlp = mixers[0], mixers[1]
     described, blocks = attention.described, layer.described.blocks
-    if not described.owns_kv or described.layer in shared or described.cache.latent:
+    if (
+        not described.owns_kv
+        or described.layer in shared
+        or described.cache.latent
+        or described.temperature is not None
+    ):
+        return False
+    if mlp.out_gate is not None:
         return False
     block_norms = [norm for block in blocks for norm in (block.before, block.after) if norm is not None]
     head_norms = [n for n in (described.q_norm, described.k_norm, described.v_norm) if n is not None]

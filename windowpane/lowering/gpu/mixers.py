@@ -20,23 +20,25 @@ import torch
 from windowpane.attention.chunk_attention import make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
-from windowpane.attention.scores import Scores
 from windowpane.attention.segments import ChunkQueries
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
+from windowpane.lowering.gpu.kernels.experts import run_experts
 from windowpane.lowering.gpu.kernels.gated import gated
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
+from windowpane.lowering.gpu.kernels.norms import rms_norm
+from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.gpu.products import gated_product, product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters, summed
-from windowpane.lowering.reference.mixers import normed_across_heads
-from windowpane.lowering.reference.ops import PLAIN, Angles
+from windowpane.lowering.reference.mixers import normed_across_heads, tempered
+from windowpane.lowering.reference.ops import Angles, Ops
 from windowpane.lowering.rope import cos_and_sin, frequencies
-from windowpane.models.blocks import Attention, GatedMLP, PerLayerInput
+from windowpane.models.blocks import RMS, Attention, Experts, GatedMLP, Norm, PerLayerInput
 from windowpane.models.rope import Rope
 
 LEAST_PAIRS = 16  # the narrowest block of a tensor-core product
@@ -74,6 +76,20 @@ class GpuStepState:
         self.per_layer = None if self.per_layer is None else self.per_layer[wanted]
 
 
+class GpuOps(Ops):
+    """Norms of a sum's branches in one launch each."""
+
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        if norm.kind != RMS or weight is None:
+            return super().norm(x, weight, norm)
+        normed = torch.empty_like(x)
+        rms_norm(x, weight, norm.eps, normed, pdl=self._pdl)
+        return normed
+
+
 class GpuContext:
     """What all mixers of a model share: parameters, pages and tables, and scratch, since layers run in turn."""
 
@@ -82,7 +98,7 @@ class GpuContext:
         max_model_len: int, max_rows: int, dtype: torch.dtype, pdl: bool,
     ) -> None:  # fmt: skip
         self.parameters, self.pages, self.tables, self.group, self.shared = parameters, pages, tables, group, shared
-        self.dtype, self.pdl, self.ops = dtype, pdl, PLAIN
+        self.dtype, self.pdl, self.ops = dtype, pdl, GpuOps(pdl)
         self.prefill_scratch: PrefillScratch | None = None
         self.decoded = torch.empty(0, dtype=torch.uint8, device=pages.device)
         self._max_model_len, self._max_rows = max_model_len, max_rows
@@ -147,7 +163,7 @@ class GpuAttention:
         if cache.latent:
             assert angles is not None and self.k_norm is not None
             rope = (*angles, self.k_norm)
-        mask, scores = Mask.of(cache.retention), Scores(described.scale, described.softcap)
+        mask, scores = Mask.of(cache.retention), context.parameters.scores(described)
         table = context.tables.reading[stored.group]
         self.paged = PagedLayer(pages.arena, self.view, table, described.query_heads, mask, scores, rope)
         self.chunk_attention = make_chunk_attention(self.paged, context.prefill_scratch, context.decoded, dtype)
@@ -216,6 +232,8 @@ class GpuAttention:
             slots=step.slots if writes_now else None, view=self.view if self.view.code else None, coded=coded,
             balance=self._balance, transform_values=self._transform_values, pdl=self._context.pdl,
         )  # fmt: skip
+        if described.temperature is not None:
+            q = tempered(q, state.positions if queries_only else step.positions, described.temperature)
         return q, Present(k, v, coded)
 
     def _norm_across_heads(self, projected: torch.Tensor, query_heads: int, kv_heads: int) -> None:
@@ -271,10 +289,50 @@ class GpuMlp:
         self.described, self._context = described, context
         self.gate_up = context.parameters.linear(described.gate_up)
         self.down = context.parameters.linear(described.down)
+        self.out_gate = None if described.out_gate is None else context.parameters.linear(described.out_gate)
 
     def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        one = partial(product, pdl=self._context.pdl)
         inner = gated_product(x, self.gate_up, self.described.activation, pdl=self._context.pdl)
-        return summed(partial(product, pdl=self._context.pdl), inner, self.down, self._context.group)
+        out = summed(one, inner, self.down, self._context.group)
+        return out if self.out_gate is None else out * one(x, self.out_gate).sigmoid()
+
+
+class GpuExperts:
+    """Of several ranks, each has some of the experts."""
+
+    def __init__(self, described: Experts, context: GpuContext) -> None:
+        self.described, self._context, parameters = described, context, context.parameters
+        router = described.router
+        self.norm, self.router_norm = parameters.norm(described.norm), parameters.norm(router.norm)
+        self.router = parameters.tensor(router.weight)
+        if router.logit_multiplier != 1.0:
+            assert self.router_norm is not None  # it takes the factor
+            self.router_norm = self.router_norm * router.logit_multiplier
+        self.bias, self.correction, self.scales = (
+            None if spec is None else parameters.tensor(spec).float()
+            for spec in (router.bias, router.correction, router.expert_scales)
+        )
+        self.gate_up, self.down = parameters.experts(described.gate_up), parameters.experts(described.down)
+        self._first = context.group.place.rank * self.gate_up.experts
+
+    def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        described, router, context = self.described, self.described.router, self._context
+        routing = route(
+            self._normed(x, self.router_norm, router.norm), self.router, self.bias, self.correction, self.scales,
+            chosen=router.chosen, scoring=router.scoring, renormalize=router.renormalizes,
+            multiplier=router.multiplier, groups=router.groups, chosen_groups=router.chosen_groups, pdl=context.pdl,
+        )  # fmt: skip
+        out = run_experts(
+            self._normed(x, self.norm, described.norm), routing, self.gate_up.weight, self.down.weight,
+            experts=self.gate_up.experts, activation=described.activation, gate_up_bias=self.gate_up.bias,
+            down_bias=self.down.bias, limit=described.limit, alpha=described.alpha,
+            weighs_inputs=described.weighs_inputs, first_expert=self._first, pdl=context.pdl,
+        )  # fmt: skip
+        return context.group.all_reduce(out)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
+        return x if norm is None else self._context.ops.norm(x, weight, norm)
 
 
 class GpuPerLayer:
@@ -292,7 +350,7 @@ class GpuPerLayer:
         return product(inner, self.projection, pdl=self._pdl)
 
 
-MIXERS = {Attention: GpuAttention, GatedMLP: GpuMlp, PerLayerInput: GpuPerLayer}
+MIXERS = {Attention: GpuAttention, GatedMLP: GpuMlp, Experts: GpuExperts, PerLayerInput: GpuPerLayer}
 
 
 def rotary_pairs(found: torch.Tensor, head_dim: int) -> int:

@@ -6,7 +6,7 @@ a few rows, the last layers that keep anything call it for all rows and the mixe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend_decoding
-from windowpane.attention.scores import Scores
 from windowpane.device.pages import KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Linear, Parameters, summed
 from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
+from windowpane.lowering.reference.routing import Routing, choose
 from windowpane.lowering.rope import RopeTables, rotate
-from windowpane.models.blocks import Attention, Block, GatedMLP, Mixer, Norm, PerLayerInput, Sum
+from windowpane.models.blocks import Attention, Block, Experts, GatedMLP, Mixer, Norm, PerLayerInput, Sum, Temperature
 from windowpane.models.rope import Rope
 from windowpane.schedule.step import Segment, Step
 
@@ -66,7 +66,7 @@ class AttentionMixer:
         self.described, self._context, self._ops = described, context, context.ops
         self.qkv, self.out = parameters.linear(described.qkv), parameters.linear(described.out)
         self.q_norm, self.k_norm = parameters.head_norms(described)
-        self.mask, self.scores = Mask.of(described.cache.retention), Scores(described.scale, described.softcap)
+        self.mask, self.scores = Mask.of(described.cache.retention), parameters.scores(described)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         described, width = self.described, self.described.query_width
@@ -88,6 +88,8 @@ class AttentionMixer:
     def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
         rotated = self._rotated(projected, self.described.q_norm, self.q_norm, state)
+        if self.described.temperature is not None:
+            rotated = tempered(rotated, state.positions, self.described.temperature)
         return self._ops.asked_form(state.pages.layers[self.described.cache.layer], rotated)
 
     def _store_form(self, projected: torch.Tensor, state: StepState) -> list[torch.Tensor]:
@@ -178,12 +180,62 @@ class MlpMixer:
         self.described, self._context = described, context
         self.gate_up = context.parameters.linear(described.gate_up)
         self.down = context.parameters.linear(described.down)
+        self.out_gate = None if described.out_gate is None else context.parameters.linear(described.out_gate)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         def product(x: torch.Tensor, down: Linear) -> torch.Tensor:
             return self._context.ops.mlp(x, self.gate_up, down, self.described.activation)
 
-        return summed(product, x, self.down, self._context.group)
+        out = summed(product, x, self.down, self._context.group)
+        return out if self.out_gate is None else out * self._context.ops.linear(x, self.out_gate).sigmoid()
+
+
+class ExpertsMixer:
+    """Experts one after another, each for the rows that chose it: the order in which a row's results are added is that
+    of the experts, whoever its batch mates are. Of several ranks, each has some of the experts.
+    """
+
+    def __init__(self, described: Experts, context: Context) -> None:
+        parameters, router = context.parameters, described.router
+        self.described, self._context, self._ops = described, context, context.ops
+        self.norm, self.router_norm = parameters.norm(described.norm), parameters.norm(router.norm)
+        tensors = (router.weight, router.bias, router.correction, router.expert_scales)
+        self.router, self.bias, self.correction, self.scales = (
+            None if spec is None else parameters.tensor(spec).float() for spec in tensors
+        )
+        self.gate_up, self.down = parameters.experts(described.gate_up), parameters.experts(described.down)
+        self.first = context.group.place.rank * self.gate_up.experts
+
+    def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
+        described, routing = self.described, self.route(x)
+        if described.norm is not None:
+            x = self._ops.norm(x, self.norm, described.norm)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, pairs in self._visited(routing):
+            rows, shares = pairs // routing.ids.shape[1], routing.shares.view(-1, 1)[pairs]
+            inputs = x[rows]
+            if described.weighs_inputs:
+                inputs, shares = (inputs * shares).to(x.dtype), torch.ones_like(shares)
+            made = self._ops.expert(inputs, self.gate_up[expert], self.down[expert], described)
+            out.index_add_(0, rows, made.float() * shares)
+        return self._context.group.all_reduce(out).to(x.dtype)
+
+    def _visited(self, routing: Routing) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's experts that anybody chose, and the places in `routing` where."""
+        ids = routing.ids.flatten()
+        order = ids.argsort(stable=True)
+        visited, counts = torch.unique_consecutive(ids[order], return_counts=True)
+        for expert, pairs in zip((visited - self.first).tolist(), order.split(counts.tolist()), strict=True):
+            if 0 <= expert < self.gate_up.experts:
+                yield expert, pairs
+
+    def route(self, x: torch.Tensor) -> Routing:
+        router = self.described.router
+        if router.norm is not None:
+            x = self._ops.norm(x, self.router_norm, router.norm)
+        assert self.router is not None
+        logits = self._ops.linear(x.float(), Linear(self.router)) * router.logit_multiplier
+        return choose(router, logits if self.bias is None else logits + self.bias, self.correction, self.scales)
 
 
 class PerLayerMixer:
@@ -233,7 +285,7 @@ class Branch:
             self.mixer.keep(self.normed(x), state)
 
 
-MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, PerLayerInput: PerLayerMixer}
+MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, Experts: ExpertsMixer, PerLayerInput: PerLayerMixer}
 
 
 def make_mixer(described: Mixer, context: Any, kinds: Mapping[type, Any] = MIXERS) -> Any:
@@ -242,6 +294,12 @@ def make_mixer(described: Mixer, context: Any, kinds: Mapping[type, Any] = MIXER
         own = context.parameters, context.ops
         return SumMixer([Branch(block, make_mixer(block.mixer, context, kinds), *own) for block in described.branches])
     return kinds[type(described)](described, context)
+
+
+def tempered(queries: torch.Tensor, positions: torch.Tensor, temperature: Temperature) -> torch.Tensor:
+    """[rows, heads, dim], each row by the factor of its position."""
+    factors = torch.log1p(((positions.float() + 1.0) / temperature.positions).floor()) * temperature.slope + 1.0
+    return (queries.float() * factors[:, None, None]).to(queries.dtype)
 
 
 def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm, group: RankGroup) -> torch.Tensor:

@@ -15,7 +15,7 @@ from windowpane.device.pages import KEYS, QUERIES, LayerPages
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import product
 from windowpane.lowering.rope import rotate
-from windowpane.models.blocks import LAYER, Norm
+from windowpane.models.blocks import LAYER, Experts, Norm
 from windowpane.schedule.step import Step
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -23,6 +23,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+# Of what goes up, where there is no gate.
+UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": lambda x: F.relu(x).square()}
 
 
 class Ops:
@@ -58,6 +61,17 @@ class Ops:
 
     def mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear, activation: str) -> torch.Tensor:
         return self.linear(self.gated(self.linear(x, gate_up), activation), down)
+
+    def expert(self, x: torch.Tensor, gate_up: Linear, down: Linear, experts: Experts) -> torch.Tensor:
+        """One of them, for the rows that chose it."""
+        if experts.limit is None and experts.activation in ACTIVATIONS:
+            return self.mlp(x, gate_up, down, experts.activation)
+        made = self.linear(x, gate_up)
+        if experts.limit is None:
+            return self.linear(UNGATED[experts.activation](made), down)
+        gate, up = made.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+        return self.linear(gate * torch.sigmoid(gate * experts.alpha) * (up + 1), down)
 
     def attend_decoding(
         self, stored: LayerPages, step: Step, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,

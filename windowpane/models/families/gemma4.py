@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windowpane.models.blocks import Attention, Block, Layer, Norm, PerLayerEmbedding
-from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp, per_layer_inputs
+from windowpane.models.blocks import Attention, Block, Experts, Layer, Norm, PerLayerEmbedding, Router, Sum
+from windowpane.models.building import Norms, attention, decoder, described_spec, experts, gated_mlp, per_layer_inputs
 from windowpane.models.config import Config, ModelError, every
 from windowpane.models.families import towers
 from windowpane.models.parts import (
@@ -18,14 +18,12 @@ from windowpane.models.parts import (
     experts_per_token,
     first_kv_shared_layer,
     fused_experts,
-    norms,
     read_shape,
     retention,
     whole,
 )
 from windowpane.models.rope import DEFAULT, PROPORTIONAL, Rope, rope_of, section_of_type
 from windowpane.models.spec import ModelSpec
-from windowpane.models.tensors import TensorSpec
 
 UNIFIED = ("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM")
 ARCHITECTURES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", *UNIFIED)
@@ -65,7 +63,10 @@ def read(config: Config, name: str) -> ModelSpec:
         at = f"{prefix}layers.{mixer.layer}."
         mlp = gated_mlp(f"{at}mlp.", shape, _mlp_width(text, not mixer.owns_kv), activation)
         scalar = whole(f"{at}layer_scalar", 1)
-        layers.append(Layer((*block_norms.both(at, mixer, mlp), *last), scalar))
+        attends, feeds = block_norms.both(at, mixer, mlp)
+        if text.flag("enable_moe_block", False):
+            feeds = _beside(feeds, _experts(text, shape, at, mixer.layer, block_norms, activation), at, block_norms)
+        layers.append(Layer((attends, feeds, *last), scalar))
     described = decoder(
         prefix,
         shape,
@@ -76,8 +77,7 @@ def read(config: Config, name: str) -> ModelSpec:
         logit_softcap=text.optional_number("final_logit_softcapping"),
     )
     vision = (towers.gemma4_unified if unified else towers.gemma4)(config, shape.hidden) if nested else []
-    spec = described_spec(config, text, shape, name=name, family="gemma4", decoder=described, towers=vision)
-    return _with_experts(spec, text, prefix) if text.flag("enable_moe_block", False) else spec
+    return described_spec(config, text, shape, name=name, family="gemma4", decoder=described, towers=vision)
 
 
 def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, unified: bool) -> list[Attention]:
@@ -166,23 +166,22 @@ def _mlp_width(text: Config, shares_kv: bool) -> int:
     return text.integer("intermediate_size") * (2 if doubled else 1)
 
 
-def _with_experts(spec: ModelSpec, text: Config, prefix: str) -> ModelSpec:
-    """Experts beside the dense MLP, with a router and norms of their own: they can be planned only."""
-    experts, width = text.integer("num_experts"), text.integer("moe_intermediate_size")
-    names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
-    tensors: list[TensorSpec] = []
-    for layer in range(spec.num_layers):
-        at = f"{prefix}layers.{layer}."
-        tensors += [
-            whole(f"{at}router.scale", spec.hidden_size),
-            whole(f"{at}router.per_expert_scale", experts),
-            whole(f"{at}router.proj.weight", experts, spec.hidden_size),
-            *fused_experts(f"{at}experts.", experts, spec.hidden_size, width, transposed=False),
-            *norms(at, names, spec.hidden_size),
-        ]
-    return replace(
-        spec,
-        decoder=None,
-        tensors=(*spec.tensors, *tensors),
-        widest_mlp=spec.widest_mlp + experts_per_token(text, experts, "top_k_experts") * width,
+def _beside(feeds: Block, mixer: Experts, at: str, norms: Norms) -> Block:
+    """The dense MLP and experts side by side: the router reads the residual stream, each branch has its own norms."""
+    dense = Block(feeds.mixer, before=feeds.before, after=norms(f"{at}post_feedforward_layernorm_1"))
+    routed = Block(mixer, after=norms(f"{at}post_feedforward_layernorm_2"))
+    return Block(Sum((dense, routed)), after=feeds.after)
+
+
+def _experts(text: Config, shape: Shape, at: str, layer: int, norms: Norms, activation: str) -> Experts:
+    count, width = text.integer("num_experts"), text.integer("moe_intermediate_size")
+    router = Router(
+        whole(f"{at}router.proj.weight", count, shape.hidden),
+        experts_per_token(text, count, "top_k_experts"),
+        expert_scales=whole(f"{at}router.per_expert_scale", count),
+        norm=Norm(norms.eps, whole(f"{at}router.scale", shape.hidden)),
+        logit_multiplier=shape.hidden**-0.5,
+        renormalizes=True,
     )
+    tensors = fused_experts(f"{at}experts.", count, shape.hidden, width, transposed=False)
+    return experts(layer, router, tensors, activation, norm=norms(f"{at}pre_feedforward_layernorm_2"))

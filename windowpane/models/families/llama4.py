@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from windowpane.models.blocks import CHOSEN_SIGMOID, Mixer, Norm, Router, Temperature
+from windowpane.models.building import Norms, attention, beside, decoder, described_spec, experts, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.families import towers
 from windowpane.models.parts import (
     CHUNKED,
     FULL,
-    attention_tensors,
-    embeddings,
+    Shape,
     experts_per_token,
     fused_experts,
-    mlp_tensors,
-    model_spec,
-    norms,
     read_shape,
     retention,
     whole,
 )
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
-from windowpane.models.tensors import TensorSpec
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 
@@ -37,46 +37,54 @@ def read(config: Config, name: str) -> ModelSpec:
     text = config.section("text_config") if nested else config
     shape = read_shape(config, text, tied=False, defaults=DEFAULTS)
     sparse = _moe_layers(text, shape.layers)
-    dense_width = text.integer("intermediate_size_mlp", 16_384)
-    bias = text.flag("attention_bias", False)
+    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-5))
+    rope = read_rope(text, shape.head_dim, shape.max_position, theta=500_000.0).with_interleaved_pairs()
+    activation = text.text("hidden_act") or "silu"
     wrapper = "language_model." if nested else ""
-    caches = []
-    tensors: list[TensorSpec] = embeddings(f"{wrapper}model.", shape, head=f"{wrapper}lm_head.weight")
-    for layer, kind in enumerate(_kinds(text, shape.layers)):
-        prefix = f"{wrapper}model.layers.{layer}."
-        keeps = retention(kind, text, default_chunk=8192)
-        caches.append(shape.cache(layer, keeps))
-        tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=bias)
+    rotates = _rotates(text, shape.layers)
+    layers = []
+    for layer, kind in enumerate(_kinds(text, rotates)):
+        at = f"{wrapper}model.layers.{layer}."
+        mixer = attention(
+            f"{at}self_attn.",
+            shape,
+            shape.cache(layer, retention(kind, text, default_chunk=8192)),
+            rope=rope if rotates[layer] else None,
+            bias=text.flag("attention_bias", False),
+        )
+        if rotates[layer] and text.flag("use_qk_norm", True):
+            # transformers norms behind the rotation, which changes no norm.
+            mixer = replace(mixer, q_norm=Norm(block_norms.eps), k_norm=Norm(block_norms.eps))
+        if not rotates[layer] and text.flag("attn_temperature_tuning", True):
+            grows = Temperature(text.number("attn_scale", 0.1), text.number("floor_scale", 8192.0))
+            mixer = replace(mixer, temperature=grows)
         if layer in sparse:
-            tensors += _experts(f"{prefix}feed_forward.", text, shape.hidden)
+            mlp: Mixer = _experts(text, shape, f"{at}feed_forward.", layer, activation)
         else:
-            tensors += mlp_tensors(f"{prefix}feed_forward.", shape.hidden, dense_width)
-        tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
-    tensors += norms(f"{wrapper}model.", ("norm",), shape.hidden)
-    if nested and config.has("vision_config"):
-        tensors += towers.llama4(config, shape.hidden)
-    return model_spec(
-        config,
-        text,
-        shape,
-        name=name,
-        family="llama4",
-        widest_mlp=_widest(text, shape.layers, sparse, dense_width),
-        caches=caches,
-        tensors=tensors,
+            width = text.integer("intermediate_size_mlp", 16_384)
+            mlp = gated_mlp(f"{at}feed_forward.", shape, width, activation)
+        layers.append(block_norms.pre(at, mixer, mlp))
+    described = decoder(
+        f"{wrapper}model.", shape, layers, block_norms(f"{wrapper}model.norm"), head=f"{wrapper}lm_head.weight"
     )
+    vision = towers.llama4(config, shape.hidden) if nested and config.has("vision_config") else []
+    return described_spec(config, text, shape, name=name, family="llama4", decoder=described, towers=vision)
 
 
-def _kinds(text: Config, layers: int) -> tuple[str, ...]:
-    """Older configs say it with `no_rope_layers`, whose 1 means that the layer does have rotary positions."""
+def _rotates(text: Config, layers: int) -> list[bool]:
+    """In `no_rope_layers` a 1 means that the layer does have rotary positions."""
     interval = text.integer("no_rope_layer_interval", 4)
-    has_rope = text.integers("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
-    if len(has_rope) != layers:
+    listed = text.integers("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
+    if len(listed) != layers:
         raise text.wrong_type("no_rope_layers", f"a list of {layers} entries, one per layer")
+    return [bool(rotates) for rotates in listed]
+
+
+def _kinds(text: Config, rotates: list[bool]) -> tuple[str, ...]:
+    """Older configs leave it to who rotates."""
     # A null chunk size means that nothing is chunked.
     chunks = text.fields.get("attention_chunk_size", 0) is not None
-    rule = (CHUNKED if chunks and rope else FULL for rope in has_rope)
-    return text.layer_types(layers, (FULL, CHUNKED), rule)
+    return text.layer_types(len(rotates), (FULL, CHUNKED), (CHUNKED if chunks and r else FULL for r in rotates))
 
 
 def _moe_layers(text: Config, layers: int) -> frozenset[int]:
@@ -87,19 +95,11 @@ def _moe_layers(text: Config, layers: int) -> frozenset[int]:
     return frozenset(range(step - 1, layers, step))
 
 
-def _experts(prefix: str, text: Config, hidden: int) -> list[TensorSpec]:
-    experts, width = text.integer("num_local_experts", 16), text.integer("intermediate_size")
-    return [
-        whole(f"{prefix}router.weight", experts, hidden),
-        *fused_experts(f"{prefix}experts.", experts, hidden, width, transposed=True),
-        *mlp_tensors(f"{prefix}shared_expert.", hidden, width),
-    ]
-
-
-def _widest(text: Config, layers: int, sparse: frozenset[int], dense_width: int) -> int:
-    widths = [dense_width] if len(sparse) < layers else []
-    if sparse:
-        # The shared expert is as wide as a routed one.
-        visited = experts_per_token(text, text.integer("num_local_experts", 16), default=1)
-        widths.append((visited + 1) * text.integer("intermediate_size"))
-    return max(widths)
+def _experts(text: Config, shape: Shape, at: str, layer: int, activation: str) -> Mixer:
+    """The shared expert is as wide as a routed one."""
+    count, width = text.integer("num_local_experts", 16), text.integer("intermediate_size")
+    chosen = experts_per_token(text, count, default=1)
+    router = Router(whole(f"{at}router.weight", count, shape.hidden), chosen, CHOSEN_SIGMOID)
+    tensors = fused_experts(f"{at}experts.", count, shape.hidden, width, transposed=True)
+    routed = experts(layer, router, tensors, activation, weighs_inputs=True)
+    return beside(routed, gated_mlp(f"{at}shared_expert.", shape, width, activation))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from windowpane.models.blocks import SIGMOID, Norm, Router
+from windowpane.models.building import Norms, attention, decoder, described_spec, experts
 from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
     FULL,
     SLIDING,
     Shape,
-    attention_tensors,
-    embeddings,
     even_head_dim,
     experts_per_token,
-    model_spec,
     mtp_notes,
-    norms,
     read_shape,
     retention,
     separate_experts,
     whole,
 )
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
@@ -32,33 +33,34 @@ def read(config: Config, name: str) -> ModelSpec:
     if is_minimax:
         _check_minimax(config, shape.layers)
     kind = SLIDING if config.has("sliding_window") and not is_minimax else FULL
-    experts, width = config.integer("num_local_experts"), config.integer("intermediate_size")
-    caches = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    count, width = config.integer("num_local_experts"), config.integer("intermediate_size")
+    block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6 if is_minimax else 1e-5))
+    partial = config.integer("rotary_dim", shape.head_dim) / shape.head_dim if is_minimax else None
+    rope = read_rope(config, shape.head_dim, shape.max_position, 5e6 if is_minimax else 1e6, partial)
+    layers = []
     for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        caches.append(shape.cache(layer, retention(kind, config)))
-        tensors += attention_tensors(f"{prefix}self_attn.", shape)
-        if is_minimax:
-            tensors += _norms_across_heads(f"{prefix}self_attn.", shape) if config.flag("use_qk_norm", True) else []
-            tensors.append(whole(f"{prefix}block_sparse_moe.e_score_correction_bias", experts))
-        tensors.append(whole(f"{prefix}block_sparse_moe.gate.weight", experts, shape.hidden))
-        tensors += separate_experts(
-            f"{prefix}block_sparse_moe.experts.", experts, shape.hidden, width, names=("w1", "w3", "w2")
+        at = f"model.layers.{layer}."
+        mixer = attention(f"{at}self_attn.", shape, shape.cache(layer, retention(kind, config)), rope=rope)
+        if is_minimax and config.flag("use_qk_norm", True):
+            q_norm, k_norm = _norms_across_heads(f"{at}self_attn.", shape, block_norms.eps)
+            mixer = replace(mixer, q_norm=q_norm, k_norm=k_norm)
+        router = _router(config, f"{at}block_sparse_moe.", count, shape.hidden, is_minimax)
+        tensors = separate_experts(
+            f"{at}block_sparse_moe.experts.", count, shape.hidden, width, names=("w1", "w3", "w2")
         )
-        tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
-    tensors += norms("model.", ("norm",), shape.hidden)
-    return model_spec(
-        config,
-        config,
-        shape,
-        name=name,
-        family="mixtral",
-        widest_mlp=experts_per_token(config, experts) * width,
-        caches=caches,
-        tensors=tensors,
-        notes=mtp_notes(config, "num_mtp_modules") if is_minimax and config.flag("use_mtp", True) else (),
-    )
+        activation = config.text("hidden_act") or "silu"
+        layers.append(block_norms.pre(at, mixer, experts(layer, router, tensors, activation)))
+    described = decoder("model.", shape, layers, block_norms("model.norm"))
+    notes = mtp_notes(config, "num_mtp_modules") if is_minimax and config.flag("use_mtp", True) else ()
+    return described_spec(config, config, shape, name=name, family="mixtral", decoder=described, notes=notes)
+
+
+def _router(config: Config, at: str, count: int, hidden: int, is_minimax: bool) -> Router:
+    weight, chosen = whole(f"{at}gate.weight", count, hidden), experts_per_token(config, count)
+    if not is_minimax:
+        return Router(weight, chosen, renormalizes=True)
+    correction = whole(f"{at}e_score_correction_bias", count, dtype="float32")
+    return Router(weight, chosen, SIGMOID, correction=correction, renormalizes=True)
 
 
 def _check_minimax(config: Config, layers: int) -> None:
@@ -71,10 +73,10 @@ def _check_minimax(config: Config, layers: int) -> None:
     config.choice("qk_norm_type", ("per_layer",))
 
 
-def _norms_across_heads(prefix: str, shape: Shape) -> list[TensorSpec]:
+def _norms_across_heads(prefix: str, shape: Shape, eps: float) -> list[Norm]:
     heads = {"q_norm": shape.query_heads, "k_norm": shape.kv_heads}
     widths = {name: count * shape.head_dim for name, count in heads.items()}
     return [
-        TensorSpec(f"{prefix}{name}.weight", (width,), Shard(0, ((width, heads[name]),)))
+        Norm(eps, TensorSpec(f"{prefix}{name}.weight", (width,), Shard(0, ((width, heads[name]),))), across_heads=True)
         for name, width in widths.items()
     ]
