@@ -39,12 +39,14 @@ def test_packed_kernels_agree_with_plain_torch_in_the_interpreter():
 def random_weight(
     kind: str, outputs: int, inputs: int, group: int | None = None, zeros: bool = False, scale_outputs: int = 1
 ) -> PackedWeight:
-    top = 16 if kind == "int4" else 256
+    top = 256 if kind == "fp8" else 16
     values = torch.randint(0, top, (outputs, inputs), dtype=torch.uint8)
     if kind == "fp8":
         values[(values & 0x7F) == 0x7F] = 0  # NaN
     groups = 1 if group is None else -(-inputs // group)
     scales = torch.rand(-(-outputs // scale_outputs), groups) + 0.5
+    if kind == "mxfp4":
+        scales = torch.randint(124, 130, (outputs, -(-inputs // 128) * 4), dtype=torch.uint8)
     packed = pack_zeros(torch.randint(0, 16, (outputs, groups), dtype=torch.uint8)) if zeros else None
     return PackedWeight(kind, inputs, group, scale_outputs, pack_units(values, kind), scales, packed)
 
@@ -59,6 +61,8 @@ def weights() -> list[PackedWeight]:
         random_weight("int4", 16, 200, None, zeros=True),
         random_weight("int4", 20, 512, 256),
         random_weight("int4", 20, 288, 96, zeros=True),
+        random_weight("mxfp4", 50, 384, 32),
+        random_weight("mxfp4", 33, 288, 32),
         random_weight("fp8", 50, 384, None),
         random_weight("fp8", 50, 320, 128, scale_outputs=32),
         random_weight("fp8", 18, 72, None),

@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from windowpane.lowering.strips import MOST_PARTS, StripWeight
-from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS, MIDDLE_OF_INT4, VALUES_PER_UNIT, PackedForm
+from windowpane.models.packing import (
+    BLOCK_INPUTS,
+    BLOCK_UNITS,
+    MIDDLE_OF_INT4,
+    MXFP4_GROUP_INPUTS,
+    MXFP4_ONE,
+    VALUES_PER_UNIT,
+    PackedForm,
+)
 
 # What a product expands at once: 16 MiB in float32.
 TILE_VALUES = 4 * 1024**2
@@ -137,7 +145,10 @@ class PackedWeight:
         zeros = self.zeros
         if zeros is not None:
             zeros = pack_zeros(unpack_zeros(zeros, self.scales.shape[1])[:, groups])
-        return replace(self, inputs=len(columns), units=units, scales=self.scales[:, groups], zeros=zeros)
+        scales = self.scales[:, groups]
+        if self.kind == "mxfp4":
+            scales = _whole_words(scales)
+        return replace(self, inputs=len(columns), units=units, scales=scales, zeros=zeros)
 
     def _moved_groups(self, order: torch.Tensor) -> torch.Tensor | None:
         """The order of groups that `order` comes to, or None where it takes one apart."""
@@ -172,6 +183,8 @@ class PackedWeight:
         scales = part.scales.float()[:, group_of, None]
         if part.kind == "fp8":
             values: torch.Tensor = spans.view(torch.float8_e4m3fn).float() * scales
+        elif part.kind == "mxfp4":
+            values = e2m1_values(spans) * torch.exp2(scales - MXFP4_ONE)
         elif part.zeros is None:
             values = (spans.float() - MIDDLE_OF_INT4) * scales
         else:
@@ -315,12 +328,12 @@ def _alike(packed: list[PackedWeight]) -> bool:
 
 
 def pack_units(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """uint8 [outputs, inputs] (0 to 15, or the bytes of fp8) as units; inputs are padded with zeros."""
+    """uint8 [outputs, inputs] (0 to 15, codes of E2M1, or the bytes of fp8) as units; inputs are padded with zeros."""
     padding = -values.shape[1] % BLOCK_INPUTS
     spans = F.pad(values, (0, padding)).reshape(len(values), -1, VALUES_PER_UNIT, BLOCK_UNITS)
-    if kind == "int4":
+    if kind != "fp8":
         spans = spans[:, :, 0::2] | spans[:, :, 1::2] << 4  # two values to a byte
-    unit = torch.int16 if kind == "int4" else torch.int32
+    unit = torch.int32 if kind == "fp8" else torch.int16
     return spans.transpose(2, 3).contiguous().view(unit).reshape(len(values), -1)
 
 
@@ -342,3 +355,37 @@ def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
 def unpack_zeros(packed: torch.Tensor, groups: int) -> torch.Tensor:
     pairs = packed.contiguous().view(torch.uint8)
     return torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :groups]
+
+
+# -- MXFP4 ---------------------------------------------------------------------------------------------------------
+
+
+def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
+    """What checkpoints store, uint8 `blocks` [..., outputs, groups, 16] and `scales` [..., outputs, groups], as one weight.
+
+    Byte j of a block holds inputs 2j (its low half) and 2j + 1 of 32. Leading axes (experts) become further outputs.
+    """
+    groups = scales.shape[-1]
+    if blocks.shape != (*scales.shape, MXFP4_GROUP_INPUTS // 2):
+        raise ValueError(f"blocks {list(blocks.shape)} and scales {list(scales.shape)} are not of one mxfp4 weight")
+    blocks, scales = blocks.reshape(-1, groups, MXFP4_GROUP_INPUTS // 2), scales.reshape(-1, groups)
+    inputs = groups * MXFP4_GROUP_INPUTS
+    units = torch.empty(len(blocks), -(-inputs // BLOCK_INPUTS) * BLOCK_UNITS, dtype=torch.int16, device=blocks.device)
+    at_once = max(1, TILE_VALUES // inputs)
+    for start in range(0, len(blocks), at_once):
+        tile = blocks[start : start + at_once]
+        codes = torch.stack([tile & 15, tile >> 4], dim=-1).view(len(tile), inputs)
+        units[start : start + at_once] = pack_units(codes, "mxfp4")
+    return PackedWeight("mxfp4", inputs, MXFP4_GROUP_INPUTS, 1, units, _whole_words(scales))
+
+
+def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """What uint8 codes 0 to 15 mean, in float32."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    return torch.cat([magnitudes, -magnitudes])[codes.int()]
+
+
+def _whole_words(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of whole blocks, so that those of a block are one aligned word; what is added scales padding."""
+    padding = -scales.shape[1] % (BLOCK_INPUTS // MXFP4_GROUP_INPUTS)
+    return F.pad(scales, (0, padding), value=MXFP4_ONE).contiguous()

@@ -4,10 +4,12 @@ A weight [outputs, inputs] is cut along its inputs into blocks of 128, the last 
 units, and unit j holds the values of inputs j, 32 + j, 64 + j and 96 + j, the first in its lowest bits:
 
     int4   unit: 16 bits    0-3: j    4-7: 32 + j     8-11: 64 + j     12-15: 96 + j
+    mxfp4  as int4, of E2M1 codes: a sign bit and the magnitude 0, 0.5, 1, 1.5, 2, 3, 4 or 6
     fp8    unit: 32 bits    0-7: j    8-15: 32 + j    16-23: 64 + j    24-31: 96 + j
 
 So one shift and one mask turn a row of units into 32 consecutive inputs, which are of one group: a kernel needs one
-scale for them, and reads the inputs themselves in order.
+scale for them, and reads the inputs themselves in order. Scales of mxfp4 are bytes e that mean 2^(e - 127), one for 32
+inputs; those of a block are a 32-bit word.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ BLOCK_INPUTS = 128
 BLOCK_UNITS = 32
 VALUES_PER_UNIT = BLOCK_INPUTS // BLOCK_UNITS
 
-HELD_BYTES: dict[str, int] = {**DTYPE_BYTES, "int16": 2, "int32": 4}
+HELD_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1, "int16": 2, "int32": 4}
 
 # What a product of many rows expands at once: slices of a weight, one after another, in the same memory.
 DEQUANTIZED_BYTES = 64 * 1024**2
 
 # A zero point of int4 is one of 0 to 15; a symmetric weight stores none and means this one.
 MIDDLE_OF_INT4 = 8
+
+# Inputs that share a scale of mxfp4, and what scale byte means 1.
+MXFP4_GROUP_INPUTS = 32
+MXFP4_ONE = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class PackedForm:
     are sorted by group, and the order in which to take them is held too.
     """
 
-    kind: Literal["int4", "fp8"]
+    kind: Literal["int4", "mxfp4", "fp8"]
     outputs: int
     inputs: int
     group_inputs: int | None = None
@@ -51,11 +57,16 @@ class PackedForm:
 
     @property
     def groups(self) -> int:
+        if self.kind == "mxfp4":
+            # Whole words, also of the last block.
+            return ceil_div(self.inputs, BLOCK_INPUTS) * (BLOCK_INPUTS // MXFP4_GROUP_INPUTS)
         return 1 if self.group_inputs is None else ceil_div(self.inputs, self.group_inputs)
 
     @property
     def problem(self) -> str | None:
         """Why this weight cannot be held so."""
+        if self.kind == "mxfp4" and (self.group_inputs != MXFP4_GROUP_INPUTS or self.has_zeros):
+            return f"mxfp4 with a scale for {self.group_inputs} inputs; its scales are for {MXFP4_GROUP_INPUTS}"
         if self.group_inputs is not None and self.group_inputs % BLOCK_UNITS:
             return f"a scale for {self.group_inputs} inputs; group sizes that run are multiples of {BLOCK_UNITS}"
         return None
@@ -64,10 +75,10 @@ class PackedForm:
         """Shape and dtype of every tensor that is held."""
         units = ceil_div(self.inputs, BLOCK_INPUTS) * BLOCK_UNITS
         parts: dict[str, tuple[tuple[int, ...], str]] = {
-            "units": ((self.outputs, units), "int16" if self.kind == "int4" else "int32"),
+            "units": ((self.outputs, units), "int32" if self.kind == "fp8" else "int16"),
             "scales": (
                 (ceil_div(self.outputs, self.scale_outputs), self.groups),
-                self.scale_dtype or compute_dtype,
+                "uint8" if self.kind == "mxfp4" else self.scale_dtype or compute_dtype,
             ),
         }
         if self.has_zeros:

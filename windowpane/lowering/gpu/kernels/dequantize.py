@@ -29,7 +29,7 @@ def dequantize_into(weight: PackedWeight, out: torch.Tensor) -> None:
 @triton.jit
 def _dequantize_kernel(
     U, S, Z, OUT, u_stride, s_stride, z_stride, out_stride, outputs, inputs, blocks, groups, TILE: tl.constexpr,
-    BLOCKS: tl.constexpr, IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
     IS_WHOLE: tl.constexpr, WORDS: tl.constexpr, USES_ASM: tl.constexpr,
 ):  # fmt: skip
     """Some blocks of inputs of TILE outputs. Beyond the last, the last is read again."""
@@ -52,11 +52,11 @@ def _dequantize_kernel(
         block = tl.minimum(first + i, blocks - 1)
         # One scale for all inputs is a group that never ends.
         scales, zeros = fetch(s_at, z_at, block, groups, GROUP or 2**30, WORDS)
-        w = decode(units[i], zeros, DTYPE, Z is not None, GROUP, WORDS, IS_INT4, USES_ASM)
+        w = decode(units[i], zeros, DTYPE, Z is not None, GROUP, WORDS, KIND, USES_ASM)
         for span in tl.static_range(4):
-            scale = scale_of(scales, span, DTYPE, GROUP, WORDS)[:, None]
+            scale = scale_of(scales, span, DTYPE, GROUP, WORDS, KIND)[:, None]
             if WORDS or S.dtype.element_ty == DTYPE:
-                value = w[span] * scale
+                value = (w[span] * scale).to(DTYPE)
             else:
                 value = (w[span].to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
             mask = (m < outputs)[:, None] & (first + i < blocks)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.lowering.gpu.kernels.unpacking import KINDS
 from windowpane.lowering.packed import PackedWeight
 
 # Up to these, warps share the inputs.
@@ -63,10 +64,12 @@ class Operands(NamedTuple):
         scales, zeros, (_, groups) = weight.scales, weight.zeros, weight.scales.shape
         word = {32: torch.int64, 64: torch.int32, 128: torch.int32}.get(weight.group_inputs or 0)
         in_words = word is not None and scales.dtype == dtype and dtype.itemsize == 2 and not groups * 2 % word.itemsize
+        if weight.kind == "mxfp4":
+            word, in_words = torch.int32, True
         if word is not None and in_words:
             scales = scales.view(word)
         fixed = {
-            "IS_INT4": weight.kind == "int4", "GROUP": 0 if groups == 1 else weight.group_inputs or 0,
+            "KIND": KINDS[weight.kind], "GROUP": 0 if groups == 1 else weight.group_inputs or 0,
             "SCALE_OUTPUTS": weight.scale_outputs, "IS_WHOLE": weight.inputs % 128 == 0, "WORDS": in_words,
             "USES_ASM": scales.device.type == "cuda" and dtype.itemsize == 2,
         }  # fmt: skip

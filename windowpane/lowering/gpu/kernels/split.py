@@ -83,7 +83,7 @@ def _outputs(tile, outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
 def split_kernel(
     X, U, S, Z, BIAS, OUT, SUMS, DONE, x_stride, u_stride, s_stride, z_stride, out_stride, rows, outputs, inputs,
     groups, SPLIT: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr,
-    IS_INT4: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
     IS_WHOLE: tl.constexpr, WORDS: tl.constexpr, USES_ASM: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     FITS: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def split_kernel(
             n = _outputs(tile, outputs, OUTPUTS, GATED)
         at = U + (further * u_stride + first * 32) + (n[None, :, None] * u_stride + part[:, None, None] * 32) + j
         u = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
-        w = decode(u, (), DTYPE, False, GROUP, False, IS_INT4, USES_ASM)
+        w = decode(u, (), DTYPE, False, GROUP, False, KIND, USES_ASM)
         if GROUP != 0:
             s_at = S + ((n + further) // SCALE_OUTPUTS)[None, :] * s_stride
             z_at = Z
@@ -146,7 +146,7 @@ def split_kernel(
                 if HAS_ZEROS:
                     zero = zero_of(zeros, span, GROUP, WORDS)
                     products += (8 - zero).to(tl.float32)[:, :, None] * tl.dot(ones, x, input_precision="ieee")
-                scale = scale_of(scales, span, DTYPE, GROUP, WORDS)
+                scale = scale_of(scales, span, DTYPE, GROUP, WORDS, KIND)
                 sums += products * scale.to(tl.float32)[:, :, None]
         is_last = step == steps - 1
         if is_last:

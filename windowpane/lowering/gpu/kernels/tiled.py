@@ -59,7 +59,7 @@ def _four(x):
 @triton.jit
 def _tile_kernel(
     X, U, S, Z, BIAS, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, program_stride, rows, outputs, inputs,
-    groups, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, IS_INT4: tl.constexpr,
+    groups, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr, IS_WHOLE: tl.constexpr, WORDS: tl.constexpr,
     USES_ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,10 +88,10 @@ def _tile_kernel(
     for block in tl.range(begin, end, num_stages=STAGES):
         u = tl.load(at + block * 32)
         if GROUP == 0:
-            w = decode(u, only, DTYPE, Z is not None, GROUP, False, IS_INT4, USES_ASM)
+            w = decode(u, only, DTYPE, Z is not None, GROUP, False, KIND, USES_ASM)
         else:
             scales, zeros = fetch(s_at, z_at, block, groups, GROUP, WORDS)
-            w = decode(u, zeros, DTYPE, Z is not None, GROUP, WORDS, IS_INT4, USES_ASM)
+            w = decode(u, zeros, DTYPE, Z is not None, GROUP, WORDS, KIND, USES_ASM)
         for span in tl.static_range(4):
             mask = is_row
             if not IS_WHOLE:
@@ -100,9 +100,9 @@ def _tile_kernel(
             if GROUP == 0:
                 scaled = w[span]
             elif WORDS or S.dtype.element_ty == DTYPE:
-                scaled = w[span] * scale_of(scales, span, DTYPE, GROUP, WORDS)[:, None]
+                scaled = (w[span] * scale_of(scales, span, DTYPE, GROUP, WORDS, KIND)[:, None]).to(DTYPE)
             else:
-                scale = scale_of(scales, span, DTYPE, GROUP, WORDS).to(tl.float32)
+                scale = scale_of(scales, span, DTYPE, GROUP, WORDS, KIND).to(tl.float32)
                 scaled = (w[span].to(tl.float32) * scale[:, None]).to(DTYPE)
             sums = tl.dot(scaled, x, sums, input_precision="ieee")
     if GROUP == 0:

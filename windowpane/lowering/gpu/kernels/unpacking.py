@@ -7,6 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What kernels know kinds of weights by.
+INT4, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KINDS = {"int4": INT4.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
+
 # Two units of int4 to a register: a mask and a magic exponent turn their values q into 128 + q (bfloat16) or 1024 + q
 # (float16), exactly.
 TAKE_INT4 = "\nlop3.b32 t0, $4, 0x000f000f, {magic}, 0xea;\n" + "".join(
@@ -17,6 +21,37 @@ _TAKE_AWAY = "".join(f"\nfma.rn.{{kind}} ${span}, t{span}, one, ${5 + span};" fo
 _INT4 = "{{ .reg .b32 t0, t1, t2, t3, one; mov.b32 one, {one};" + TAKE_INT4 + _TAKE_AWAY + "\n}}"
 _INT4_BFLOAT16 = tl.constexpr(_INT4.format(one="0x3f803f80", magic="0x43004300", kind="bf16x2"))
 _INT4_FLOAT16 = tl.constexpr(_INT4.format(one="0x3c003c00", magic="0x64006400", kind="f16x2"))
+
+# Two units of E2M1 codes: the sign goes to the top of a half register, the three other bits to where exponent and
+# mantissa meet, and a product puts the exponent's bias right (subnormal numbers too: 0.5 is one).
+_MXFP4_SPAN = """
+{shift}.b32 t, $4, {by};
+shl.b32 s, $4, {sign};
+and.b32 t, t, {mask};
+lop3.b32 t, s, 0x80008000, t, 0xea;
+fma.rn.{kind} ${span}, t, bias, none;
+"""
+
+
+def _mxfp4_asm(kind: str, mantissa: int, bias: str) -> str:
+    """`mantissa`: bits of it."""
+    mask = 7 << (mantissa - 1)
+    spans = []
+    for span in range(4):
+        by = mantissa - 1 - 4 * span
+        spans.append(
+            _MXFP4_SPAN.format(
+                shift="shl" if by >= 0 else "shr", by=abs(by), sign=12 - 4 * span, mask=f"0x{mask << 16 | mask:08x}",
+                kind=kind, span=span,
+            )
+        )  # fmt: skip
+    return "{ .reg .b32 t, s, bias, none; mov.b32 bias, " + bias + "; mov.b32 none, 0x80008000;" + "".join(spans) + "}"
+
+
+_MXFP4_BFLOAT16 = tl.constexpr(_mxfp4_asm("bf16x2", 7, "0x7e807e80"))
+_MXFP4_FLOAT16 = tl.constexpr(_mxfp4_asm("f16x2", 10, "0x74007400"))
+# Turns the exponent of E2M1 (bias 1) into that of bfloat16 and float32.
+_MXFP4_BIAS = tl.constexpr(2.0**126)
 
 # Two units of fp8: a byte of each goes to the top of a half register, its sign stays there, exponent and mantissa move
 # to where they belong, and a product puts the exponent's bias right.
@@ -86,9 +121,17 @@ def fetch(S, Z, block, groups, GROUP: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def scale_of(scales, span: tl.constexpr, DTYPE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr):
-    """The scale of one span, in the dtype it is held in."""
-    if WORDS:
+def scale_of(
+    scales, span: tl.constexpr, DTYPE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr
+):
+    """The scale of one span, in the dtype it is held in; of mxfp4 in bfloat16 or float32 (2^-127 reads as 0)."""
+    if KIND == MXFP4:
+        exponent = scales[0] >> 8 * span & 255
+        if DTYPE == tl.bfloat16:  # noqa: SIM300 - a parameter, whatever its case
+            return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+            return (exponent << 23).to(tl.float32, bitcast=True)
+    elif WORDS:
         return (scales[0] >> 16 * (span * 32 // GROUP)).to(tl.int16).to(DTYPE, bitcast=True)
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
         return scales[span]
@@ -105,12 +148,12 @@ def zero_of(zeros, span: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr)
 @triton.jit
 def decode(
     u, zeros, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
-    IS_INT4: tl.constexpr, USES_ASM: tl.constexpr,
+    KIND: tl.constexpr, USES_ASM: tl.constexpr,
 ):  # fmt: skip
     """The four operands of a tile of units […, 32], without their scales."""
     BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300 - a parameter, whatever its case
     values = ()
-    if USES_ASM and IS_INT4:
+    if USES_ASM and KIND == INT4:
         # -(128 + z), or -(1024 + z) in float16: the zero point is the lowest bits of the mantissa.
         MAGIC: tl.constexpr = 0xC300 if BFLOAT16 else 0xE400
         away = ()
@@ -124,12 +167,22 @@ def decode(
             _INT4_BFLOAT16 if BFLOAT16 else _INT4_FLOAT16, "=r,=r,=r,=r,r,r,r,r,r",
             [u, away[0], away[1], away[2], away[3]], dtype=four_of(DTYPE), is_pure=True, pack=2,
         )  # fmt: skip
+    elif USES_ASM and KIND == MXFP4:
+        values = tl.inline_asm_elementwise(
+            _MXFP4_BFLOAT16 if BFLOAT16 else _MXFP4_FLOAT16, "=r,=r,=r,=r,r", [u],
+            dtype=four_of(DTYPE), is_pure=True, pack=2,
+        )  # fmt: skip
     elif USES_ASM:
         values = tl.inline_asm_elementwise(
             _FP8_BFLOAT16 if BFLOAT16 else _FP8_FLOAT16, "=r,=r,=r,=r,r,r", [u],
             dtype=four_of(DTYPE), is_pure=True, pack=2,
         )  # fmt: skip
-    elif IS_INT4:
+    elif KIND == MXFP4:
+        for span in tl.static_range(4):
+            code = u.to(tl.int32) >> 4 * span
+            bits = (code & 8) << 28 | (code & 7) << 22
+            values += ((bits.to(tl.float32, bitcast=True) * _MXFP4_BIAS).to(DTYPE),)
+    elif KIND == INT4:
         for span in tl.static_range(4):
             q = (u.to(tl.int32) >> 4 * span & 15).to(tl.float32)
             if HAS_ZEROS:

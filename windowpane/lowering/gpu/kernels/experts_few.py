@@ -1,0 +1,225 @@
+"""Experts of a few rows: every pair of a row and an expert reads the expert's weights by itself.
+
+A program has a tile of outputs. Of the first product it takes one pair; of the second it takes one row, whose experts
+it goes through in order, so that nothing is left to add. No sum depends on other rows.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.lowering.gpu.kernels.experts_activation import (
+    NO_ACTIVATION,
+    gate_values,
+    is_gated,
+    ungated,
+    weight_rows,
+)
+from windowpane.lowering.gpu.kernels.launch import Operands, wait_if_overlapped
+from windowpane.lowering.gpu.kernels.routing import Routing
+from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of
+from windowpane.lowering.packed import PackedWeight
+
+_LOAD_BYTES = 16
+
+
+class Few(NamedTuple):
+    """A program's outputs, and the warps that share its inputs. `stages`: steps of quantized weights under way."""
+
+    outputs: int
+    warps: int
+    stages: int = 3
+
+
+def few_product(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, routing: Routing,
+    out: torch.Tensor, *, first: int, local: int, activation: int, limit: float, alpha: float, weighted: bool,
+    launch: Few, pdl: bool,
+) -> None:  # fmt: skip
+    """With an `activation`, out [pairs, width] of `x` [rows, inputs]; else the sums out [rows, outputs] of what each
+    row's pairs have in `x` [pairs, inputs], `weighted` by their shares.
+    """
+    chosen = routing.ids.shape[1]
+    is_first = activation != NO_ACTIVATION.value
+    outputs, inputs = weight.shape[0] // local, weight.shape[1]
+    tile = max(2, launch.outputs)
+    grid = (triton.cdiv(outputs, tile), len(out))
+    sizes = (out.stride(0), outputs, inputs)
+    common = {
+        "COUNT": 1 if is_first else chosen, "X_PAIRS": chosen if is_first else 1, "WEIGHTED": weighted,
+        "ACTIVATION": activation, "OUTPUTS": tile, "PDL": pdl, "num_warps": launch.warps, "launch_pdl": pdl,
+    }  # fmt: skip
+    if isinstance(weight, PackedWeight):
+        operands = Operands.of(weight, x.dtype)
+        few_packed_kernel[grid](
+            x, *operands.tensors, bias, routing.ids, routing.shares, out, x.stride(0), *operands.strides, *sizes,
+            weight.scales.shape[1], first, local, limit, alpha, SPLIT=launch.warps, STAGES=launch.stages,
+            **operands.fixed, **common,
+        )  # fmt: skip
+        return
+    lanes, vector = 32 * launch.warps, _LOAD_BYTES // weight.element_size()
+    few_kernel[grid](
+        x, weight, bias, routing.ids, routing.shares, out, x.stride(0), weight.stride(0), *sizes, first, local, limit,
+        alpha, LANES=lanes, VECTOR=vector, IS_WHOLE=inputs % (lanes * vector) == 0, **common,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expert_of(IDS, pair, first, local):
+    """The expert's place among those of this rank, and whether it is one of them."""
+    expert = tl.load(IDS + pair) - first
+    is_local = (expert >= 0) & (expert < local)
+    return tl.where(is_local, expert, 0), is_local
+
+
+@triton.jit
+def _load_step(
+    W, IDS, n, k, item, index, steps, w_stride, outputs, inputs, first, local, COUNT: tl.constexpr,
+    STEP: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Weights of one step of one expert; beyond the last and of other ranks' experts, zeros."""
+    turn = item // steps
+    start = (item - turn * steps) * STEP
+    expert, is_local = _expert_of(IDS, index * COUNT + tl.minimum(turn, COUNT - 1), first, local)
+    at = W + (expert.to(tl.int64) * outputs + n)[None, :, None] * w_stride + (start + k)
+    inside = is_local & (turn < COUNT)
+    if IS_WHOLE:
+        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+        return tl.load(at, mask=inside & (start + k < inputs), other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def few_kernel(
+    X, W, BIAS, IDS, SHARES, OUT, x_stride, w_stride, out_stride, outputs, inputs, first, local, limit, alpha,
+    COUNT: tl.constexpr, X_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    IS_WHOLE: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of outputs, pair or row), for COUNT experts in turn. Tiles are [LANES, OUTPUTS, VECTOR]: a thread
+    has the same inputs of each output, and the next step's weights are under way while it multiplies.
+    """
+    wait_if_overlapped(PDL)
+    STEP: tl.constexpr = LANES * VECTOR
+    PAST_L1: tl.constexpr = ".cg" if PDL else ""
+    index = tl.program_id(1)
+    steps = tl.cdiv(inputs, STEP)
+    n = weight_rows(tl.program_id(0), outputs, OUTPUTS, ACTIVATION, 1)
+    k = (tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, :]
+    w = _load_step(W, IDS, n, k, 0, index, steps, w_stride, outputs, inputs, first, local, COUNT, STEP, IS_WHOLE)
+    sums = tl.zeros([LANES, OUTPUTS], tl.float32)
+    for item in tl.range(0, COUNT * steps):
+        upcoming = _load_step(
+            W, IDS, n, k, item + 1, index, steps, w_stride, outputs, inputs, first, local, COUNT, STEP, IS_WHOLE
+        )
+        turn = item // steps
+        start = (item - turn * steps) * STEP
+        pair = index * COUNT + turn
+        _, is_local = _expert_of(IDS, pair, first, local)
+        x_at = X + (pair // X_PAIRS).to(tl.int64) * x_stride + start + k
+        # What other ranks' experts would have left is not there.
+        inside = is_local
+        if not IS_WHOLE:
+            inside = inside & (start + k < inputs)
+        x = tl.load(x_at, mask=inside, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
+        if WEIGHTED:
+            x *= tl.load(SHARES + pair)
+        sums += tl.sum(w.to(tl.float32) * x, 2)
+        w = upcoming
+    total = tl.sum(sums, 0)
+    _finish(
+        OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT, WEIGHTED,
+        ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def few_packed_kernel(
+    X, U, S, Z, BIAS, IDS, SHARES, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, outputs, inputs, groups,
+    first, local, limit, alpha, COUNT: tl.constexpr, X_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, WORDS: tl.constexpr, USES_ASM: tl.constexpr, WEIGHTED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `few_kernel`. Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs. The tensor cores multiply
+    one row and seven of zeros, which leaves the other units to decode.
+    """
+    wait_if_overlapped(PDL)
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    HAS_ZEROS: tl.constexpr = Z is not None
+    COLUMNS: tl.constexpr = 8
+    index = tl.program_id(1)
+    blocks = tl.cdiv(inputs, 128)
+    steps = tl.cdiv(blocks, SPLIT)
+    n = weight_rows(tl.program_id(0), outputs, OUTPUTS, ACTIVATION, 1)
+    part = tl.arange(0, SPLIT)
+    j = tl.arange(0, 32)
+    is_first = (tl.arange(0, COLUMNS) == 0)[None, None, :]
+    sums = tl.zeros([SPLIT, OUTPUTS, COLUMNS], tl.float32)
+    for item in tl.range(0, COUNT * steps, num_stages=STAGES):
+        turn = item // steps
+        block = (item - turn * steps) * SPLIT + part
+        pair = index * COUNT + turn
+        expert, is_local = _expert_of(IDS, pair, first, local)
+        inside = (is_local & (block < blocks))[:, None, None]
+        row = expert.to(tl.int64) * outputs + n
+        u_at = U + row[None, :, None] * u_stride + block[:, None, None] * 32 + j
+        u = tl.load(u_at, mask=inside, other=0, eviction_policy="evict_first")
+        z_at = Z
+        if HAS_ZEROS:
+            z_at = Z + row[None, :] * z_stride
+        # One scale for all inputs is a group that never ends. Beyond the last block the last one's are read.
+        scales, zeros = fetch(
+            S + (row // SCALE_OUTPUTS)[None, :] * s_stride, z_at, tl.minimum(block, blocks - 1)[:, None], groups,
+            GROUP or 2**30, WORDS,
+        )  # fmt: skip
+        w = decode(u, zeros, DTYPE, HAS_ZEROS, GROUP, WORDS, KIND, USES_ASM)
+        x_at = (
+            X + (pair // X_PAIRS).to(tl.int64) * x_stride + block[:, None, None] * 128 + j[None, :, None] + 0 * is_first
+        )
+        for span in tl.static_range(4):
+            mask = is_first & inside
+            if not IS_WHOLE:
+                mask = mask & (block[:, None, None] * 128 + span * 32 + j[None, :, None] < inputs)
+            x = tl.load(x_at + span * 32, mask=mask, other=0.0)
+            products = tl.dot(w[span], x, input_precision="ieee")
+            scale = scale_of(scales, span, DTYPE, GROUP, WORDS, KIND).to(tl.float32)
+            if WEIGHTED:
+                scale *= tl.load(SHARES + pair)
+            sums += products * scale[:, :, None]
+    total = tl.sum(tl.sum(sums, 0), 1)
+    _finish(
+        OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT, WEIGHTED,
+        ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT: tl.constexpr,
+    WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Adds the experts' biases, weighted only where results are, applies the activation and stores a tile."""
+    OUTPUTS: tl.constexpr = total.shape[0]
+    if BIAS is not None:
+        for turn in tl.range(0, COUNT):
+            pair = index * COUNT + turn
+            expert, is_local = _expert_of(IDS, pair, first, local)
+            bias = tl.load(BIAS + expert.to(tl.int64) * outputs + n, mask=is_local, other=0.0).to(tl.float32)
+            if WEIGHTED and ACTIVATION == NO_ACTIVATION:
+                bias *= tl.load(SHARES + pair)
+            total += bias
+    to = OUT + index.to(tl.int64) * out_stride
+    if is_gated(ACTIVATION):
+        gate, up = tl.split(tl.reshape(total, [OUTPUTS // 2, 2]))
+        m = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        y = gate_values(gate, up, limit, alpha, ACTIVATION)
+        tl.store(to + m, y.to(OUT.dtype.element_ty), mask=m < outputs // 2)
+    else:
+        m = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        tl.store(to + m, ungated(total, ACTIVATION).to(OUT.dtype.element_ty), mask=m < outputs)

@@ -1,0 +1,192 @@
+"""Which experts a row goes to, and with what shares: a product for the logits, then a choice row by row.
+
+Tiles of the product have one shape and its inputs are cut in one way, whatever the number of rows: what a row is given
+never depends on the rows beside it.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.kv.retention import ceil_div
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+
+# A tile of logits, and the inputs of a step.
+TILE_ROWS, TILE_EXPERTS, STEP = 16, 32, 128
+# Programs that share the inputs of one row, so that few rows read the weight quickly.
+PROGRAMS = 48
+
+SOFTMAX, CHOSEN_SOFTMAX, SIGMOID, CHOSEN_SIGMOID = (tl.constexpr(i) for i in range(4))
+SCORINGS = {
+    "softmax": SOFTMAX.value,
+    "chosen_softmax": CHOSEN_SOFTMAX.value,
+    "sigmoid": SIGMOID.value,
+    "chosen_sigmoid": CHOSEN_SIGMOID.value,
+}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each row, int32 [rows, k], best first, and their shares, float32 [rows, k]."""
+
+    ids: torch.Tensor
+    shares: torch.Tensor
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, correction: torch.Tensor | None,
+    expert_scales: torch.Tensor | None, *, chosen: int, scoring: str, renormalize: bool, multiplier: float = 1.0,
+    groups: int = 1, chosen_groups: int = 1, pdl: bool = False,
+) -> Routing:  # fmt: skip
+    """The `chosen` best experts of each row of `x` [rows, hidden], by `weight` [experts, hidden] and `bias`.
+
+    scoring: what shares are. "softmax": probabilities among all experts. "chosen_softmax": among the chosen.
+    "sigmoid": σ(logits); experts are chosen by that plus `correction`, among the `chosen_groups` of `groups` groups
+    whose two best add up to most. "chosen_sigmoid": σ(logits) of the chosen.
+    Shares then add up to 1 (`renormalize`) and are multiplied by `multiplier` and by the expert's own scale. Of equal
+    experts the first is chosen.
+    """
+    (rows, hidden), experts = x.shape, len(weight)
+    steps = ceil_div(hidden, STEP)
+    tiles = ceil_div(experts, TILE_EXPERTS)
+    share_steps = ceil_div(steps, min(steps, max(1, PROGRAMS // tiles)))
+    splits = ceil_div(steps, share_steps)
+    logits = torch.empty(splits, rows, experts, dtype=torch.float32, device=x.device)
+    ids = torch.empty(rows, chosen, dtype=torch.int32, device=x.device)
+    shares = torch.empty(rows, chosen, dtype=torch.float32, device=x.device)
+    if not rows:
+        return Routing(ids, shares)
+    logits_kernel[(ceil_div(rows, TILE_ROWS), tiles, splits)](
+        x, weight, logits, x.stride(0), weight.stride(0), rows, hidden, experts, SHARE_STEPS=share_steps,
+        TILE_ROWS=TILE_ROWS, TILE_EXPERTS=TILE_EXPERTS, STEP=STEP, IS_WHOLE=hidden % STEP == 0, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    choose_kernel[(rows,)](
+        logits, bias, correction, expert_scales, ids, shares, rows, float(multiplier), EXPERTS=experts,
+        PADDED=max(32, triton.next_power_of_2(experts)), SPLITS=splits, CHOSEN=chosen,
+        CHOSEN_PADDED=triton.next_power_of_2(chosen), SCORING=SCORINGS[scoring], RENORMALIZE=renormalize,
+        GROUPS=groups, GROUPS_PADDED=triton.next_power_of_2(groups), CHOSEN_GROUPS=chosen_groups, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return Routing(ids, shares)
+
+
+@triton.jit
+def logits_kernel(
+    X, W, LOGITS, x_stride, w_stride, rows, hidden, experts, SHARE_STEPS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr, STEP: tl.constexpr, IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, experts, share of the inputs). Where the weight is in float32, so are the products."""
+    wait_if_overlapped(PDL)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    expert = tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS)
+    begin = tl.program_id(2) * SHARE_STEPS * STEP
+    k = tl.arange(0, STEP)
+    x_at = X + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = W + expert.to(tl.int64)[None, :] * w_stride + k[:, None]
+    sums = tl.zeros([TILE_ROWS, TILE_EXPERTS], tl.float32)
+    for step in tl.range(0, SHARE_STEPS):
+        start = begin + step * STEP
+        x_inside = (row < rows)[:, None] & (start < hidden)
+        w_inside = (expert < experts)[None, :] & (start < hidden)
+        if not IS_WHOLE:
+            x_inside = x_inside & (start + k < hidden)[None, :]
+            w_inside = w_inside & (start + k < hidden)[:, None]
+        x = tl.load(x_at + start, mask=x_inside, other=0.0)
+        w = tl.load(w_at + start, mask=w_inside, other=0.0)
+        sums = tl.dot(x.to(w.dtype), w, sums, input_precision="ieee")
+    at = (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * experts + expert[None, :]
+    tl.store(LOGITS + at, sums, mask=(row < rows)[:, None] & (expert < experts)[None, :])
+
+
+@triton.jit
+def _best(values, places, NONE: tl.constexpr):
+    """The largest value and its first place."""
+    best = tl.max(values, 0)
+    return best, tl.min(tl.where(values == best, places, NONE), 0)
+
+
+@triton.jit
+def _among_groups(
+    choice, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """What experts are chosen by, -∞ outside of the best groups."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    PADDED: tl.constexpr = choice.shape[0]
+    place = tl.arange(0, GROUPS_PADDED)
+    scores = tl.full([GROUPS_PADDED], float("-inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        members = tl.where(expert // SIZE == group, choice, float("-inf"))
+        first, at = _best(members, expert, PADDED)
+        second = tl.max(tl.where(expert == at, float("-inf"), members), 0)
+        scores = tl.where(place == group, first + second, scores)
+    kept = tl.zeros([PADDED], tl.int1)
+    for _ in tl.static_range(CHOSEN_GROUPS):
+        _, group = _best(scores, place, GROUPS)
+        kept = kept | (expert // SIZE == group)
+        scores = tl.where(place == group, float("-inf"), scores)
+    return tl.where(kept, choice, float("-inf"))
+
+
+@triton.jit
+def choose_kernel(
+    LOGITS, BIAS, CORRECTION, EXPERT_SCALES, IDS, SHARES, rows, multiplier, EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr, SPLITS: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_PADDED: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    wait_if_overlapped(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, PADDED)
+    is_expert = expert < EXPERTS
+    logits = tl.zeros([PADDED], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = LOGITS + (split * rows + row) * EXPERTS + expert
+        logits += tl.load(at, mask=is_expert, other=0.0, cache_modifier=".cg")
+    if BIAS is not None:
+        logits += tl.load(BIAS + expert, mask=is_expert, other=0.0).to(tl.float32)
+    logits = tl.where(is_expert, logits, float("-inf"))
+    scores = logits
+    choice = logits
+    if SCORING == SOFTMAX:
+        powers = tl.exp(logits - tl.max(logits, 0))
+        scores = powers / tl.sum(powers, 0)
+    elif SCORING == SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        choice = scores
+        if CORRECTION is not None:
+            choice += tl.load(CORRECTION + expert, mask=is_expert, other=0.0).to(tl.float32)
+        choice = tl.where(is_expert, choice, float("-inf"))
+        if GROUPS > 1:
+            choice = _among_groups(choice, expert, EXPERTS, GROUPS, GROUPS_PADDED, CHOSEN_GROUPS)
+    # NaN compares with nothing: chosen or not, it shows in the shares of softmax, and ids stay experts.
+    choice = tl.where(choice == choice, choice, float("-inf"))
+    slot = tl.arange(0, CHOSEN_PADDED)
+    ids = tl.zeros([CHOSEN_PADDED], tl.int32)
+    shares = tl.full([CHOSEN_PADDED], float("-inf"), tl.float32)
+    for i in tl.static_range(CHOSEN):
+        _, at = _best(choice, expert, EXPERTS - 1)
+        ids = tl.where(slot == i, at, ids)
+        shares = tl.where(slot == i, tl.sum(tl.where(expert == at, scores, 0.0), 0), shares)
+        choice = tl.where(expert == at, float("-inf"), choice)
+    is_slot = slot < CHOSEN
+    if SCORING == CHOSEN_SOFTMAX:
+        powers = tl.exp(shares - tl.max(shares, 0))
+        shares = powers / tl.sum(powers, 0)
+    elif SCORING == CHOSEN_SIGMOID:
+        shares = 1.0 / (1.0 + tl.exp(-shares))
+    shares = tl.where(is_slot, shares, 0.0)
+    if RENORMALIZE:
+        shares = shares / (tl.sum(shares, 0) + 1e-20)
+    shares *= multiplier
+    if EXPERT_SCALES is not None:
+        shares *= tl.load(EXPERT_SCALES + ids, mask=is_slot, other=0.0).to(tl.float32)
+    tl.store(IDS + row * CHOSEN + slot, ids, mask=is_slot)
+    tl.store(SHARES + row * CHOSEN + slot, shares, mask=is_slot)
