@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
+from tests.tiny_model import make_model
+from windowpane.engine import start
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels import chain
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, cut, is_chain, run_chain
@@ -140,7 +142,8 @@ def recorded_chain(layer: Links, monkeypatch, most_following: int = 0) -> Record
     monkeypatch.setattr(chain, "processors_of", lambda device: H200)
     scratch = ChainScratch(len(layer.out), layer.down.inputs, torch.device("cpu"), most_following)
     attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
-    made = run_chain(attended, hidden, layer, scratch, pdl=True)
+    made, updated = run_chain(attended, hidden, layer, scratch, pdl=True)
+    assert updated.shape == hidden.shape
     assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
     return recorder
 
@@ -161,8 +164,11 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
     # Three parts of the outputs at a time, or three steps of the only one, in one loop for each product.
     assert ptx.count("mma.sync.aligned.m16n8k32") == len(chain._cuts(layer, H200)) * AT_A_TURN * 8
-    # A fence would wait for weights too.
+    # A fence would wait for weights too. What programs leave for each other is written and read two bytes at a time, by
+    # operations that PTX orders: none of them races.
     assert not re.search(r"\b(fence|membar|atom)\b|\.release|\.acquire", ptx)
+    assert set(re.findall(r"\S+\.relaxed\S+", ptx)) == {"st.relaxed.gpu.global.b16", "ld.relaxed.gpu.global.v4.b16"}
+    assert compiled.metadata.launch_cooperative_grid
     assert "griddepcontrol.wait" in ptx
 
 
@@ -181,6 +187,7 @@ def test_layers_of_a_model_are_one_kernel(monkeypatch):
 def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
     """A launch clears what the one before it left, wherever that lies."""
     monkeypatch.setattr(chaining, "has_chain", lambda link, dtype: link.down.inputs > 8192)
+    monkeypatch.setattr(chaining, "try_chain", lambda link, scratch, dtype, *, pdl: pdl)
     widths, following = [21504, 9728, 21504, 8192, 9728], [16384, 18432, 16384, 30_000, 0]
     found = [links(inner=inner, following=next_) for inner, next_ in zip(widths, following, strict=True)]
     layers = [SimpleNamespace(blocks=[SimpleNamespace(mixer=None)], link=link) for link in found]
@@ -193,3 +200,62 @@ def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
     assert a is c and b is d and a is not b
     assert all(scratch.results.shape == (2, 2 * 5376 + link.down.inputs) for link, scratch in chains)
     assert {scratch.most_following for _, scratch in chains} == {18432}, "of layers that have a chain"
+
+
+class TestACardThatRefuses:
+    @pytest.fixture
+    def layers(self, monkeypatch):
+        monkeypatch.setattr(chaining, "has_chain", lambda link, dtype: True)
+        monkeypatch.setattr(chaining, "_links", lambda layer, next_layer: layer.link)
+        monkeypatch.setattr(chain, "processors_of", lambda device: H200)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        small = links(attended=4096, width=2304, inner=8192, following=0)
+        return [SimpleNamespace(blocks=[SimpleNamespace(mixer=None)], link=small) for _ in range(2)]
+
+    def kernel(self, monkeypatch, refuses):
+        """Stands in for the launch: a card that refuses those of which `refuses(pdl)` is true."""
+        asked = []
+
+        class Kernel:
+            def __getitem__(self, grid):
+                def launch(*args, launch_pdl, launch_cooperative_grid, **constants):
+                    assert launch_cooperative_grid and grid == (H200,)
+                    asked.append(launch_pdl)
+                    if refuses(launch_pdl):
+                        raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+
+                return launch
+
+        monkeypatch.setattr(chain, "chain_kernel", Kernel())
+        return asked
+
+    def test_layers_run_block_by_block_and_one_line_says_so(self, layers, monkeypatch, caplog):
+        asked = self.kernel(monkeypatch, lambda pdl: True)
+        assert chaining.chain_layers(layers, 2304, BF16, META, pdl=True) == layers
+        assert asked == [True, False], "it is tried once in either way"
+        (line,) = caplog.messages
+        assert "block by block" in line and "too many blocks in cooperative launch" in line
+
+    def test_launches_that_cannot_overlap_are_chained_one_after_the_other(self, layers, monkeypatch, caplog):
+        self.kernel(monkeypatch, lambda pdl: pdl)
+        chained = chaining.chain_layers(layers, 2304, BF16, META, pdl=True)
+        assert all(isinstance(layer, chaining.ChainedLayer) and not layer._pdl for layer in chained)
+        assert not caplog.messages
+
+    def test_a_card_that_holds_all_programs_overlaps_launches(self, layers, monkeypatch):
+        self.kernel(monkeypatch, lambda pdl: False)
+        assert all(layer._pdl for layer in chaining.chain_layers(layers, 2304, BF16, META, pdl=True))
+
+
+@pytest.mark.parametrize(("flags", "chained"), [({}, True), ({"enable_layer_chain": False}, False)])
+def test_the_flag_reaches_every_rank(flags, chained, monkeypatch, tmp_path):
+    jobs = []
+
+    def no_ranks(job, devices, console):
+        jobs.append(job)
+        raise InterruptedError
+
+    monkeypatch.setattr(start, "start_ranks", no_ranks)
+    with pytest.raises(InterruptedError):
+        start.start(make_model(tmp_path / "model"), {"device": "cpu", "load_format": "dummy", **flags})
+    assert [job.use_chain for job in jobs] == [chained]

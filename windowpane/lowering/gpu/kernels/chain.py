@@ -97,7 +97,7 @@ class ChainScratch:
         self.most_following = most_following
         ones = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device)  # no result yet
         self.results = ones.view(torch.bfloat16)
-        self.side = torch.zeros(1, dtype=torch.int32, device=device)
+        self.side = torch.zeros(processors_of(device), dtype=torch.int32, device=device)  # one for each program
 
 
 def has_chain(links: Links, dtype: torch.dtype) -> bool:
@@ -148,11 +148,27 @@ def _shared_bytes(links: Links) -> int:
     return ring + residual + _held_pieces(links) * PIECE_GROUPS * DIGIT_BYTES + OTHER_SHARED_BYTES
 
 
+def try_chain(links: Links, scratch: ChainScratch, dtype: torch.dtype, *, pdl: bool) -> bool:
+    """Launch it once. Returns whether launches overlap, as `pdl` asks; raises RuntimeError where the card refuses."""
+    device = links.out.device
+    attended, hidden = (torch.zeros(1, n, dtype=dtype, device=device) for n in (links.out.inputs, len(links.out)))
+    try:
+        run_chain(attended, hidden, links, scratch, pdl=pdl)
+    except RuntimeError:
+        if not pdl:
+            raise
+        return try_chain(links, scratch, dtype, pdl=False)  # some drivers may not overlap cooperative launches
+    torch.cuda.synchronize(device)
+    return pdl
+
+
 def run_chain(
     attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch, *, pdl: bool
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """From what one row attended [1, inputs] to the next layer's projections [1, outputs], or to the norm behind the
-    last layer. `hidden` [1, width] is updated in place.
+    last layer; and the residual stream [1, width] that `hidden` becomes.
+
+    Raises RuntimeError where the card cannot hold all programs at once.
     """
     assert scratch.results.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
     programs = processors_of(hidden.device)
@@ -163,13 +179,15 @@ def run_chain(
         next_cut = cut(max(len(following), scratch.most_following), following.inputs, programs)
         assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
     result = hidden.new_empty(1, hidden.shape[1] if following is None else len(following))
+    new_hidden = torch.empty_like(hidden)
     weights = [t for w in links.weights for t in (w.units, w.scales)]
     chain_kernel[(programs,)](
-        attended, hidden, scratch.results, result, *weights, *((None, None) if following is None else ()),
+        attended, hidden, new_hidden, scratch.results, result, *weights, *((None, None) if following is None else ()),
         links.post_attention_norm, links.pre_mlp_norm, links.post_mlp_norm, links.next_norm, links.scalar,
         scratch.side, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
         WIDTH=hidden.shape[1], INNER_WIDTH=links.down.inputs, PARTS=out_cut.parts, GATE_PARTS=gate_cut.parts,
         OUT_ENDS=ends_within_a_turn(links.out.inputs, *out_cut[:2]), NEXT_PARTS=next_cut.parts, NEXT_FORM=next_cut.form,
         PIECES=_held_pieces(links), STAGES=STAGES, GELU=links.gelu, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        launch_cooperative_grid=True,
     )  # fmt: skip
-    return result
+    return result, new_hidden
