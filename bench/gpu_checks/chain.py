@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from bench.gpu_checks.fused import ALLOWED, CUDA, EPS, Checks, values
 from bench.gpu_checks.quantized import in_turn, random_weight, relative
 from bench.timing import microseconds
-from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, has_chain, run_chain
+from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, has_chain, run_chain, try_chain
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
 from windowpane.lowering.gpu.kernels.norms import residual_norm
 from windowpane.lowering.gpu.kernels.packed import packed_linear
@@ -156,6 +156,7 @@ def in_one_kernel() -> str:
         [],
         start,
     )
+    try_chain(layers[0], scratch, BF16, pdl=True)
     with torch.cuda.graph(graph):
         for links, attended in zip(layers, inputs, strict=True):
             result, hidden = run_chain(attended, hidden, links, scratch, pdl=True)

@@ -101,7 +101,7 @@ def chain_in_torch(chains: list[Links]) -> None:
 
     chaining.has_chain = lambda links, dtype: True
     chaining.run_chain = run_chain
-    chaining.try_chain = lambda links, scratch, dtype, *, pdl: pdl
+    chaining.try_chain = lambda links, scratch, dtype, *, pdl: None
 
 
 if __name__ == "__main__":

@@ -50,15 +50,16 @@ def chain_layers(
     found = [link if link is not None and has_chain(link, dtype) else None for link in links]
     following = [len(link.following) for link in found if link is not None and link.following is not None]
     most_following = max(following, default=0)
-    widths = {link.down.inputs: link for link in found if link is not None}
+    widths = {link.down.inputs: link for link in reversed(found) if link is not None}  # the first layer of each
     scratch = {width: ChainScratch(hidden_size, width, device, most_following) for width in widths}
     try:
-        overlap = [try_chain(link, scratch[width], dtype, pdl=pdl) for width, link in widths.items()]
+        for width, link in widths.items():
+            try_chain(link, scratch[width], dtype, pdl=pdl)
     except RuntimeError as error:
         log.warning("int4 layers run block by block: this card refuses to run a layer in one launch (%s)", error)
         return list(layers)
     return [
-        layer if link is None else ChainedLayer(layer, link, scratch[link.down.inputs], all(overlap))
+        layer if link is None else ChainedLayer(layer, link, scratch[link.down.inputs], pdl)
         for layer, link in zip(layers, found, strict=True)
     ]
 

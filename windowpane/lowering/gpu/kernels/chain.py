@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -149,41 +148,34 @@ def _shared_bytes(links: Links) -> int:
     return ring + residual + _held_pieces(links) * PIECE_GROUPS * DIGIT_BYTES + OTHER_SHARED_BYTES
 
 
-def try_chain(links: Links, scratch: ChainScratch, dtype: torch.dtype, *, pdl: bool) -> bool:
-    """Launch it, by itself and in a graph. Returns whether launches overlap, as `pdl` asks; raises RuntimeError where
-    the card refuses.
+def try_chain(links: Links, scratch: ChainScratch, dtype: torch.dtype, *, pdl: bool) -> None:
+    """Raises RuntimeError where the card cannot hold all programs at once: they wait for each other, and a launch of a
+    step would never end.
+
+    One layer answers for the others: in each of them a multiprocessor has registers and shared memory for a program
+    (`is_chain`), so the only question is whether all multiprocessors are at hand.
     """
-    device = links.out.device
-    attended, hidden = (torch.zeros(1, n, dtype=dtype, device=device) for n in (links.out.inputs, len(links.out)))
-    launch = partial(run_chain, attended, hidden, links, scratch, pdl=pdl)
-    try:
-        launch()
-        _replay(launch, device)
-    except RuntimeError:
-        if not pdl:
-            raise
-        return try_chain(links, scratch, dtype, pdl=False)  # some drivers may not overlap cooperative launches
-    return pdl
-
-
-def _replay(launch: Callable[[], object], device: torch.device) -> None:
-    """Two launches, one behind the other, as steps have them."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device):
-        with torch.cuda.graph(graph):
-            launch()
-            launch()
-        graph.replay()
-        torch.cuda.synchronize()
+    attended, hidden = (
+        torch.zeros(1, n, dtype=dtype, device=links.out.device) for n in (links.out.inputs, len(links.out))
+    )
+    run_chain(attended, hidden, links, scratch, pdl=pdl, cooperative=True)
 
 
 def run_chain(
-    attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch, *, pdl: bool
+    attended: torch.Tensor,
+    hidden: torch.Tensor,
+    links: Links,
+    scratch: ChainScratch,
+    *,
+    pdl: bool,
+    cooperative: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From what one row attended [1, inputs] to the next layer's projections [1, outputs], or to the norm behind the
     last layer; and the residual stream [1, width] that `hidden` becomes.
 
-    Raises RuntimeError where the card cannot hold all programs at once.
+    `cooperative` launches raise RuntimeError where the card cannot hold all programs at once. They do not overlap the
+    launch before them, which costs some 8 µs, so steps do without (`try_chain`). Both are the same code: they differ in
+    launch attributes alone, and the instructions of PDL do nothing in a launch without that attribute.
     """
     assert scratch.results.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
     programs = processors_of(hidden.device)
@@ -202,7 +194,7 @@ def run_chain(
         scratch.side, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
         WIDTH=hidden.shape[1], INNER_WIDTH=links.down.inputs, PARTS=out_cut.parts, GATE_PARTS=gate_cut.parts,
         OUT_ENDS=ends_within_a_turn(links.out.inputs, *out_cut[:2]), NEXT_PARTS=next_cut.parts, NEXT_FORM=next_cut.form,
-        PIECES=_held_pieces(links), STAGES=STAGES, GELU=links.gelu, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
-        launch_cooperative_grid=True,
+        PIECES=_held_pieces(links), STAGES=STAGES, GELU=links.gelu, PDL=pdl, num_warps=WARPS,
+        launch_pdl=pdl and not cooperative, launch_cooperative_grid=cooperative,
     )  # fmt: skip
     return result, new_hidden

@@ -22,8 +22,9 @@ block's sums meet their scales once. Sums start as a float32 whose lowest bits t
 Programs wait for each other's results by polling the slots they are written to (`chain_results`). There are two sets of
 slots: each launch uses one and clears the other for the launch after it. Each program keeps its own note of which one,
 and the residual stream is read from one place and written to another: within a launch no program writes what another
-reads, but for the slots. All programs must run at once, so the launch is cooperative: a card that cannot hold them
-refuses it. A *turn* is a step of the loop over portions.
+reads, but for the slots. All programs must run at once; that the card can hold them is tried at start-up, by a
+cooperative launch (`chain.try_chain`). Launches that overlap keep it so: a dependent one starts only once every program
+here runs. A *turn* is a step of the loop over portions.
 """
 
 # mypy: disable-error-code="assignment,misc,no-redef,var-annotated"
