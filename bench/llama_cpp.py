@@ -7,6 +7,7 @@ tokens of all sequences together.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 BATCH_TOKENS = 512
+ERROR = 4  # of ggml's log levels; llama-cpp-python has numbers of an older release
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def _log_errors(level: int, text: bytes, user_data: int | None) -> None:
+    """Leaves out all else that llama.cpp says: 1,500 lines for a model and a prompt.
+
+    C keeps only the address of this, so it lives as long as the module.
+    """
+    if level == ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
 
 
 class LlamaCpp:
@@ -27,9 +39,12 @@ class LlamaCpp:
             ) from None
         self._lib: Any = llama_cpp
         self._threads = threads
+        self._lib.llama_log_set(_log_errors, None)
         self._lib.llama_backend_init()
         params = self._lib.llama_model_default_params()
         self._model = self._lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise SystemExit(f"llama.cpp cannot load {path}")
         self._vocab = self._lib.llama_model_get_vocab(self._model)
         self._vocab_size = self._lib.llama_vocab_n_tokens(self._vocab)
 

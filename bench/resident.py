@@ -17,9 +17,11 @@ import numpy as np
 def resident_bytes(engine: str, model: str, tokens: int) -> tuple[int, int]:
     """Before and after loading and computing, from a fresh process."""
     command = [sys.executable, "-m", "bench.resident", engine, model, str(tokens)]
-    before, after = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    )
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.splitlines() or ["no message"])[-1]
+        raise SystemExit(f"bench.resident {engine} {model}: exit status {done.returncode}, {last}")
+    before, after = json.loads(done.stdout.splitlines()[-1])
     return before, after
 
 
@@ -45,7 +47,7 @@ def main() -> None:
     if engine == "llama.cpp":
         LlamaCpp(embedded_path(model), torch.get_num_threads()).prepare(prompt[None], 8)(lambda: None)
     else:
-        llm = LLM(model, max_model_len=tokens, max_num_seqs=1, kv_cache_memory_bytes="256MiB")
+        llm = LLM(model, max_model_len=tokens, max_num_seqs=1, kv_cache_memory_bytes=256 * 2**20)
         llm.generate([prompt.tolist()], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     print(json.dumps([before, _resident()]))
     del tokenizer

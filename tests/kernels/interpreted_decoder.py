@@ -2,21 +2,25 @@
 name of a model, and of a KV format where it is not the activations' own.
 
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
-a GPU, and is computed by plain torch: the interpreter does not know that kernel.
+a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
+to leave it out.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 
+from bench.gpu_checks import engine
 from bench.gpu_checks.chain import in_torch
 from bench.gpu_checks.engine import Setting, run
 from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
+from windowpane.runners.cuda import CudaRunner
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
 _TINY: dict[str, Any] = {
@@ -57,22 +61,26 @@ TINY |= {
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
-CHAINED = " chained"
+CHAINED, UNCHAINED = " chained", " unchained"
 
 
 def main() -> None:
     torch.set_num_threads(1)
     name, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
-    is_chained = name.endswith(CHAINED)
-    name = name.removesuffix(CHAINED)
+    is_chained, is_unchained = name.endswith(CHAINED), name.endswith(UNCHAINED)
+    name = name.removesuffix(CHAINED).removesuffix(UNCHAINED)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
     chains: list[Links] = []
-    if is_chained:
+    if is_chained or is_unchained:
         chain_in_torch(chains)
+    if is_unchained:
+        engine.CudaRunner = partial(CudaRunner, use_chain=False)
     settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype) for fused in (False, True)]
     found = [run(name, setting, "cpu", LENGTHS, NEW_TOKENS) for setting in settings]
     if found[0] != found[1]:
         sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
+    if is_unchained and chains:
+        sys.exit(f"{name}: layers were chained though the runner was told not to")
     # One row is alone in as many steps as the last layer, behind which nothing follows, was chained.
     steps = sum(links.following is None for links in chains)
     if is_chained and not 0 < steps * TINY[name]["num_hidden_layers"] == len(chains):
@@ -84,16 +92,16 @@ def chain_in_torch(chains: list[Links]) -> None:
 
     def run_chain(
         attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch, *, pdl: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         chains.append(links)
         assert scratch.results.shape == (2, 2 * hidden.shape[1] + links.down.inputs)
         assert links.following is None or len(links.following) <= scratch.most_following
         following, after = in_torch(attended, hidden, links, hidden.dtype)
-        hidden.copy_(after)
-        return following
+        return following, after
 
     chaining.has_chain = lambda links, dtype: True
     chaining.run_chain = run_chain
+    chaining.try_chain = lambda links, scratch, dtype, *, pdl: None
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
+from tests.tiny_model import make_model
+from windowpane.engine import start
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels import chain
-from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, cut, is_chain, run_chain
+from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, cut, is_chain, run_chain, try_chain
 from windowpane.lowering.gpu.kernels.chain_forms import AT_A_TURN, GATED, LONG, TALL
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
@@ -133,27 +135,33 @@ LAYERS = {
 }
 
 
-def recorded_chain(layer: Links, monkeypatch, most_following: int = 0) -> Recorder:
-    """A launch for this layer on an H200."""
-    recorder = Recorder(CHAIN_KERNEL)
-    monkeypatch.setattr(chain, "chain_kernel", recorder)
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    """Keeps launches on an H200."""
+    found = Recorder(CHAIN_KERNEL)
+    monkeypatch.setattr(chain, "chain_kernel", found)
     monkeypatch.setattr(chain, "processors_of", lambda device: H200)
+    return found
+
+
+def launch(layer: Links, most_following: int = 0) -> None:
+    """As a step does."""
     scratch = ChainScratch(len(layer.out), layer.down.inputs, torch.device("cpu"), most_following)
     attended, hidden = torch.zeros(1, layer.out.inputs, dtype=BF16), torch.zeros(1, len(layer.out), dtype=BF16)
-    made = run_chain(attended, hidden, layer, scratch, pdl=True)
+    made, updated = run_chain(attended, hidden, layer, scratch, pdl=True)
+    assert updated.shape == hidden.shape
     assert made.shape == (1, len(layer.out) if layer.following is None else len(layer.following))
-    return recorder
 
 
-def compiled_chain(layer: Links, monkeypatch, most_following: int = 0):
-    recorder = recorded_chain(layer, monkeypatch, most_following)
+def compiled_from(recorder: Recorder):
     return recorder.compile(aligned=[name for name, x in recorder.launched.items() if isinstance(x, torch.Tensor)])
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatch, tmp_path):
+def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, recorder, tmp_path):
     layer = LAYERS[name]
-    compiled = compiled_chain(layer, monkeypatch)
+    launch(layer)
+    compiled = compiled_from(recorder)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= chain._shared_bytes(layer) <= SHARED_BYTES
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
@@ -161,26 +169,42 @@ def test_a_launch_compiles_for_hopper_with_weights_on_their_way(name, monkeypatc
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
     # Three parts of the outputs at a time, or three steps of the only one, in one loop for each product.
     assert ptx.count("mma.sync.aligned.m16n8k32") == len(chain._cuts(layer, H200)) * AT_A_TURN * 8
-    # A fence would wait for weights too.
+    # A fence would wait for weights too. What programs leave for each other is written and read two bytes at a time, by
+    # operations that PTX orders: none of them races.
     assert not re.search(r"\b(fence|membar|atom)\b|\.release|\.acquire", ptx)
+    assert set(re.findall(r"\S+\.relaxed\S+", ptx)) == {"st.relaxed.gpu.global.b16", "ld.relaxed.gpu.global.v4.b16"}
+    assert compiled.metadata.launch_pdl and not compiled.metadata.launch_cooperative_grid
     assert "griddepcontrol.wait" in ptx
 
 
-def test_layers_of_a_model_are_one_kernel(monkeypatch):
+def test_what_is_tried_at_start_up_is_the_code_that_steps_launch(recorder):
+    """What a cooperative launch shows about the card holds for steps: registers and shared memory are the same."""
+    layer = links(attended=4096, width=2304, inner=8192, following=6144)
+    launch(layer)
+    of_steps = compiled_from(recorder)
+    scratch = ChainScratch(2304, 8192, torch.device("cpu"))
+    try_chain(layer, scratch, BF16, pdl=True)
+    tried = compiled_from(recorder)
+    assert tried.metadata.launch_cooperative_grid and not tried.metadata.launch_pdl
+    assert tried.asm["cubin"] == of_steps.asm["cubin"] and tried.metadata.shared == of_steps.metadata.shared
+
+
+def test_layers_of_a_model_are_one_kernel(recorder):
     """Whatever their attention leaves, and however many outputs the next layer's projections have."""
     constant = {p.name for p in CHAIN_KERNEL.params if p.is_constexpr}
     for_any_number = {p.name for p in CHAIN_KERNEL.params if p.do_not_specialize}
     assert for_any_number == {"out_steps", "next_outputs"}, "what these layers differ in"
     kinds = set()
     for layer in (links(), links(following=18432), links(attended=16384)):
-        launched = recorded_chain(layer, monkeypatch, most_following=18432).launched
-        kinds.add(tuple((name, x) for name, x in launched.items() if name in constant))
+        launch(layer, most_following=18432)
+        kinds.add(tuple((name, x) for name, x in recorder.launched.items() if name in constant))
     assert len(kinds) == 1
 
 
 def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
     """A launch clears what the one before it left, wherever that lies."""
     monkeypatch.setattr(chaining, "has_chain", lambda link, dtype: link.down.inputs > 8192)
+    monkeypatch.setattr(chaining, "try_chain", lambda link, scratch, dtype, *, pdl: None)
     widths, following = [21504, 9728, 21504, 8192, 9728], [16384, 18432, 16384, 30_000, 0]
     found = [links(inner=inner, following=next_) for inner, next_ in zip(widths, following, strict=True)]
     layers = [SimpleNamespace(blocks=[SimpleNamespace(mixer=None)], link=link) for link in found]
@@ -193,3 +217,58 @@ def test_layers_share_scratch_with_those_of_the_same_inner_width(monkeypatch):
     assert a is c and b is d and a is not b
     assert all(scratch.results.shape == (2, 2 * 5376 + link.down.inputs) for link, scratch in chains)
     assert {scratch.most_following for _, scratch in chains} == {18432}, "of layers that have a chain"
+
+
+class TestStartUp:
+    @pytest.fixture
+    def layers(self, monkeypatch):
+        monkeypatch.setattr(chaining, "has_chain", lambda link, dtype: True)
+        monkeypatch.setattr(chaining, "_links", lambda layer, next_layer: layer.link)
+        monkeypatch.setattr(chain, "processors_of", lambda device: H200)
+        shapes = [(8192, 6144), (9728, 6144), (8192, 6144), (9728, 0)]
+        found = [links(attended=4096, width=2304, inner=inner, following=following) for inner, following in shapes]
+        return [SimpleNamespace(blocks=[SimpleNamespace(mixer=None)], link=link) for link in found]
+
+    def launches(self, monkeypatch, multiprocessors):
+        """Of a card with so many multiprocessors at hand: the inner width and attributes of each."""
+        asked = []
+
+        class Kernel:
+            def __getitem__(self, grid):
+                def launch(*args, INNER_WIDTH, NEXT_PARTS, launch_pdl, launch_cooperative_grid, **constants):
+                    asked.append((INNER_WIDTH, NEXT_PARTS > 0, launch_pdl, launch_cooperative_grid))
+                    if launch_cooperative_grid and grid[0] > multiprocessors:
+                        raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+
+                return launch
+
+        monkeypatch.setattr(chain, "chain_kernel", Kernel())
+        return asked
+
+    def test_each_inner_width_is_tried_once_and_layers_are_chained(self, layers, monkeypatch, caplog):
+        asked = self.launches(monkeypatch, H200)
+        chained = chaining.chain_layers(layers, 2304, BF16, META, pdl=True)
+        assert all(isinstance(layer, chaining.ChainedLayer) and layer._pdl for layer in chained)
+        assert sorted(asked) == [(8192, True, False, True), (9728, True, False, True)]
+        assert not caplog.messages
+
+    def test_layers_run_block_by_block_where_the_card_refuses_and_one_line_says_so(self, layers, monkeypatch, caplog):
+        asked = self.launches(monkeypatch, H200 - 2)
+        assert chaining.chain_layers(layers, 2304, BF16, META, pdl=True) == layers
+        assert len(asked) == 1, "what one layer's programs need, others' do too"
+        (line,) = caplog.messages
+        assert "block by block" in line and "too many blocks in cooperative launch" in line
+
+
+@pytest.mark.parametrize(("flags", "chained"), [({}, True), ({"enable_layer_chain": False}, False)])
+def test_the_flag_reaches_every_rank(flags, chained, monkeypatch, tmp_path):
+    jobs = []
+
+    def no_ranks(job, devices, console):
+        jobs.append(job)
+        raise InterruptedError
+
+    monkeypatch.setattr(start, "start_ranks", no_ranks)
+    with pytest.raises(InterruptedError):
+        start.start(make_model(tmp_path / "model"), {"device": "cpu", "load_format": "dummy", **flags})
+    assert [job.use_chain for job in jobs] == [chained]

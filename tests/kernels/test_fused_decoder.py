@@ -12,7 +12,9 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4", "gemma4 int4 chained"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma4", "llama int4", "gemma4 int4", "gemma4 int4 chained", "gemma4 int4 unchained"]
+)
 def test_greedy_tokens_equal_the_plain_decoders(name):
     run_interpreted("tests.kernels.interpreted_decoder", name)
 

@@ -52,9 +52,10 @@ class Recorder:
         self.launched: dict[str, object] = {}
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, maxnreg=None, launch_pdl=False, **constants):
+        def launch(*args, num_warps, maxnreg=None, launch_pdl=False, launch_cooperative_grid=False, **constants):
             self.launched = inspect.signature(self.kernel.fn).bind(*args, **constants).arguments
-            self.options = {"num_warps": num_warps, "maxnreg": maxnreg}
+            self.options = {"num_warps": num_warps, "maxnreg": maxnreg, "launch_pdl": launch_pdl}
+            self.options |= {"launch_cooperative_grid": launch_cooperative_grid}
 
         return launch
 

@@ -162,6 +162,12 @@ AsyncScheduling = Annotated[
 EnforceEager = Annotated[
     bool, typer.Option("--enforce-eager", help="Run steps without CUDA graphs.", rich_help_panel=SCHEDULING)
 ]
+EnableLayerChain = Annotated[
+    bool,
+    typer.Option(
+        help="Run a single row's int4 layers in one launch each, where the card can.", rich_help_panel=SCHEDULING
+    ),
+]
 
 _MAX_TOKENS = typer.Option(help="Most tokens of one answer (chat: what fits).", rich_help_panel=SAMPLING)
 MaxTokens = Annotated[int, _MAX_TOKENS]
@@ -226,6 +232,7 @@ class EngineFlags(PlanFlags):
     download_dir: DownloadDir = None
     max_itl_ms: MaxItlMs = None
     enforce_eager: EnforceEager = False
+    enable_layer_chain: EnableLayerChain = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

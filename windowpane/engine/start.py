@@ -109,6 +109,7 @@ def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
         use_graphs=not config.enforce_eager,
+        use_chain=config.enable_layer_chain,
         need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,
         calibration=_calibration(plan, source, options.load_format),
     )

@@ -49,6 +49,7 @@ class RankJob:
     use_graphs: bool
     need_bytes: int
     calibration: Calibration | None = None
+    use_chain: bool = True
 
     def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
         self._check_free(device)
@@ -80,6 +81,7 @@ class RankJob:
             device=device,
             dtype=dtype,
             use_graphs=self.use_graphs,
+            use_chain=self.use_chain,
             group=group,
             calibration=self.calibration,
             progress=progress,

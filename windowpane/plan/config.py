@@ -18,7 +18,8 @@ class EngineConfig:
 
     `kv_cache_dtype` is `auto`, one format, or one per group (`full=int8_per_token_head,window=bfloat16`). `swa_full`
     keeps sliding layers at full length. `max_itl_ms` is how long a step may take that others decode in: prompts are cut
-    to that (0 or None: not at all). `enforce_eager` runs a GPU's steps launch by launch, without graphs. `fit`
+    to that (0 or None: not at all). `enforce_eager` runs a GPU's steps launch by launch, without graphs;
+    `enable_layer_chain` False leaves out the one launch that int4 layers of a single row take on Hopper. `fit`
     (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
     `block_tokens` and `slab_bytes` override the layout search.
     """
@@ -35,6 +36,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
     enforce_eager: bool = False
+    enable_layer_chain: bool = True
     swa_full: bool = False
     block_tokens: int | None = None
     slab_bytes: int | None = None

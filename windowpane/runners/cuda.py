@@ -32,7 +32,7 @@ class CudaRunner:
     """One model, or one rank's part of it: its weights, its arena and its graphs on one GPU.
 
     `use_graphs` False runs every step launch by launch; `use_hopper` False leaves chunks and single rows to the plain
-    kernels on a Hopper GPU too.
+    kernels on a Hopper GPU too, and `use_chain` False only the single rows of int4 layers.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class CudaRunner:
         dtype: torch.dtype,
         use_graphs: bool = True,
         use_hopper: bool = True,
+        use_chain: bool = True,
         group: RankGroup = ALONE,
         progress: Progress | None = None,
         calibration: Calibration | None = None,
@@ -71,8 +72,9 @@ class CudaRunner:
         self._max_model_len = max_model_len
         with torch.inference_mode():
             self.model = GpuModel(
-                decoder, parameters, self.pages, self.tables, max_model_len, num_slots, group, use_hopper=use_hopper
-            )
+                decoder, parameters, self.pages, self.tables, max_model_len, num_slots, group, use_hopper=use_hopper,
+                use_chain=use_chain,
+            )  # fmt: skip
             self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
             # Slots and positions of decoding rows at a fixed place, and behind them a step's changed table entries.
             self._inputs = torch.zeros(2, num_slots, dtype=torch.int32, device=device)

@@ -1,21 +1,25 @@
 """A pass: one row of int4 weights goes from a layer's attention to the next one's in one launch (`kernels.chain`).
 
-Leave out the call of `chain_layers` in `lowering.gpu.model`, and every layer runs block by block.
+Leave out the call of `chain_layers` in `lowering.gpu.model` (`--no-enable-layer-chain`), and every layer runs block by
+block.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
-from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, has_chain, run_chain
+from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links, has_chain, run_chain, try_chain
 from windowpane.lowering.gpu.kernels.gated import is_gelu
 from windowpane.lowering.gpu.layers import GpuLayer
 from windowpane.lowering.gpu.mixers import GpuAttention, GpuMlp, GpuStepState
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.blocks import RMS
+
+log = logging.getLogger("windowpane.lowering")
 
 
 class ChainedLayer:
@@ -31,7 +35,7 @@ class ChainedLayer:
         if len(hidden) != 1 or state.step.chunks is not None:
             return self._layer(hidden, normed, state)
         attended = self._attention.attend(normed, state)
-        made = run_chain(attended, hidden, self.links, self._scratch, pdl=self._pdl)
+        made, hidden = run_chain(attended, hidden, self.links, self._scratch, pdl=self._pdl)
         if self.links.following is None:
             return hidden, made
         state.projected = made
@@ -41,13 +45,19 @@ class ChainedLayer:
 def chain_layers(
     layers: Sequence[GpuLayer], hidden_size: int, dtype: torch.dtype, device: torch.device, pdl: bool
 ) -> list[GpuLayer | ChainedLayer]:
-    """The same layers, those that can be chained to the next one wrapped."""
+    """The same layers, those that can be chained to the next one wrapped; none where the card refuses the launch."""
     links = [_links(a, b) for a, b in zip(layers, [*layers[1:], None], strict=True)]
     found = [link if link is not None and has_chain(link, dtype) else None for link in links]
     following = [len(link.following) for link in found if link is not None and link.following is not None]
     most_following = max(following, default=0)
-    widths = dict.fromkeys(link.down.inputs for link in found if link is not None)
+    widths = {link.down.inputs: link for link in reversed(found) if link is not None}  # the first layer of each
     scratch = {width: ChainScratch(hidden_size, width, device, most_following) for width in widths}
+    try:
+        for width, link in widths.items():
+            try_chain(link, scratch[width], dtype, pdl=pdl)
+    except RuntimeError as error:
+        log.warning("int4 layers run block by block: this card refuses to run a layer in one launch (%s)", error)
+        return list(layers)
     return [
         layer if link is None else ChainedLayer(layer, link, scratch[link.down.inputs], pdl)
         for layer, link in zip(layers, found, strict=True)

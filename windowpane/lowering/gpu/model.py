@@ -39,7 +39,7 @@ class GpuModel:
 
     def __init__(
         self, decoder: Decoder, parameters: Parameters, pages: KVPages, tables: DeviceTables, max_model_len: int,
-        max_rows: int, group: RankGroup = ALONE, *, use_hopper: bool = True,
+        max_rows: int, group: RankGroup = ALONE, *, use_hopper: bool = True, use_chain: bool = True,
     ) -> None:  # fmt: skip
         self.decoder, self._group = decoder, group
         self.embedding = parameters.tensor(decoder.embedding)
@@ -67,7 +67,7 @@ class GpuModel:
         self._attentions = context.attentions
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
-        if use_hopper and group.place.ranks == 1:
+        if use_hopper and use_chain and group.place.ranks == 1:
             self.layers = chain_layers(layers, decoder.hidden_size, dtype, device, self._pdl)
 
     @property

@@ -97,7 +97,7 @@ class ChainScratch:
         self.most_following = most_following
         ones = torch.full((2, 2 * width + inner_width), -1, dtype=torch.int16, device=device)  # no result yet
         self.results = ones.view(torch.bfloat16)
-        self.side = torch.zeros(1, dtype=torch.int32, device=device)
+        self.side = torch.zeros(processors_of(device), dtype=torch.int32, device=device)  # one for each program
 
 
 def has_chain(links: Links, dtype: torch.dtype) -> bool:
@@ -148,11 +148,34 @@ def _shared_bytes(links: Links) -> int:
     return ring + residual + _held_pieces(links) * PIECE_GROUPS * DIGIT_BYTES + OTHER_SHARED_BYTES
 
 
+def try_chain(links: Links, scratch: ChainScratch, dtype: torch.dtype, *, pdl: bool) -> None:
+    """Raises RuntimeError where the card cannot hold all programs at once: they wait for each other, and a launch of a
+    step would never end.
+
+    One layer answers for the others: in each of them a multiprocessor has registers and shared memory for a program
+    (`is_chain`), so the only question is whether all multiprocessors are at hand.
+    """
+    attended, hidden = (
+        torch.zeros(1, n, dtype=dtype, device=links.out.device) for n in (links.out.inputs, len(links.out))
+    )
+    run_chain(attended, hidden, links, scratch, pdl=pdl, cooperative=True)
+
+
 def run_chain(
-    attended: torch.Tensor, hidden: torch.Tensor, links: Links, scratch: ChainScratch, *, pdl: bool
-) -> torch.Tensor:
+    attended: torch.Tensor,
+    hidden: torch.Tensor,
+    links: Links,
+    scratch: ChainScratch,
+    *,
+    pdl: bool,
+    cooperative: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """From what one row attended [1, inputs] to the next layer's projections [1, outputs], or to the norm behind the
-    last layer. `hidden` [1, width] is updated in place.
+    last layer; and the residual stream [1, width] that `hidden` becomes.
+
+    `cooperative` launches raise RuntimeError where the card cannot hold all programs at once. They do not overlap the
+    launch before them, which costs some 8 µs, so steps do without (`try_chain`). Both are the same code: they differ in
+    launch attributes alone, and the instructions of PDL do nothing in a launch without that attribute.
     """
     assert scratch.results.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
     programs = processors_of(hidden.device)
@@ -163,13 +186,15 @@ def run_chain(
         next_cut = cut(max(len(following), scratch.most_following), following.inputs, programs)
         assert next_cut.turns >= STAGES and next_cut.parts <= MOST_PARTS, "most_following is of a layer with a chain"
     result = hidden.new_empty(1, hidden.shape[1] if following is None else len(following))
+    new_hidden = torch.empty_like(hidden)
     weights = [t for w in links.weights for t in (w.units, w.scales)]
     chain_kernel[(programs,)](
-        attended, hidden, scratch.results, result, *weights, *((None, None) if following is None else ()),
+        attended, hidden, new_hidden, scratch.results, result, *weights, *((None, None) if following is None else ()),
         links.post_attention_norm, links.pre_mlp_norm, links.post_mlp_norm, links.next_norm, links.scalar,
         scratch.side, links.out.inputs // STEP_INPUTS, 0 if following is None else len(following), links.eps,
         WIDTH=hidden.shape[1], INNER_WIDTH=links.down.inputs, PARTS=out_cut.parts, GATE_PARTS=gate_cut.parts,
         OUT_ENDS=ends_within_a_turn(links.out.inputs, *out_cut[:2]), NEXT_PARTS=next_cut.parts, NEXT_FORM=next_cut.form,
-        PIECES=_held_pieces(links), STAGES=STAGES, GELU=links.gelu, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        PIECES=_held_pieces(links), STAGES=STAGES, GELU=links.gelu, PDL=pdl, num_warps=WARPS,
+        launch_pdl=pdl and not cooperative, launch_cooperative_grid=cooperative,
     )  # fmt: skip
-    return result
+    return result, new_hidden

@@ -20,7 +20,11 @@ for rows of activations, and here is one row: each column has one digit of one o
 block's sums meet their scales once. Sums start as a float32 whose lowest bits they are.
 
 Programs wait for each other's results by polling the slots they are written to (`chain_results`). There are two sets of
-slots: each launch uses one and clears the other for the launch after it. A *turn* is a step of the loop over portions.
+slots: each launch uses one and clears the other for the launch after it. Each program keeps its own note of which one,
+and the residual stream is read from one place and written to another: within a launch no program writes what another
+reads, but for the slots. All programs must run at once; that the card can hold them is tried at start-up, by a
+cooperative launch (`chain.try_chain`). Launches that overlap keep it so: a dependent one starts only once every program
+here runs. A *turn* is a step of the loop over portions.
 """
 
 # mypy: disable-error-code="assignment,misc,no-redef,var-annotated"
@@ -43,7 +47,7 @@ from windowpane.lowering.gpu.kernels.chain_portions import (
     shape_of,
     turns_of,
 )
-from windowpane.lowering.gpu.kernels.chain_results import forget, take
+from windowpane.lowering.gpu.kernels.chain_results import forget, leave, take
 from windowpane.lowering.gpu.kernels.gated import gate_times_up
 
 
@@ -93,7 +97,7 @@ def _store_long(OUT, sums, meeting, first, last):
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout)))[None, None, :]
     part = odd * 2 + even
     n = first + part * 16 + m
-    gl.store(OUT + n, total.to(gl.bfloat16), mask=(n < last) & (part < PORTIONS))
+    leave(OUT + n, total, (n < last) & (part < PORTIONS))
 
 
 @gluon.jit
@@ -101,7 +105,7 @@ def _store_tall(OUT, sums, first, last, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
         total = gl.sum(sums[part], 1)
         n = first + part * 128 + gl.arange(0, 128, total.type.layout)
-        gl.store(OUT + n, total.to(gl.bfloat16), mask=n < last)
+        leave(OUT + n, total, n < last)
 
 
 @gluon.jit
@@ -111,7 +115,7 @@ def _store_gated(OUT, sums, first, last, GELU: gl.constexpr):
         gate, up = gl.split(gl.permute(total, (0, 2, 1)))
         warp = gl.arange(0, 8, gl.SliceLayout(1, gate.type.layout))[:, None]
         n = first + part * 64 + warp * 8 + gl.arange(0, 8, gl.SliceLayout(0, gate.type.layout))[None, :]
-        gl.store(OUT + n, gate_times_up(gate, up, GELU), mask=n < last)
+        leave(OUT + n, gate_times_up(gate, up, GELU), n < last)
 
 
 @gluon.jit
@@ -148,16 +152,16 @@ def _bits(X):
 
 @gluon.jit(do_not_specialize=["out_steps", "next_outputs"])
 def chain_kernel(
-    ATTENDED, HIDDEN, RESULTS, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
+    ATTENDED, HIDDEN, NEW_HIDDEN, RESULTS, NEXT, OUT_U, OUT_S, GATE_U, GATE_S, DOWN_U, DOWN_S, NEXT_U, NEXT_S,
     POST_WEIGHT, PRE_WEIGHT, POST_MLP_WEIGHT, NEXT_WEIGHT, SCALAR, SIDE, out_steps, next_outputs, eps,
     WIDTH: gl.constexpr, INNER_WIDTH: gl.constexpr, OUT_ENDS: gl.constexpr,
     PARTS: gl.constexpr, GATE_PARTS: gl.constexpr, NEXT_PARTS: gl.constexpr, NEXT_FORM: gl.constexpr,
     PIECES: gl.constexpr, STAGES: gl.constexpr, GELU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """RESULTS [2, …] holds the products' result slots, this launch's SIDE and the other. NEXT becomes the next layer's
-    projections, or without NEXT_U the last norm. What was attended comes in `out_steps` of 256: layers that differ in
-    this and in the next projections' outputs alone are one kernel, whose code is fetched once (unless what was attended
-    is wider than all else, or ends within a turn in some of them).
+    """RESULTS [2, …] holds the products' result slots, this launch's and the other's: SIDE [programs] says which. NEXT
+    becomes the next layer's projections, or without NEXT_U the last norm. What was attended comes in `out_steps` of
+    256: layers that differ in this and in the next projections' outputs alone are one kernel, whose code is fetched
+    once (unless what was attended is wider than all else, or ends within a turn in some of them).
 
     PARTS, GATE_PARTS and NEXT_PARTS are what a program has at most.
     """
@@ -200,7 +204,7 @@ def chain_kernel(
     gate = prepare(GATE_U, GATE_S, inner_first, inner_last, WIDTH_STEPS, GATE_SHAPE, INNER_WIDTH)
     if PDL:
         gdc_wait()
-    side = gl.load(SIDE, volatile=True)
+    side = gl.load(SIDE + gl.program_id(0), volatile=True)
     EACH: gl.constexpr = 2 * WIDTH + INNER_WIDTH
     OUT = RESULTS + side * EACH
     INNER = OUT + WIDTH
@@ -248,9 +252,9 @@ def chain_kernel(
     for i in gl.static_range(WIDTH_PIECES):
         hidden = hidden + (middle.index(i).load(layout),)  # noqa: RUF005
     hidden, normed = _residual_norm(_bits(DOWN), hidden, post_weight, scalar, weight, eps, WIDTH)
+    gl.store(SIDE + gl.program_id(0), 1 - side)
     if gl.program_id(0) == 0:
-        store_pieces(HIDDEN, hidden, WIDTH)
-        gl.store(SIDE, 1 - side)
+        store_pieces(NEW_HIDDEN, hidden, WIDTH)
     if NEXT_PARTS == 0:
         if gl.program_id(0) == 0:
             store_pieces(NEXT, normed, WIDTH)

@@ -21,7 +21,7 @@ from windowpane.lowering.gpu.kernels.chain_forms import (
     PORTIONS,
 )
 from windowpane.lowering.gpu.kernels.chain_inputs import digits_of, hold, inputs_of, place_of
-from windowpane.lowering.gpu.kernels.chain_results import settle
+from windowpane.lowering.gpu.kernels.chain_results import glance, settle
 
 # The lower and the upper four bits of four bytes, each q as 16 · (q - 8).
 _TAKE = gl.constexpr("""{
@@ -164,7 +164,9 @@ def _piece(source, i, SHAPE: gl.constexpr):
     """Of a product's inputs that are not held yet, and zeros behind them."""
     if SHAPE[3] == ARE_HELD:
         return 0
-    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+    elif SHAPE[3] == ARE_AWAITED:  # noqa: RET505 - all branches are compiled unless one is chosen here
+        return glance(source[0], i, source[1])
+    else:
         X, count = source
         at = place_of(i)
         return gl.load(X + at, mask=at < count, other=0, cache_modifier=".cg")
