@@ -46,9 +46,40 @@ TINY = {
         "vocab_size_per_layer_input": 24,
     },
 }
+_TINY_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+TINY |= {
+    "gpt-oss": {
+        **CONFIGS["gpt-oss"],
+        **_TINY,
+        **_TINY_EXPERTS,
+        "intermediate_size": 32,
+        "layer_types": [SLIDING, FULL],
+        "sliding_window": 8,
+    },
+    "gemma4 experts": {
+        **CONFIGS["gemma4 experts"],
+        **_TINY,
+        "layer_types": [SLIDING, FULL],
+        "sliding_window": 8,
+        "global_head_dim": 32,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+    "llama 4": {
+        **CONFIGS["llama 4"],
+        **_TINY,
+        "intermediate_size_mlp": 16,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+    },
+    "glm 4.5": {**CONFIGS["glm 4.5"], **_TINY, "moe_intermediate_size": 16},
+}
 TINY |= {
     # Wide enough for a group of 32.
     "llama int4": {**QUANTIZED["llama int4"], **_TINY, "intermediate_size": 32},
+    "qwen3 experts int4": {**QUANTIZED["qwen3 experts int4"], **_TINY, "moe_intermediate_size": 32},
+    "gpt-oss mxfp4": {**TINY["gpt-oss"], "quantization_config": QUANTIZED["gpt-oss mxfp4"]["quantization_config"]},
     "gemma4 int4": {
         **QUANTIZED["gemma4 int4"],
         **_TINY,

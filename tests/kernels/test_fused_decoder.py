@@ -12,9 +12,11 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma4", "llama int4", "gemma4 int4", "gemma4 int4 chained", "gemma4 int4 unchained"]
-)
+CHAINED = ("gemma4 int4 chained", "gemma4 int4 unchained")
+EXPERTS = ("gemma4 experts", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4", *CHAINED, *EXPERTS])
 def test_greedy_tokens_equal_the_plain_decoders(name):
     run_interpreted("tests.kernels.interpreted_decoder", name)
 

@@ -148,6 +148,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         106.0,
         {"full 8x128": 46},
+        runs=True,
     ),
     "zai-org/GLM-4.7": Published(
         _shape(
@@ -170,6 +171,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         355.0,
         {"full 8x128": 92},
+        runs=True,
     ),
     "zai-org/GLM-4.7-Flash": Published(
         _shape(
@@ -226,6 +228,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         228.7,
         {"full 8x128": 62},
+        runs=True,
     ),
     "mistralai/Mixtral-8x7B-v0.1": Published(
         _shape(
@@ -244,6 +247,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         46.7,
         {"full 8x128": 32},
+        runs=True,
     ),
     "mistralai/Mixtral-8x22B-v0.1": Published(
         _shape(
@@ -262,6 +266,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         140.6,
         {"full 8x128": 56},
+        runs=True,
     ),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": Published(
         _shape(
@@ -549,6 +554,7 @@ PUBLISHED: dict[str, Published] = {
         },
         235.1,
         {"full 4x128": 94},
+        runs=True,
     ),
     "Qwen/Qwen3-VL-8B-Instruct": Published(
         {

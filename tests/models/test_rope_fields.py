@@ -26,10 +26,11 @@ from windowpane.models.running import runnable
 
 ONE_ROTATION = (
     "llama", "smollm3", "granite", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "cohere2", "exaone4", "phi3",
-    "qwen3 moe", "mixtral", "minimax m2", "glm4 moe", "gpt-oss", "llama4",
+    "qwen3 moe", "mixtral", "minimax m2", "glm4 moe", "gpt-oss", "llama4 text",
 )  # fmt: skip
 IN_FULL = ("llama", "phi3", "gemma3 text", "olmo3", "gemma4 text")
 BY_TYPE = ("gemma3 text", "olmo3", "gemma4 text")
+PARTLY = ("phi3", "glm4_moe", "minimax_m2")  # these rotate a part of each head, if so told
 PAIRS = 8  # of the small configs' heads of 16 dims
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -92,7 +93,7 @@ ROPE_FIELDS = {key for beside in BESIDE for key in beside} | {"rope_scaling", "r
 # What is refused although transformers runs it: it drops a part of what the config says, or is not implemented here.
 REFUSALS = re.compile(
     r"replaces rope_parameters, and so|given by layer type|'(dynamic|mrope)' cannot be run yet|"
-    r"(high_freq_factor|rope_theta) is .*, but must be above|rope_scaling is no field of Gemma 4|"
+    r"(high_freq_factor|rope_theta) is .*, but must be (above|at least)|rope_scaling is no field of Gemma 4|"
     r"no rope_parameters\.\w+\.rope_theta"  # of Gemma 4, with one beside the layer types
 )
 
@@ -112,8 +113,9 @@ def placements(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def configs(family: str) -> list[dict[str, Any]]:
-    base = small("gemma4 with shared KV")["text_config"] if family == "gemma4 text" else small(family)
-    base |= {"architectures": ["Gemma4ForCausalLM"]} if family == "gemma4 text" else {}
+    base = small({"gemma4 text": "gemma4 with shared KV", "llama4 text": "llama4"}.get(family, family))
+    if "text_config" in base:
+        base = {**base["text_config"], "architectures": [f"{family.removesuffix(' text').title()}ForCausalLM"]}
     found = [{**base, **beside} for beside in BESIDE]
     for section in SECTIONS.values():
         for place, rotation in enumerate(placements(section)):
@@ -146,11 +148,14 @@ def theirs(config: dict[str, Any], long: bool) -> dict[str, tuple[torch.Tensor, 
     for kind in (FULL, SLIDING):
         typed = {"layer_type": kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
         at = torch.tensor([[10_000 if long else 0]])
-        cos, _ = embedding(torch.zeros(1), at, **typed)
+        made = embedding(torch.zeros(1), at, **typed)
+        # Llama 4 has one complex number for a pair, gpt-oss one cosine.
+        width = made.shape[-1] * 2 if isinstance(made, torch.Tensor) else made[0].shape[-1]
+        width *= 2 if config["model_type"] == "gpt_oss" else 1
         prefix = f"{kind}_" if typed else ""
         inverse = getattr(embedding, f"{prefix}inv_freq")
         head_dim = getattr(theirs.per_layer_config[kind] if typed else theirs, "head_dim", 16)
-        if config["model_type"] != "phi3" and cos.shape[-1] != head_dim:
+        if config["model_type"] not in PARTLY and width != head_dim:
             raise ValueError("this model's own code cannot apply it: queries and angles differ in width")
         padded = torch.nn.functional.pad(inverse, (0, head_dim // 2 - len(inverse)))
         found[kind] = padded, float(getattr(embedding, f"{prefix}attention_scaling"))

@@ -330,6 +330,23 @@ QUANTIZED: dict[str, dict[str, Any]] = {
             "ignore": ["lm_head"],
         },
     },
+    "qwen3 experts int4": {
+        **CONFIGS["qwen3 experts"],
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"all": {"targets": ["Linear"], "weights": _INT4}},
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+        },
+    },
+    "qwen3 experts fp8": {
+        **CONFIGS["qwen3 experts"],
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    },
+    "gpt-oss mxfp4": {
+        **CONFIGS["gpt-oss"],
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    },
     "qwen3 fp8": {**CONFIGS["qwen3"], "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}},
 }
 # Wide enough that a GPU takes all between two layers' attention at once.

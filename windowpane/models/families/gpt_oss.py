@@ -61,6 +61,6 @@ def read(config: Config, name: str) -> ModelSpec:
 
 
 def _rope(config: Config, shape: Shape) -> Rope:
-    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+    if not config.has("rope_parameters") and not config.fields.get("rope_scaling"):
         config = Config({**config.fields, "rope_parameters": DEFAULT_ROPE}, config.where)
     return read_rope(config, shape.head_dim, shape.max_position, theta=150_000.0)
