@@ -62,7 +62,7 @@ LAYERS = {
 }
 SMALL = {
     "bf16": Layer(704, 192, 12, 3),
-    "bf16 relu2": Layer(512, 200, 9, 22 % 9, activation="relu2"),
+    "bf16 relu2": Layer(512, 200, 9, 4, activation="relu2"),
     "bf16 clamped": Layer(2880, 360, 8, 4, limit=7.0),
     "int4 g32": Layer(704, 192, 12, 3, "int4", 32),
     "int4 g64 zeros": Layer(704, 192, 12, 3, "int4", 64, zeros=True),
@@ -270,9 +270,10 @@ def timings() -> None:
             routed = microseconds(partial(_route, x, router, layer.chosen), repeat=ROUTINGS)
             beside = f"{torch_grouped(case, x, routings[0]):8.1f}" if layer.kind == "plain" and rows >= 256 else ""
             launches = plan_experts(rows, layer.chosen, layer.experts, BF16, case.gate_up, case.down)
+            of_roof, flops = case.floor(routings) / took, case.flops(rows) / took / 1e6
+            told = " | ".join(short(launch) for launch in launches)
             print(
-                f"{name:26} {rows:5} {took:8.1f} {case.floor(routings) / took:7.0%} "
-                f"{case.flops(rows) / took / 1e6:7.0f} {routed:7.1f} {beside:8}  {short(launches[0])} | {short(launches[1])}",
+                f"{name:26} {rows:5} {took:8.1f} {of_roof:7.0%} {flops:7.0f} {routed:7.1f} {beside:8}  {told}",
                 flush=True,
             )
         del case
@@ -304,11 +305,10 @@ def sweep(all_rows: list[int], warm: tuple[int, int] | None = None) -> None:
                         found.append((microseconds(step, repeat=ROUTINGS, rounds=5), launch))
                 if warm is None:
                     found.sort()
-                    floor = case.floor(products.routings, product)
+                    floor, flops = case.floor(products.routings, product), case.flops(rows, product) / found[0][0] / 1e6
                     cells = [f"{short(launch)}{'*' if launch == plan else ''} {took:.1f}" for took, launch in found]
-                    shown = cells[:5] + [cell for cell in cells[5:] if "*" in cell]
-                    print(f"{name} {rows} {product} (roof {floor:.1f} µs, {case.flops(rows, product) / found[0][0] / 1e6:.0f} "
-                          f"TFLOP/s): " + " | ".join(shown), flush=True)  # fmt: skip
+                    told = " | ".join(cells[:5] + [cell for cell in cells[5:] if "*" in cell])
+                    print(f"{name} {rows} {product} (roof {floor:.1f} µs, {flops:.0f} TFLOP/s): {told}", flush=True)
             del products
         del case
         torch.cuda.empty_cache()

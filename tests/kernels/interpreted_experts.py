@@ -1,4 +1,4 @@
-"""Checks of routing and experts against plain torch, for a process with TRITON_INTERPRET=1; named on the command line."""
+"""Checks of routing and experts against plain torch, for a process with TRITON_INTERPRET=1; named by its arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from windowpane.lowering.gpu.kernels.routing import Routing, route
 from windowpane.lowering.packed import PackedWeight, Weight
 
 EXPERTS = 6
-FEW = (Few(16, 1), Few(16, 1))
-GROUPED = (Grouped(16, 32, 32, 4, 1), Grouped(16, 16, 64, 4, 1))
+# Large tiles: the interpreter goes through programs one by one.
+FEW = (Few(64, 1), Few(64, 1))
+GROUPED = (Grouped(16, 64, 64, 4, 1), Grouped(16, 64, 32, 4, 1))
+KINDS_GROUPED = (Grouped(16, 128, 128, 4, 1), Grouped(16, 256, 128, 4, 1))
 
 
 # -- routing -------------------------------------------------------------------------------------------------------
@@ -31,10 +33,10 @@ def plain_route(x, weight, bias, correction, scales, *, chosen, scoring, renorma
     choice = scores if correction is None else scores + correction
     if groups > 1:
         parts = choice.view(len(x), groups, -1)
-        best = parts.topk(2, -1).values.sum(-1).sort(-1, descending=True, stable=True).indices[:, :kept_groups]
+        best = parts.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, :kept_groups]
         keeps = torch.zeros(len(x), groups).scatter_(1, best, 1.0).bool()
         choice = parts.masked_fill(~keeps[:, :, None], -math.inf).flatten(1)
-    ids = choice.sort(-1, descending=True, stable=True).indices[:, :chosen]
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
     shares = scores.gather(1, ids)
     if scoring == "chosen_softmax":
         shares = shares.softmax(-1)
@@ -150,25 +152,24 @@ def experts_agree(rows, weights, chosen, launches, *, routing=None, experts=EXPE
 def forms() -> None:
     """Few and many rows, each with one and several experts to a row, and sizes that no tile divides."""
     weights = plain_weights(72, 44)
-    for rows, chosen in ((1, 1), (1, 4), (3, 4)):
+    for rows, chosen in ((1, 1), (2, 5)):
         experts_agree(rows, weights, chosen, FEW)
-    for rows, chosen in ((1, 1), (1, 4), (9, 4), (40, 1), (40, 4)):
+    for rows, chosen in ((1, 1), (1, 5), (40, 1), (40, 3)):
         experts_agree(rows, weights, chosen, GROUPED)
-    experts_agree(2, weights, 3, None)
-    experts_agree(12, weights, 2, None)
-    empty = run_experts(torch.zeros(0, 72), random_routing(1, 2).__class__(torch.zeros(0, 2).int(), torch.zeros(0, 2)),
-                        *weights, experts=EXPERTS, activation="silu")  # fmt: skip
-    assert empty.shape == (0, 72)
+    for rows in (1, 12):
+        experts_agree(rows, plain_weights(40, 12), 1, None)
+    nobody = Routing(torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2))
+    assert run_experts(torch.zeros(0, 72), nobody, *weights, experts=EXPERTS, activation="silu").shape == (0, 72)
 
 
 def activations() -> None:
     biases = {"gate_up_bias": torch.randn(EXPERTS, 88), "down_bias": torch.randn(EXPERTS, 72)}
     for launches in (FEW, GROUPED):
         weights = plain_weights(72, 44)
-        experts_agree(3, weights, 2, launches, activation="gelu_pytorch_tanh")
-        experts_agree(3, weights, 2, launches, limit=0.7, alpha=1.5, **biases)
-        experts_agree(3, weights, 2, launches, weighs_inputs=True, **biases)
-        experts_agree(3, plain_weights(72, 44, sets=1), 2, launches, activation="relu2")
+        experts_agree(2, weights, 2, launches, activation="gelu_pytorch_tanh")
+        experts_agree(2, weights, 2, launches, limit=0.7, alpha=1.5, **biases)
+        experts_agree(2, weights, 2, launches, weighs_inputs=True, **biases)
+        experts_agree(2, plain_weights(72, 44, sets=1), 2, launches, activation="relu2")
 
 
 def ranks() -> None:
@@ -211,12 +212,12 @@ def kinds() -> None:
         ("int4", 32, False, 1), ("int4", 64, True, 1), ("int4", None, True, 1), ("mxfp4", 32, False, 1),
         ("fp8", None, False, 1), ("fp8", 128, False, 32),
     ):  # fmt: skip
-        gate_up = random_weight(kind, 3 * 96, 160 if group != 64 else 192, group, zeros, scale_outputs)
-        down = random_weight(kind, 3 * gate_up.inputs, 48 if group != 64 else 64, group, zeros, scale_outputs)
-        if kind == "int4" and group == 64:
-            gate_up = random_weight(kind, 3 * 128, 192, group, zeros)
+        # A rest of 32 inputs after a whole block, and less than a block.
+        inputs, width = (192, 64) if group == 64 else (160, 32)
+        gate_up = random_weight(kind, 3 * 2 * width, inputs, group, zeros, scale_outputs)
+        down = random_weight(kind, 3 * inputs, width, group, zeros, scale_outputs)
         gate_up, down = small(gate_up), small(down)
-        for rows, launches in ((2, FEW), (9, GROUPED)):
+        for rows, launches in ((1, (Few(128, 1), Few(256, 1))), (5, KINDS_GROUPED)):
             experts_agree(rows, (gate_up, down), 2, launches, experts=3, limit=5.0 if kind == "mxfp4" else None)
 
 
@@ -228,14 +229,14 @@ def small(weight: PackedWeight) -> PackedWeight:
 
 
 def real_widths() -> None:
-    """Inputs that are no multiple of 128, as gpt-oss (2,880) and Gemma 4 (704) have, in 16-bit words of scales."""
-    gate_up = small(random_weight("mxfp4", 2 * 32, 2880, 32))
+    """Inputs that are no multiple of 128, as gpt-oss (2,880) and Gemma 4 (704) have."""
+    gate_up = small(random_weight("mxfp4", 2 * 64, 2880, 32))
     down = small(random_weight("mxfp4", 2 * 2880, 32, 32))
-    experts_agree(2, (gate_up, down), 1, (Few(32, 4), Few(128, 1)), experts=2)
-    experts_agree(2, (gate_up, down), 1, (Grouped(16, 32, 128, 4, 1), Grouped(16, 128, 128, 4, 1)), experts=2)
+    experts_agree(1, (gate_up, down), 2, (Few(64, 4), Few(1024, 1)), experts=2)
+    experts_agree(2, (gate_up, down), 2, (Grouped(16, 64, 128, 4, 1), Grouped(16, 1024, 128, 4, 1)), experts=2)
     weights = plain_weights(64, 704, 2)
-    experts_agree(2, weights, 2, (Few(128, 1), Few(32, 1)), experts=2)
-    experts_agree(2, weights, 2, (Grouped(16, 128, 64, 4, 1), Grouped(16, 64, 128, 4, 1)), experts=2)
+    experts_agree(1, weights, 2, (Few(512, 1), Few(64, 1)), experts=2)
+    experts_agree(2, weights, 2, (Grouped(16, 512, 64, 4, 1), Grouped(16, 64, 128, 4, 1)), experts=2)
 
 
 def rows_alone_as_together() -> None:
@@ -244,10 +245,10 @@ def rows_alone_as_together() -> None:
     x = torch.randn(40, 72)
     options = {"experts": EXPERTS, "activation": "silu"}
     for launches in (FEW, GROUPED):
-        rows = slice(0, 40 if launches is GROUPED else 4)
+        rows = slice(0, 40 if launches is GROUPED else 2)
         together = run_experts(x[rows], Routing(routing.ids[rows], routing.shares[rows]), *weights, launches=launches,
                                **options)  # fmt: skip
-        for row in (0, 3, len(together) - 1):
+        for row in (0, len(together) - 1):
             one = slice(row, row + 1)
             alone = run_experts(x[one], Routing(routing.ids[one], routing.shares[one]), *weights, launches=launches,
                                 **options)  # fmt: skip
@@ -259,4 +260,5 @@ if __name__ == "__main__":
     # the interpreter's own use of NumPy
     warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
     torch.manual_seed(0)
-    globals()[sys.argv[1]]()
+    for check in sys.argv[1:]:
+        globals()[check]()
