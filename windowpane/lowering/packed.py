@@ -361,7 +361,7 @@ def unpack_zeros(packed: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
-    """What checkpoints store, uint8 `blocks` [..., outputs, groups, 16] and `scales` [..., outputs, groups], as one weight.
+    """One weight of what checkpoints store: uint8 `blocks` [..., outputs, groups, 16], `scales` [..., outputs, groups].
 
     Byte j of a block holds inputs 2j (its low half) and 2j + 1 of 32. Leading axes (experts) become further outputs.
     """

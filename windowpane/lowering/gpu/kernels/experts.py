@@ -7,6 +7,8 @@ outputs rows, plain or packed. Nothing waits for the host, so that a graph can h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -46,28 +48,28 @@ def run_experts(
     if launches is None:
         launches = plan_experts(rows, chosen, experts, x.dtype, *weights)
     inner = x.new_empty(rows * chosen, width)
-    bounds = {"limit": float(limit or 0.0), "alpha": float(alpha), "local": local, "pdl": pdl}
+    common: dict[str, Any] = {"limit": float(limit or 0.0), "alpha": float(alpha), "local": local, "pdl": pdl}
     first, second = launches
     if isinstance(first, Few) and isinstance(second, Few):
         few_product(
             x, weights[0], gate_up_bias, routing, inner, first=first_expert, activation=code, weighted=weighs_inputs,
-            launch=first, **bounds,
+            launch=first, **common,
         )  # fmt: skip
         few_product(
             inner, weights[1], down_bias, routing, out, first=first_expert, activation=NO_ACTIVATION.value,
-            weighted=not weighs_inputs, launch=second, **bounds,
+            weighted=not weighs_inputs, launch=second, **common,
         )  # fmt: skip
         return out
     assert isinstance(first, Grouped) and isinstance(second, Grouped) and first.rows == second.rows
     by_expert = sort_pairs(routing, first_expert, local, first.rows, pdl=pdl)
     grouped_product(
         x, weights[0], gate_up_bias, routing, by_expert, inner, activation=code, weighted=weighs_inputs, launch=first,
-        **bounds,
+        **common,
     )  # fmt: skip
     results = x.new_empty(rows * chosen, hidden)
     grouped_product(
         inner, weights[1], down_bias, routing, by_expert, results, activation=NO_ACTIVATION.value, weighted=False,
-        launch=second, **bounds,
+        launch=second, **common,
     )  # fmt: skip
     add_pairs(results, routing, out, first=first_expert, local=local, weighted=not weighs_inputs, pdl=pdl)
     return out

@@ -8,14 +8,14 @@ import triton.language as tl
 from windowpane.lowering.gpu.kernels.gated import activate
 
 NO_ACTIVATION, SILU, GELU, CLAMPED, RELU2 = (tl.constexpr(i) for i in range(5))
-ACTIVATIONS = {"silu": SILU.value, "gelu_pytorch_tanh": GELU.value, "relu2": RELU2.value}
+ACTIVATIONS: dict[str, int] = {"silu": SILU.value, "gelu_pytorch_tanh": GELU.value, "relu2": RELU2.value}
 
 
 def code_of(activation: str, limit: float | None) -> int:
     """`limit`: gates and what they gate are cut there, as in gpt-oss."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"no expert kernel for activation {activation!r}; there is {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation] if limit is None else CLAMPED.value
+    return ACTIVATIONS[activation] if limit is None else int(CLAMPED.value)
 
 
 @triton.constexpr_function

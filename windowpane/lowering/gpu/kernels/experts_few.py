@@ -179,9 +179,8 @@ def few_packed_kernel(
             GROUP or 2**30, WORDS,
         )  # fmt: skip
         w = decode(u, zeros, DTYPE, HAS_ZEROS, GROUP, WORDS, KIND, USES_ASM)
-        x_at = (
-            X + (pair // X_PAIRS).to(tl.int64) * x_stride + block[:, None, None] * 128 + j[None, :, None] + 0 * is_first
-        )
+        x_row = X + (pair // X_PAIRS).to(tl.int64) * x_stride
+        x_at = x_row + (block[:, None, None] * 128 + j[None, :, None] + tl.zeros([1, 1, COLUMNS], tl.int32))
         for span in tl.static_range(4):
             mask = is_first & inside
             if not IS_WHOLE:

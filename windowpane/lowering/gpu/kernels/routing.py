@@ -71,7 +71,8 @@ def route(
         logits, bias, correction, expert_scales, ids, shares, rows, float(multiplier), EXPERTS=experts,
         PADDED=max(32, triton.next_power_of_2(experts)), SPLITS=splits, CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen), SCORING=SCORINGS[scoring], RENORMALIZE=renormalize,
-        GROUPS=groups, GROUPS_PADDED=triton.next_power_of_2(groups), CHOSEN_GROUPS=chosen_groups, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        GROUPS=groups, GROUPS_PADDED=triton.next_power_of_2(groups), CHOSEN_GROUPS=chosen_groups, PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return Routing(ids, shares)
 

@@ -133,7 +133,7 @@ def scale_of(
             return (exponent << 23).to(tl.float32, bitcast=True)
     elif WORDS:
         return (scales[0] >> 16 * (span * 32 // GROUP)).to(tl.int16).to(DTYPE, bitcast=True)
-    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+    else:
         return scales[span]
 
 

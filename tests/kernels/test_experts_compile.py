@@ -1,0 +1,86 @@
+"""Kernels of experts and routing, compiled for Hopper from what the engine would launch. Needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.test_formats_compile import POINTERS, SHARED_BYTES, Recorder
+from tests.kernels.test_hopper_compiles import stack_bytes
+from tests.kernels.test_packed_compiles import OnDevice
+from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, routing
+from windowpane.lowering.gpu.kernels.experts import run_experts
+from windowpane.lowering.gpu.kernels.routing import Routing, route
+from windowpane.lowering.packed import PackedWeight
+from windowpane.models.packing import PackedForm
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+# hidden, width, experts (fewer than there are: kernels do not know), chosen, scheme
+LAYERS = {
+    "Gemma 4 26B-A4B": (2816, 704, 4, 8, None),
+    "Gemma 4 26B-A4B int4": (2816, 704, 4, 8, ("int4", 64)),
+    "gpt-oss-20b": (2880, 2880, 2, 4, ("mxfp4", 32)),
+}
+
+
+def weight_of(outputs: int, inputs: int, scheme: tuple[str, int] | None) -> torch.Tensor | PackedWeight:
+    if scheme is None:
+        return torch.zeros(outputs, inputs, dtype=BF16)
+    return PackedWeight.empty(PackedForm(scheme[0], outputs, inputs, scheme[1]), BF16, CPU)
+
+
+class Both(OnDevice):
+    """Keeps what both products of a layer compile to."""
+
+    def __init__(self, kernel) -> None:
+        super().__init__(kernel, 90)
+        self.found: list = []
+
+    def __getitem__(self, grid):
+        launch = super().__getitem__(grid) if "USES_ASM" in self.kernel.arg_names else Recorder.__getitem__(self, grid)
+
+        def keep(*args, **named):
+            launch(*args, **named)
+            self.found.append(self.compiled)
+
+        return keep
+
+
+def record(monkeypatch, module, name: str) -> Both:
+    monkeypatch.setitem(POINTERS, torch.int64, "*i64")
+    monkeypatch.setattr(module, name, Both(getattr(module, name)))
+    return getattr(module, name)
+
+
+@pytest.mark.parametrize("rows", [1, 256, 8192])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_experts(name, rows, monkeypatch, tmp_path):
+    hidden, width, experts, chosen, scheme = LAYERS[name]
+    module = experts_few if rows == 1 else experts_grouped
+    kernels = ["few_kernel" if rows == 1 else "grouped_kernel", "sort_kernel", "add_kernel"][: 1 if rows == 1 else 3]
+    kernels[0] = kernels[0].replace("_kernel", "_packed_kernel") if scheme else kernels[0]
+    products, *others = [record(monkeypatch, module, kernel) for kernel in kernels]
+    x = torch.zeros(rows, hidden, dtype=BF16)
+    routed = Routing(torch.zeros(rows, chosen, dtype=torch.int32), torch.zeros(rows, chosen))
+    run_experts(
+        x, routed, weight_of(experts * 2 * width, hidden, scheme), weight_of(experts * hidden, width, scheme),
+        experts=128, local_experts=experts, activation="silu", limit=7.0 if "gpt" in name else None, pdl=True,
+    )  # fmt: skip
+    assert len(products.found) == 2 and all(len(other.found) == 1 for other in others)
+    for compiled in products.found:
+        ptx = compiled.asm["ptx"]
+        assert "ld.global" in ptx and ".v4.b32" in ptx if rows == 1 and not scheme else "cp.async" in ptx
+        assert rows == 1 or "wgmma" in ptx
+        assert compiled.metadata.shared <= SHARED_BYTES[90]
+        assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_routing(groups, monkeypatch, tmp_path):
+    kernels = [record(monkeypatch, routing, name) for name in ("logits_kernel", "choose_kernel")]
+    route(
+        torch.zeros(4, 2816, dtype=BF16), torch.zeros(256, 2816, dtype=BF16), None, torch.zeros(256), None, chosen=8,
+        scoring="sigmoid", renormalize=True, multiplier=2.5, groups=groups, chosen_groups=4, pdl=True,
+    )  # fmt: skip
+    for kernel in kernels:
+        assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) == 0
