@@ -5,7 +5,8 @@
 Each figure is the median of `--runs` rounds, beside the share of the memory roof that it reaches: bytes that steps
 cannot avoid to read (weights once, the past that each sequence sees) over the time, against what a plain sum over
 4 GiB reads. The workload `prefill` is 16 prompts of 32,768 tokens. With several KV formats, those after the first are
-told beside it. `--trace` adds where the time of one decoding step goes, kernel by kernel. The last line is JSON.
+told beside it. Experts are chosen uniformly at random (`bench.uniform_routing`). `--trace` adds where the time of one
+decoding step goes, kernel by kernel. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any
 import torch
 
 from bench.timing import exclusive_times
+from bench.uniform_routing import distinct_experts, route_uniformly
 from windowpane.engine.accounts import accounts
 from windowpane.engine.start import Started, start
 from windowpane.measure.rounds import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
 from windowpane.measure.workloads import WORKLOADS, Workload
+from windowpane.models.blocks import Experts, each
 from windowpane.schedule.request import Request, SamplingParams
 
 GIB = 2**30
@@ -47,6 +50,8 @@ CASES = {
     "gemma-4-e4b": Case(256, {}, (8, 32_768)),
     "gemma-4-31b": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}, (4, 65_536)),
     "gemma-4-31b-awq-4bit": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}),
+    "gemma-4-26b-a4b": Case(256, {}, (8, 32_768)),
+    "gpt-oss-20b": Case(256, {}, (8, 32_768)),
 }
 
 
@@ -59,7 +64,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of the workload prefill")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument("--own-routing", action="store_true", help="experts as random weights choose them")
     given = parser.parse_args()
+    if not given.own_routing:
+        route_uniformly()
     results = []
     roof = roof_bytes_per_second(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, reads {roof / 1e12:.2f} TB/s", flush=True)
@@ -99,6 +107,10 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     for row in accounts(started.plan, started.reports):
         predicted, measured = row.predicted_bytes / GIB, row.measured_bytes / GIB
         print(f"  {row.name:24} predicted {predicted:8.3f} GiB, measured {measured:8.3f}")
+    for experts in list(each(started.spec.decoder, Experts))[:1]:
+        sizes = experts.router.experts, experts.router.chosen
+        rows = ", ".join(f"{distinct_experts(*sizes, n):.0f} for {n} rows" for n in (1, case.serve))
+        print(f"  distinct experts a layer and step, of {sizes[0]}: {rows}")
     warm_up(started.engine, started.spec.vocab_size)
     runner = started.runner
     started.engine.runner = CountingRunner(started)

@@ -502,6 +502,8 @@ class TestRunningAModel:
 
     def test_bench_counts_the_bytes_that_a_step_must_read(self, model: str) -> None:
         """One token at 19 past ones: weights without the looked-up embedding, 7 window tokens and 19 full ones."""
+        import torch
+
         from windowpane.measure.rounds import past_bytes, read_weights_bytes
         from windowpane.models import load
         from windowpane.models.weights import parameter_count
@@ -509,7 +511,7 @@ class TestRunningAModel:
         from windowpane.plan.planner import size_up
 
         spec = load(model)
-        assert read_weights_bytes(spec, 4) == 4 * (parameter_count(spec) - 258 * 64)
+        assert read_weights_bytes(spec, torch.float32) == (4 * (parameter_count(spec) - 258 * 64), 0)
         layout = size_up(spec, EngineConfig(), 1, on_cpu=True).layout
         per_token = {g.name: g.bytes_per_token for g in layout.groups}
         assert past_bytes(layout, 19) == 7 * per_token["window-8"] + 19 * per_token["full"]

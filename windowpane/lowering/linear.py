@@ -162,7 +162,8 @@ class Parameters:
         if projection not in self._experts:
             experts = projection.weights[0].shape[0]
             parts = [_output_first(self._tensors.pop(t.name), t) for t in projection.weights]
-            weight, biases = stack_in_experts(parts, experts), [self.tensor(t) for t in projection.biases]
+            weight: Weight = stack_in_experts(parts, experts)
+            biases = [self.tensor(t) for t in projection.biases]
             bias = torch.cat(biases, dim=1) if biases else None
             if projection.alternates:
                 outputs = len(weight) // experts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import Tensor
 from windowpane.engine.engine import Engine, Output, StepRunner
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
+from windowpane.models.blocks import Experts, each
 from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import TensorSpec
 from windowpane.models.weights import text_tensors
 from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
@@ -85,19 +88,25 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
 class CountingRunner:
     """A runner that adds up what its steps read at least: the weights once, and the past that each sequence sees.
 
-    Bytes are those of one rank, as is the roof they are compared with.
+    Of experts, those that so many tokens visit if they choose among all alike. Bytes are those of one rank, as is the
+    roof they are compared with.
     """
 
     def __init__(self, started: Started) -> None:
         self._runner: StepRunner = started.engine.runner
         self._layout: Layout = started.plan.sizing.layout
         rank_spec = started.spec.on_rank(started.plan.sizing.ranks)
-        self._weights_bytes = read_weights_bytes(rank_spec, started.runner.dtype.itemsize)
+        self._weights_bytes, self._experts_bytes = read_weights_bytes(rank_spec, started.runner.dtype)
+        routers = [experts.router for experts in each(rank_spec.decoder, Experts)]
+        self._visited_share = routers[0].chosen / routers[0].experts if routers else 0.0
         self.read_bytes = 0
 
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output:
         starts = [*batch.decode_positions.tolist(), *(c.start for c in batch.chunks)]
-        self.read_bytes += self._weights_bytes + sum(past_bytes(self._layout, start) for start in starts)
+        tokens = len(batch.decode_positions) + sum(len(c.tokens) for c in batch.chunks)
+        experts_bytes = int(self._experts_bytes * (1 - (1 - self._visited_share) ** tokens))
+        past = sum(past_bytes(self._layout, start) for start in starts)
+        self.read_bytes += self._weights_bytes + experts_bytes + past
         return self._runner.forward(batch, all_logits_slots=all_logits_slots)
 
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None:
@@ -117,16 +126,30 @@ def past_bytes(layout: Layout, length: int) -> int:
     return int(total)
 
 
-def read_weights_bytes(spec: ModelSpec, item_bytes: int) -> int:
-    """Weights that a step reads in full: all but embeddings, which are looked up, unless the output layer is one."""
+def read_weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Weights that a step reads in full, and those of all experts.
+
+    Embeddings are looked up, unless the output layer is one.
+    """
     tensors = text_tensors(spec)
-    has_head = any(t.name.endswith("lm_head.weight") for t in tensors)
-    looked_up = [
+    head = next((t.name for t in tensors if t.name.endswith("lm_head.weight")), None)
+    read = [
         t
         for t in tensors
-        if t.part == "embedding" and not t.name.endswith("lm_head.weight" if has_head else "embed_tokens.weight")
+        if t.part != "embedding" or (t.name == head if head else t.name.endswith("embed_tokens.weight"))
     ]
-    return (sum(t.elements for t in tensors) - sum(t.elements for t in looked_up)) * item_bytes
+    of_experts, others = (
+        sum(_held_bytes(spec, t, dtype) for t in read if (t.part == "experts") == is_expert)
+        for is_expert in (True, False)
+    )
+    return others, of_experts
+
+
+def _held_bytes(spec: ModelSpec, tensor: TensorSpec, dtype: torch.dtype) -> int:
+    form = spec.quantization.held(tensor) if spec.quantization else None
+    if form is None:
+        return tensor.elements * dtype.itemsize
+    return prod(tensor.shape[:-2]) * form.held_bytes(str(dtype).removeprefix("torch."))
 
 
 def roof_bytes_per_second(device: torch.device) -> float:

@@ -225,7 +225,7 @@ class ExpertsMixer:
         ids = routing.ids.flatten()
         order = ids.argsort(stable=True)
         visited, counts = torch.unique_consecutive(ids[order], return_counts=True)
-        for expert, pairs in zip((visited - self.first).tolist(), order.split(counts.tolist()), strict=True):
+        for expert, pairs in zip((visited - self.first).tolist(), torch.split(order, counts.tolist()), strict=True):
             if 0 <= expert < self.gate_up.experts:
                 yield expert, pairs
 

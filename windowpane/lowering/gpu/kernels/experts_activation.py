@@ -15,7 +15,8 @@ def code_of(activation: str, limit: float | None) -> int:
     """`limit`: gates and what they gate are cut there, as in gpt-oss."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"no expert kernel for activation {activation!r}; there is {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation] if limit is None else int(CLAMPED.value)
+    code: int = ACTIVATIONS[activation] if limit is None else CLAMPED.value
+    return code
 
 
 @triton.constexpr_function

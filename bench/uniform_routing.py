@@ -1,0 +1,58 @@
+"""Experts chosen uniformly at random, for benchmarks: random weights send most tokens to a few experts, which trained
+ones do not.
+
+`route_uniformly` replaces the launch that chooses, so that a step has as many launches as before and the logits are
+still computed; what is chosen hangs on the logits' bits alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.lowering.gpu.kernels import routing
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+
+
+@triton.jit
+def uniform_kernel(
+    LOGITS, IDS, SHARES, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr, PDL: tl.constexpr
+):
+    """Program: a row."""
+    wait_if_overlapped(PDL)
+    row, expert = tl.program_id(0), tl.arange(0, PADDED)
+    bits = tl.load(LOGITS + row * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.int32, bitcast=True)
+    score = tl.where(expert < EXPERTS, tl.rand(tl.xor_sum(bits ^ (expert * 40503), 0), expert), -1.0)
+    for place in tl.static_range(CHOSEN):
+        best = tl.min(tl.where(score == tl.max(score, 0), expert, PADDED), 0)
+        tl.store(IDS + row * CHOSEN + place, best)
+        tl.store(SHARES + row * CHOSEN + place, 1.0 / CHOSEN)
+        score = tl.where(expert == best, -1.0, score)
+
+
+class _Choice:
+    """Stands where `routing.choose_kernel` does."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(
+            logits: torch.Tensor, bias: Any, correction: Any, scales: Any, ids: torch.Tensor, shares: torch.Tensor,
+            *rest: Any, EXPERTS: int, PADDED: int, CHOSEN: int, PDL: bool, **others: Any,
+        ) -> None:  # fmt: skip
+            uniform_kernel[grid](
+                logits, ids, shares, EXPERTS=EXPERTS, PADDED=PADDED, CHOSEN=CHOSEN, PDL=PDL, num_warps=1, launch_pdl=PDL
+            )
+
+        return launch
+
+
+def route_uniformly() -> None:
+    """From here on, in models that are not captured yet."""
+    routing.choose_kernel = _Choice()
+
+
+def distinct_experts(experts: int, chosen: int, rows: int) -> float:
+    """How many of a layer's experts so many rows visit, on average."""
+    return experts * (1 - (1 - chosen / experts) ** rows)
