@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from windowpane.lowering.gpu.branches import ALL_MIXERS
 from windowpane.lowering.gpu.kernels.norms import residual_norm
-from windowpane.lowering.gpu.mixers import MIXERS, GpuContext, GpuStepState
+from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
 from windowpane.lowering.reference.mixers import make_mixer
 from windowpane.lowering.reference.ops import PLAIN
 from windowpane.models.blocks import RMS, Block, Layer, Norm
@@ -22,7 +23,7 @@ class GpuBlock:
     ) -> None:
         parameters = context.parameters
         self.described, self.following, self.scalar, self._pdl = described, following, scalar, context.pdl
-        self.mixer = make_mixer(described.mixer, context, MIXERS)
+        self.mixer = make_mixer(described.mixer, context, ALL_MIXERS)
         self.before, self.after = parameters.norm(described.before), parameters.norm(described.after)
         self.next_norm = parameters.norm(following)
         norms = [norm for norm in (described.after, following) if norm is not None]

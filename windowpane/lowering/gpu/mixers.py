@@ -77,7 +77,7 @@ class GpuStepState:
 
 
 class GpuOps(Ops):
-    """Norms of a sum's branches in one launch each."""
+    """Norms in one launch each."""
 
     def __init__(self, pdl: bool) -> None:
         self._pdl = pdl
@@ -316,23 +316,31 @@ class GpuExperts:
         self.gate_up, self.down = parameters.experts(described.gate_up), parameters.experts(described.down)
         self._first = context.group.place.rank * self.gate_up.experts
 
+    @property
+    def reads(self) -> list[tuple[Norm | None, torch.Tensor | None]]:
+        """The norms of what the router and the experts read."""
+        return [(self.described.router.norm, self.router_norm), (self.described.norm, self.norm)]
+
     def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        ops = self._context.ops
+        to_router, x = (x if norm is None else ops.norm(x, weight, norm) for norm, weight in self.reads)
+        return self.mix(to_router, x)
+
+    def mix(self, to_router: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """From inputs that are normed."""
         described, router, context = self.described, self.described.router, self._context
         routing = route(
-            self._normed(x, self.router_norm, router.norm), self.router, self.bias, self.correction, self.scales,
-            chosen=router.chosen, scoring=router.scoring, renormalize=router.renormalizes,
-            multiplier=router.multiplier, groups=router.groups, chosen_groups=router.chosen_groups, pdl=context.pdl,
+            to_router, self.router, self.bias, self.correction, self.scales, chosen=router.chosen,
+            scoring=router.scoring, renormalize=router.renormalizes, multiplier=router.multiplier,
+            groups=router.groups, chosen_groups=router.chosen_groups, pdl=context.pdl,
         )  # fmt: skip
         out = run_experts(
-            self._normed(x, self.norm, described.norm), routing, self.gate_up.weight, self.down.weight,
-            experts=self.gate_up.experts, activation=described.activation, gate_up_bias=self.gate_up.bias,
-            down_bias=self.down.bias, limit=described.limit, alpha=described.alpha,
-            weighs_inputs=described.weighs_inputs, first_expert=self._first, pdl=context.pdl,
+            x, routing, self.gate_up.weight, self.down.weight, experts=self.gate_up.experts,
+            activation=described.activation, gate_up_bias=self.gate_up.bias, down_bias=self.down.bias,
+            limit=described.limit, alpha=described.alpha, weighs_inputs=described.weighs_inputs,
+            first_expert=self._first, pdl=context.pdl,
         )  # fmt: skip
         return context.group.all_reduce(out)
-
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
-        return x if norm is None else self._context.ops.norm(x, weight, norm)
 
 
 class GpuPerLayer:

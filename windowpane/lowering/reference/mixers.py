@@ -289,8 +289,8 @@ MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, Experts: ExpertsMixer, 
 
 
 def make_mixer(described: Mixer, context: Any, kinds: Mapping[type, Any] = MIXERS) -> Any:
-    """A mixer of a lowering that has these kinds; branches of a sum run one after another."""
-    if isinstance(described, Sum):
+    """A mixer of a lowering that has these kinds; branches of a sum run one after another unless it has its own."""
+    if isinstance(described, Sum) and Sum not in kinds:
         own = context.parameters, context.ops
         return SumMixer([Branch(block, make_mixer(block.mixer, context, kinds), *own) for block in described.branches])
     return kinds[type(described)](described, context)

@@ -40,7 +40,7 @@ def _launch(
 
 
 @triton.jit
-def _normed(x, WIDTH: tl.constexpr, eps):
+def normed(x, WIDTH: tl.constexpr, eps):
     """float32, padded with zeros up to the block."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
 
@@ -68,7 +68,7 @@ def _norm_kernel(
     hidden = tl.load(HIDDEN + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
     if X is not None:
         if POST_WEIGHT is not None:
-            x = (_normed(x, WIDTH, eps) * post_weight).to(dtype).to(tl.float32)
+            x = (normed(x, WIDTH, eps) * post_weight).to(dtype).to(tl.float32)
         new = (hidden + x).to(dtype)
         if SCALAR is not None:
             scalar = tl.load(SCALAR).to(tl.float32) if SCALAR_IS_TENSOR else SCALAR
@@ -76,7 +76,7 @@ def _norm_kernel(
         tl.store(HIDDEN + row * hidden_stride + at, new, mask=inside)
         hidden = new.to(tl.float32)
     if NORMS:
-        y = _normed(hidden, WIDTH, eps)
+        y = normed(hidden, WIDTH, eps)
         if NEXT_WEIGHT is not None:
             y *= next_weight
         tl.store(OUT + row * out_stride + at, y.to(OUT.dtype.element_ty), mask=inside)
