@@ -79,20 +79,12 @@ def _expert_of(IDS, pair, first, local):
 
 
 @triton.jit
-def _load_step(
-    W, IDS, n, k, item, index, steps, w_stride, outputs, inputs, first, local, COUNT: tl.constexpr,
-    STEP: tl.constexpr, IS_WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Weights of one step of one expert; beyond the last and of other ranks' experts, zeros."""
-    turn = item // steps
-    start = (item - turn * steps) * STEP
-    expert, is_local = _expert_of(IDS, index * COUNT + tl.minimum(turn, COUNT - 1), first, local)
-    at = W + (expert.to(tl.int64) * outputs + n)[None, :, None] * w_stride + (start + k)
-    inside = is_local & (turn < COUNT)
-    if IS_WHOLE:
-        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
-        return tl.load(at, mask=inside & (start + k < inputs), other=0.0, eviction_policy="evict_first")
+def _load_step(W, expert, inside, n, at, w_stride, outputs, inputs, IS_WHOLE: tl.constexpr):
+    """Weights of one step of one expert; zeros where it is not `inside`. No weight is read twice."""
+    w_at = W + (expert.to(tl.int64) * outputs + n)[None, :, None] * w_stride + at
+    if not IS_WHOLE:
+        inside = inside & (at < inputs)
+    return tl.load(w_at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -108,29 +100,38 @@ def few_kernel(
     STEP: tl.constexpr = LANES * VECTOR
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
     index = tl.program_id(1)
-    steps = tl.cdiv(inputs, STEP)
     n = weight_rows(tl.program_id(0), outputs, OUTPUTS, ACTIVATION, 1)
     k = (tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, :]
-    w = _load_step(W, IDS, n, k, 0, index, steps, w_stride, outputs, inputs, first, local, COUNT, STEP, IS_WHOLE)
+    turn = 0
+    start = 0
+    pair = index * COUNT
+    expert, is_local = _expert_of(IDS, pair, first, local)
+    w = _load_step(W, expert, is_local, n, k, w_stride, outputs, inputs, IS_WHOLE)
     sums = tl.zeros([LANES, OUTPUTS], tl.float32)
-    for item in tl.range(0, COUNT * steps):
+    for _ in tl.range(0, COUNT * tl.cdiv(inputs, STEP)):
+        is_last = start + STEP >= inputs
+        next_start = tl.where(is_last, 0, start + STEP)
+        next_turn = tl.where(is_last, turn + 1, turn)
+        next_local = is_local
+        if COUNT > 1:
+            expert, next_local = _expert_of(IDS, index * COUNT + tl.minimum(next_turn, COUNT - 1), first, local)
         upcoming = _load_step(
-            W, IDS, n, k, item + 1, index, steps, w_stride, outputs, inputs, first, local, COUNT, STEP, IS_WHOLE
+            W, expert, next_local & (next_turn < COUNT), n, next_start + k, w_stride, outputs, inputs, IS_WHOLE
         )
-        turn = item // steps
-        start = (item - turn * steps) * STEP
         pair = index * COUNT + turn
-        _, is_local = _expert_of(IDS, pair, first, local)
-        x_at = X + (pair // X_PAIRS).to(tl.int64) * x_stride + start + k
         # What other ranks' experts would have left is not there.
         inside = is_local
         if not IS_WHOLE:
             inside = inside & (start + k < inputs)
+        x_at = X + (pair // X_PAIRS).to(tl.int64) * x_stride + start + k
         x = tl.load(x_at, mask=inside, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
         if WEIGHTED:
             x *= tl.load(SHARES + pair)
         sums += tl.sum(w.to(tl.float32) * x, 2)
         w = upcoming
+        start = next_start
+        turn = next_turn
+        is_local = next_local
     total = tl.sum(sums, 0)
     _finish(
         OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT, WEIGHTED,
@@ -161,11 +162,14 @@ def few_packed_kernel(
     j = tl.arange(0, 32)
     is_first = (tl.arange(0, COLUMNS) == 0)[None, None, :]
     sums = tl.zeros([SPLIT, OUTPUTS, COLUMNS], tl.float32)
+    turn = 0
+    expert, is_local = _expert_of(IDS, index * COUNT, first, local)
     for item in tl.range(0, COUNT * steps, num_stages=STAGES):
-        turn = item // steps
+        if COUNT > 1:
+            turn = item // steps
+            expert, is_local = _expert_of(IDS, index * COUNT + turn, first, local)
         block = (item - turn * steps) * SPLIT + part
         pair = index * COUNT + turn
-        expert, is_local = _expert_of(IDS, pair, first, local)
         inside = (is_local & (block < blocks))[:, None, None]
         row = expert.to(tl.int64) * outputs + n
         u_at = U + row[None, :, None] * u_stride + block[:, None, None] * 32 + j
