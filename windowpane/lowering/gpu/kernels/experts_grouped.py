@@ -157,13 +157,19 @@ def sort_kernel(
 def _experts(IDS, start, pairs, first, LOCAL: tl.constexpr, AT_ONCE: tl.constexpr):
     """Of some pairs; LOCAL where an expert is another rank's, and beyond the last pair."""
     at = start + tl.arange(0, AT_ONCE)
-    expert = tl.load(IDS + at, mask=at < pairs, other=-1) - first
+    expert = tl.load(IDS + at, mask=at < pairs, other=-1, cache_modifier=".cg") - first
     return tl.where((at < pairs) & (expert >= 0) & (expert < LOCAL), expert, LOCAL)
 
 
 @triton.jit
-def _place(BLOCKS, tiles, GROUP_BLOCKS: tl.constexpr):
-    """This program's block and tile of outputs, and the block's expert, first pair and end of pairs."""
+def _fresh(at):
+    """What an earlier kernel has written, past an L1 cache that may hold what was there before."""
+    return tl.load(at, cache_modifier=".cg")
+
+
+@triton.jit
+def _place(tiles, GROUP_BLOCKS: tl.constexpr):
+    """This program's block and tile of outputs."""
     group = tl.program_id(0) // (GROUP_BLOCKS * tiles)
     within = tl.program_id(0) - group * (GROUP_BLOCKS * tiles)
     return group * GROUP_BLOCKS + within % GROUP_BLOCKS, within // GROUP_BLOCKS
@@ -173,9 +179,9 @@ def _place(BLOCKS, tiles, GROUP_BLOCKS: tl.constexpr):
 def _load_x(x_at, start, k, inputs, IS_WHOLE: tl.constexpr):
     """Inputs from `start` on [inputs, pairs]. IS_WHOLE: steps end where inputs end."""
     if IS_WHOLE:
-        return tl.load(x_at + start)
+        return tl.load(x_at + start, cache_modifier=".cg")
     else:  # noqa: RET505 - both branches are compiled unless one is chosen here
-        return tl.load(x_at + start, mask=(start + k < inputs)[:, None], other=0.0)
+        return tl.load(x_at + start, mask=(start + k < inputs)[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -187,10 +193,10 @@ def grouped_kernel(
 ):  # fmt: skip
     """The weight's outputs are the tensor core's rows; pairs are its columns, of which there may be few."""
     wait_if_overlapped(PDL)
-    block, tile = _place(BLOCKS, tiles, GROUP_BLOCKS)
-    if block >= tl.load(COUNT):
+    block, tile = _place(tiles, GROUP_BLOCKS)
+    if block >= _fresh(COUNT):
         return
-    expert = tl.load(BLOCKS + block * 3).to(tl.int64)
+    expert = _fresh(BLOCKS + block * 3).to(tl.int64)
     position, pair, is_pair = _pairs(PAIRS, BLOCKS, block, ROWS)
     n = weight_rows(tile, outputs, OUTPUTS, ACTIVATION, _RUN)
     k = tl.arange(0, STEP)
@@ -220,12 +226,12 @@ def boxes_kernel(
     Boxes may reach into the next expert's rows, whose results are not stored; beyond the last input they hold zeros.
     """
     wait_if_overlapped(PDL)
-    block, tile = _place(BLOCKS, tiles, GROUP_BLOCKS)
-    if block >= tl.load(COUNT):
+    block, tile = _place(tiles, GROUP_BLOCKS)
+    if block >= _fresh(COUNT):
         return
     GATED: tl.constexpr = is_gated(ACTIVATION)
     BOX: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
-    expert = tl.load(BLOCKS + block * 3)
+    expert = _fresh(BLOCKS + block * 3)
     position, pair, is_pair = _pairs(PAIRS, BLOCKS, block, ROWS)
     k = tl.arange(0, STEP)
     x_row = position if ACTIVATION == NO_ACTIVATION else pair // CHOSEN
@@ -242,7 +248,7 @@ def boxes_kernel(
     m = tile * BOX + tl.arange(0, BOX)
     n = expert.to(tl.int64) * outputs + tl.minimum(m, width - 1)
     if WEIGHTED:
-        share = tl.load(SHARES + pair)[None, :]
+        share = _fresh(SHARES + pair)[None, :]
         sums *= share
         up_sums *= share
     if BIAS is not None:
@@ -263,12 +269,12 @@ def grouped_packed_kernel(
 ):  # fmt: skip
     """As `grouped_kernel`. Scales are applied to weights, which are rounded as those of a dequantised matrix are."""
     wait_if_overlapped(PDL)
-    block, tile = _place(BLOCKS, tiles, GROUP_BLOCKS)
-    if block >= tl.load(COUNT):
+    block, tile = _place(tiles, GROUP_BLOCKS)
+    if block >= _fresh(COUNT):
         return
     DTYPE: tl.constexpr = X.dtype.element_ty
     HAS_ZEROS: tl.constexpr = Z is not None
-    expert = tl.load(BLOCKS + block * 3).to(tl.int64)
+    expert = _fresh(BLOCKS + block * 3).to(tl.int64)
     position, pair, is_pair = _pairs(PAIRS, BLOCKS, block, ROWS)
     n = weight_rows(tile, outputs, OUTPUTS, ACTIVATION, _RUN)
     j = tl.arange(0, 32)
@@ -303,10 +309,10 @@ def grouped_packed_kernel(
 @triton.jit
 def _pairs(PAIRS, BLOCKS, block, ROWS: tl.constexpr):
     """Where pairs of a block lie among those by expert, and which pairs they are. Beyond the last, the last is read."""
-    at = tl.load(BLOCKS + block * 3 + 1) + tl.arange(0, ROWS)
-    end = tl.load(BLOCKS + block * 3 + 2)
+    at = _fresh(BLOCKS + block * 3 + 1) + tl.arange(0, ROWS)
+    end = _fresh(BLOCKS + block * 3 + 2)
     position = tl.minimum(at, end - 1)
-    return position, tl.load(PAIRS + position), at < end
+    return position, _fresh(PAIRS + position), at < end
 
 
 @triton.jit
@@ -318,7 +324,7 @@ def _finish(
     OUTPUTS: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     if WEIGHTED:
-        sums *= tl.load(SHARES + pair)[None, :]
+        sums *= _fresh(SHARES + pair)[None, :]
     if BIAS is not None:
         sums += tl.load(BIAS + expert * outputs + n).to(tl.float32)[:, None]
     if is_gated(ACTIVATION):
@@ -355,12 +361,12 @@ def add_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHOSEN):
         pair = row * CHOSEN + i
-        expert = tl.load(IDS + pair) - first
+        expert = _fresh(IDS + pair) - first
         # What other ranks' experts would have left is not there.
         inside = (m < outputs) & (expert >= 0) & (expert < local)
         result = tl.load(RESULTS + pair * results_stride + m, mask=inside, other=0.0, cache_modifier=".cg")
         if WEIGHTED:
-            total += tl.load(SHARES + pair) * result.to(tl.float32)
+            total += _fresh(SHARES + pair) * result.to(tl.float32)
         else:
             total += result.to(tl.float32)
     tl.store(OUT + row * out_stride + m, total.to(OUT.dtype.element_ty), mask=m < outputs)
