@@ -83,6 +83,11 @@ GROUPED_PLAIN = [
     *(Grouped(64, outputs, 64, warps, stages) for outputs, warps, stages in ((128, 4, 4), (128, 8, 4), (256, 8, 4))),
     *(Grouped(128, outputs, 64, warps, stages) for outputs, warps, stages in (
         (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4), (256, 8, 3), (256, 8, 4))),
+    *(Grouped(rows, outputs, step, 4, stages, tma=True) for rows in (16, 32)
+      for outputs, step, stages in ((128, 64, 4), (128, 64, 6), (128, 128, 3), (128, 128, 4))),
+    Grouped(64, 128, 64, 4, 4, tma=True), Grouped(64, 256, 64, 8, 4, tma=True),
+    *(Grouped(128, outputs, 64, warps, stages, tma=True)
+      for outputs, warps, stages in ((128, 4, 4), (128, 8, 4), (256, 8, 3), (256, 8, 4))),
 ]  # fmt: skip
 GROUPED_PACKED = [
     *(Grouped(rows, outputs, 128, warps, stages) for rows in (16, 32)
@@ -110,6 +115,8 @@ def agrees(layer: Layer) -> str:
     forms: list[tuple[int, tuple[Few, Few] | tuple[Grouped, Grouped] | None]]
     forms = [(rows, None) for rows in (1, 3, 8, 9, 40, 300, 2000)]
     forms += [(33, (Grouped(size, 128, 128, 4, 2),) * 2) for size in (16, 32, 64, 128)]
+    if layer.kind == "plain":
+        forms += [(33, (Grouped(size, 128, 64, 4, 3, tma=True),) * 2) for size in (16, 128)]
     for rows, launches in forms:
         worst = max(worst, compare(case, rows, launches))
     return f"{worst[0]:.1e} (torch {worst[1]:.1e})"
@@ -446,7 +453,7 @@ def _route(x: torch.Tensor, router: torch.Tensor, chosen: int) -> None:
 def short(launch: Few | Grouped) -> str:
     if isinstance(launch, Few):
         return f"few {launch.outputs} w{launch.warps} s{launch.stages}"
-    return f"{launch.outputs}×{launch.rows}×{launch.step} w{launch.warps} s{launch.stages}"
+    return f"{launch.outputs}×{launch.rows}×{launch.step} w{launch.warps} s{launch.stages}{' tma' * launch.tma}"
 
 
 def compile_first(all_rows: list[int]) -> None:

@@ -20,6 +20,7 @@ EXPERTS = 6
 # Large tiles: the interpreter goes through programs one by one.
 FEW = (Few(64, 1), Few(64, 1))
 GROUPED = (Grouped(16, 64, 64, 4, 1), Grouped(16, 64, 32, 4, 1))
+BOXES = (Grouped(16, 64, 32, 4, 1, tma=True), Grouped(16, 64, 32, 4, 1, tma=True))
 KINDS_GROUPED = (Grouped(16, 128, 128, 4, 1), Grouped(16, 256, 128, 4, 1))
 
 
@@ -158,13 +159,14 @@ def forms() -> None:
         experts_agree(rows, weights, chosen, GROUPED)
     for rows in (1, 12):
         experts_agree(rows, plain_weights(40, 12), 1, None)
+    experts_agree(3, weights, 2, BOXES)
     nobody = Routing(torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2))
     assert run_experts(torch.zeros(0, 72), nobody, *weights, experts=EXPERTS, activation="silu").shape == (0, 72)
 
 
 def activations() -> None:
     biases = {"gate_up_bias": torch.randn(EXPERTS, 88), "down_bias": torch.randn(EXPERTS, 72)}
-    for launches in (FEW, GROUPED):
+    for launches in (FEW, GROUPED, BOXES):
         weights = plain_weights(72, 44)
         experts_agree(2, weights, 2, launches, activation="gelu_pytorch_tanh")
         experts_agree(2, weights, 2, launches, limit=0.7, alpha=1.5, **biases)

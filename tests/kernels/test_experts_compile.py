@@ -9,7 +9,7 @@ from tests.kernels.test_formats_compile import POINTERS, SHARED_BYTES, Recorder
 from tests.kernels.test_hopper_compiles import stack_bytes
 from tests.kernels.test_packed_compiles import OnDevice
 from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, routing
-from windowpane.lowering.gpu.kernels.experts import run_experts
+from windowpane.lowering.gpu.kernels.experts import Grouped, run_experts
 from windowpane.lowering.gpu.kernels.routing import Routing, route
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
@@ -71,6 +71,20 @@ def test_a_layer_of_experts(name, rows, monkeypatch, tmp_path):
         ptx = compiled.asm["ptx"]
         assert "ld.global" in ptx and ".v4.b32" in ptx if rows == 1 and not scheme else "cp.async" in ptx
         assert rows == 1 or "wgmma" in ptx
+        assert compiled.metadata.shared <= SHARED_BYTES[90]
+        assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("launch", [Grouped(32, 128, 128, 4, 3, tma=True), Grouped(128, 256, 64, 8, 4, tma=True)])
+def test_weights_that_are_copied_as_boxes(launch, monkeypatch, tmp_path):
+    products, *_ = [record(monkeypatch, experts_grouped, f"{name}_kernel") for name in ("boxes", "sort", "add")]
+    routed = Routing(torch.zeros(256, 8, dtype=torch.int32), torch.zeros(256, 8))
+    run_experts(
+        torch.zeros(256, 2816, dtype=BF16), routed, weight_of(2 * 1408, 2816, None), weight_of(2 * 2816, 704, None),
+        experts=2, activation="silu", launches=(launch, launch),
+    )  # fmt: skip
+    for compiled in products.found:
+        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= SHARED_BYTES[90]
         assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
 

@@ -9,6 +9,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.test_hopper_compiles import stack_bytes
 from windowpane.attention.hopper import prepare
@@ -53,6 +54,8 @@ class Recorder:
                     or (isinstance(x, int) and x == 1 and not parameter.do_not_specialize)
                 ):
                     signature[name], constants[index,] = "constexpr", x
+                elif isinstance(x, TensorDescriptor):
+                    signature[name] = f"tensordesc<{POINTERS[x.base.dtype][1:]}{list(x.block_shape)}>"
                 elif isinstance(x, torch.Tensor):
                     signature[name] = POINTERS[x.dtype]
                     if not parameter.do_not_specialize_on_alignment:

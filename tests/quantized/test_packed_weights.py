@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from windowpane.lowering import packed as quantized
 from windowpane.lowering.packed import (
     PackedWeight,
+    pack_mxfp4,
     pack_units,
     pack_zeros,
     permute_inputs,
@@ -40,11 +42,20 @@ def fp8(outputs: int, inputs: int, block: tuple[int, int]) -> tuple[PackedWeight
     return PackedWeight("fp8", inputs, block[1], block[0], pack_units(values.view(torch.uint8), "fp8"), scales), matrix
 
 
+def mxfp4(outputs: int, inputs: int) -> tuple[PackedWeight, torch.Tensor]:
+    """From what a checkpoint stores; the matrix as transformers reads it."""
+    blocks = torch.randint(0, 256, (1, outputs, inputs // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 132, (1, outputs, inputs // 32), dtype=torch.uint8)
+    matrix = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].t().contiguous()
+    return pack_mxfp4(blocks[0], scales[0]), matrix
+
+
 def weights() -> list[tuple[PackedWeight, torch.Tensor]]:
     torch.manual_seed(1)
     return [
         *(int4(24, inputs, group, zeros=z) for inputs, group in ((256, 32), (192, 64), (200, None)) for z in (0, 1)),
         int4(24, 384, 128, zeros=True),
+        mxfp4(24, 320),
         fp8(24, 320, (8, 128)),
         fp8(24, 96, (16, 32)),
     ]
@@ -131,3 +142,20 @@ def test_a_form_says_what_is_held() -> None:
     assert held.shape == (24, 200)
     # 2 blocks of 32 units, 4 groups of scales, their zero points in a word, and the order.
     assert held.nbytes == form.held_bytes("bfloat16") == 24 * (2 * 64 + 4 * 2 + 4) + 200 * 4
+
+
+def test_experts_of_a_checkpoint_become_the_rows_of_one_weight() -> None:
+    blocks = torch.randint(0, 256, (3, 8, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 8, 5), dtype=torch.uint8)
+    weight = pack_mxfp4(blocks, scales)
+    form = PackedForm("mxfp4", 24, 160, 32)
+    assert weight.nbytes == form.held_bytes("bfloat16") == 24 * (2 * 64 + 8), "scales of whole blocks"
+    assert weight.shape == (24, 160) and form.problem is None
+    for expert in range(3):
+        alone = pack_mxfp4(blocks[expert], scales[expert]).dequantize(torch.bfloat16)
+        assert torch.equal(weight[8 * expert : 8 * expert + 8].dequantize(torch.bfloat16), alone)
+    part = weight.some_inputs(range(32, 128))
+    assert torch.equal(part.dequantize(torch.float32), weight.dequantize(torch.float32)[:, 32:128])
+    with pytest.raises(ValueError, match="not of one mxfp4 weight"):
+        pack_mxfp4(blocks, scales[:, :, 1:])
+    assert PackedForm("mxfp4", 24, 160, 64).problem is not None

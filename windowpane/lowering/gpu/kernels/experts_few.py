@@ -2,6 +2,9 @@
 
 A program has a tile of outputs. Of the first product it takes one pair; of the second it takes one row, whose experts
 it goes through in order, so that nothing is left to add. No sum depends on other rows.
+
+What other kernels have written is read past the L1 cache: where launches overlap, it may hold what an earlier kernel
+has read there.
 """
 
 # mypy: disable-error-code="assignment"
@@ -51,9 +54,11 @@ def few_product(
     tile = max(2, launch.outputs)
     grid = (triton.cdiv(outputs, tile), len(out))
     sizes = (out.stride(0), outputs, inputs)
+    count = 1 if is_first else chosen
     common = {
-        "COUNT": 1 if is_first else chosen, "X_PAIRS": chosen if is_first else 1, "WEIGHTED": weighted,
-        "ACTIVATION": activation, "OUTPUTS": tile, "PDL": pdl, "num_warps": launch.warps, "launch_pdl": pdl,
+        "COUNT": count, "SLOTS": triton.next_power_of_2(count), "X_PAIRS": chosen if is_first else 1,
+        "WEIGHTED": weighted, "ACTIVATION": activation, "OUTPUTS": tile, "PDL": pdl, "num_warps": launch.warps,
+        "launch_pdl": pdl,
     }  # fmt: skip
     if isinstance(weight, PackedWeight):
         operands = Operands.of(weight, x.dtype)
@@ -71,34 +76,35 @@ def few_product(
 
 
 @triton.jit
-def _expert_of(IDS, pair, first, local):
-    """The expert's place among those of this rank, and whether it is one of them."""
-    expert = tl.load(IDS + pair) - first
-    is_local = (expert >= 0) & (expert < local)
-    return tl.where(is_local, expert, 0), is_local
+def _pairs(IDS, SHARES, index, first, local, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+    """Experts of COUNT pairs, -1 where they are another rank's, and shares: all kept in registers."""
+    slot = tl.arange(0, SLOTS)
+    at = index * COUNT + slot
+    expert = tl.load(IDS + at, mask=slot < COUNT, other=-1, cache_modifier=".cg") - first
+    shares = tl.load(SHARES + at, mask=slot < COUNT, other=0.0, cache_modifier=".cg")
+    return tl.where((slot < COUNT) & (expert >= 0) & (expert < local), expert, -1), shares
 
 
 @triton.jit
-def _load_step(
-    W, IDS, n, k, item, index, steps, w_stride, outputs, inputs, first, local, COUNT: tl.constexpr,
-    STEP: tl.constexpr, IS_WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Weights of one step of one expert; beyond the last and of other ranks' experts, zeros."""
-    turn = item // steps
-    start = (item - turn * steps) * STEP
-    expert, is_local = _expert_of(IDS, index * COUNT + tl.minimum(turn, COUNT - 1), first, local)
-    at = W + (expert.to(tl.int64) * outputs + n)[None, :, None] * w_stride + (start + k)
-    inside = is_local & (turn < COUNT)
-    if IS_WHOLE:
-        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
-        return tl.load(at, mask=inside & (start + k < inputs), other=0.0, eviction_policy="evict_first")
+def _of_turn(values, turn):
+    """What the pair whose turn it is has. Beyond the last pair, 0."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == turn, values, 0), 0)
+
+
+@triton.jit
+def _load_step(W, expert, inside, n, at, w_stride, outputs, inputs, IS_WHOLE: tl.constexpr):
+    """Weights of one step of one expert; zeros where it is not `inside`. No weight is read twice."""
+    w_at = W + (expert.to(tl.int64) * outputs + n)[None, :, None] * w_stride + at
+    if not IS_WHOLE:
+        inside = inside & (at < inputs)
+    return tl.load(w_at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def few_kernel(
     X, W, BIAS, IDS, SHARES, OUT, x_stride, w_stride, out_stride, outputs, inputs, first, local, limit, alpha,
-    COUNT: tl.constexpr, X_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    COUNT: tl.constexpr, SLOTS: tl.constexpr, X_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
     IS_WHOLE: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, pair or row), for COUNT experts in turn. Tiles are [LANES, OUTPUTS, VECTOR]: a thread
@@ -108,40 +114,44 @@ def few_kernel(
     STEP: tl.constexpr = LANES * VECTOR
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
     index = tl.program_id(1)
-    steps = tl.cdiv(inputs, STEP)
     n = weight_rows(tl.program_id(0), outputs, OUTPUTS, ACTIVATION, 1)
     k = (tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, :]
-    w = _load_step(W, IDS, n, k, 0, index, steps, w_stride, outputs, inputs, first, local, COUNT, STEP, IS_WHOLE)
+    experts, shares = _pairs(IDS, SHARES, index, first, local, COUNT, SLOTS)
+    turn = 0
+    start = 0
+    expert = _of_turn(experts, 0)
+    w = _load_step(W, expert, expert >= 0, n, k, w_stride, outputs, inputs, IS_WHOLE)
     sums = tl.zeros([LANES, OUTPUTS], tl.float32)
-    for item in tl.range(0, COUNT * steps):
-        upcoming = _load_step(
-            W, IDS, n, k, item + 1, index, steps, w_stride, outputs, inputs, first, local, COUNT, STEP, IS_WHOLE
-        )
-        turn = item // steps
-        start = (item - turn * steps) * STEP
-        pair = index * COUNT + turn
-        _, is_local = _expert_of(IDS, pair, first, local)
-        x_at = X + (pair // X_PAIRS).to(tl.int64) * x_stride + start + k
+    for _ in tl.range(0, COUNT * tl.cdiv(inputs, STEP)):
+        is_last = start + STEP >= inputs
+        next_start = tl.where(is_last, 0, start + STEP)
+        next_turn = tl.where(is_last, turn + 1, turn)
+        following = expert
+        if COUNT > 1:
+            following = _of_turn(experts, next_turn)
+        has_next = (following >= 0) & (next_turn < COUNT)
+        upcoming = _load_step(W, following, has_next, n, next_start + k, w_stride, outputs, inputs, IS_WHOLE)
         # What other ranks' experts would have left is not there.
-        inside = is_local
+        inside = expert >= 0
         if not IS_WHOLE:
             inside = inside & (start + k < inputs)
+        x_at = X + ((index * COUNT + turn) // X_PAIRS).to(tl.int64) * x_stride + start + k
         x = tl.load(x_at, mask=inside, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
         if WEIGHTED:
-            x *= tl.load(SHARES + pair)
+            x *= _of_turn(shares, turn)
         sums += tl.sum(w.to(tl.float32) * x, 2)
         w = upcoming
+        start = next_start
+        turn = next_turn
+        expert = following
     total = tl.sum(sums, 0)
-    _finish(
-        OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT, WEIGHTED,
-        ACTIVATION,
-    )  # fmt: skip
+    _finish(OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT, WEIGHTED, ACTIVATION)
 
 
 @triton.jit
 def few_packed_kernel(
     X, U, S, Z, BIAS, IDS, SHARES, OUT, x_stride, u_stride, s_stride, z_stride, out_stride, outputs, inputs, groups,
-    first, local, limit, alpha, COUNT: tl.constexpr, X_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
+    first, local, limit, alpha, COUNT: tl.constexpr, SLOTS: tl.constexpr, X_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_OUTPUTS: tl.constexpr,
     IS_WHOLE: tl.constexpr, WORDS: tl.constexpr, USES_ASM: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -153,6 +163,7 @@ def few_packed_kernel(
     DTYPE: tl.constexpr = X.dtype.element_ty
     HAS_ZEROS: tl.constexpr = Z is not None
     COLUMNS: tl.constexpr = 8
+    PAST_L1: tl.constexpr = ".cg" if PDL else ""
     index = tl.program_id(1)
     blocks = tl.cdiv(inputs, 128)
     steps = tl.cdiv(blocks, SPLIT)
@@ -161,13 +172,16 @@ def few_packed_kernel(
     j = tl.arange(0, 32)
     is_first = (tl.arange(0, COLUMNS) == 0)[None, None, :]
     sums = tl.zeros([SPLIT, OUTPUTS, COLUMNS], tl.float32)
+    experts, shares = _pairs(IDS, SHARES, index, first, local, COUNT, SLOTS)
+    turn = 0
+    expert = _of_turn(experts, 0)
     for item in tl.range(0, COUNT * steps, num_stages=STAGES):
-        turn = item // steps
+        if COUNT > 1:
+            turn = item // steps
+            expert = _of_turn(experts, turn)
         block = (item - turn * steps) * SPLIT + part
-        pair = index * COUNT + turn
-        expert, is_local = _expert_of(IDS, pair, first, local)
-        inside = (is_local & (block < blocks))[:, None, None]
-        row = expert.to(tl.int64) * outputs + n
+        inside = ((expert >= 0) & (block < blocks))[:, None, None]
+        row = tl.maximum(expert, 0).to(tl.int64) * outputs + n
         u_at = U + row[None, :, None] * u_stride + block[:, None, None] * 32 + j
         u = tl.load(u_at, mask=inside, other=0, eviction_policy="evict_first")
         z_at = Z
@@ -179,39 +193,35 @@ def few_packed_kernel(
             GROUP or 2**30, WORDS,
         )  # fmt: skip
         w = decode(u, zeros, DTYPE, HAS_ZEROS, GROUP, WORDS, KIND, USES_ASM)
-        x_row = X + (pair // X_PAIRS).to(tl.int64) * x_stride
+        x_row = X + ((index * COUNT + turn) // X_PAIRS).to(tl.int64) * x_stride
         x_at = x_row + (block[:, None, None] * 128 + j[None, :, None] + tl.zeros([1, 1, COLUMNS], tl.int32))
         for span in tl.static_range(4):
             mask = is_first & inside
             if not IS_WHOLE:
                 mask = mask & (block[:, None, None] * 128 + span * 32 + j[None, :, None] < inputs)
-            x = tl.load(x_at + span * 32, mask=mask, other=0.0)
+            x = tl.load(x_at + span * 32, mask=mask, other=0.0, cache_modifier=PAST_L1)
             products = tl.dot(w[span], x, input_precision="ieee")
             scale = scale_of(scales, span, DTYPE, GROUP, WORDS, KIND).to(tl.float32)
             if WEIGHTED:
-                scale *= tl.load(SHARES + pair)
+                scale *= _of_turn(shares, turn)
             sums += products * scale[:, :, None]
     total = tl.sum(tl.sum(sums, 0), 1)
-    _finish(
-        OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT, WEIGHTED,
-        ACTIVATION,
-    )  # fmt: skip
+    _finish(OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT, WEIGHTED, ACTIVATION)
 
 
 @triton.jit
 def _finish(
-    OUT, BIAS, IDS, SHARES, total, n, index, out_stride, outputs, first, local, limit, alpha, COUNT: tl.constexpr,
+    OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT: tl.constexpr,
     WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Adds the experts' biases, weighted only where results are, applies the activation and stores a tile."""
     OUTPUTS: tl.constexpr = total.shape[0]
     if BIAS is not None:
         for turn in tl.range(0, COUNT):
-            pair = index * COUNT + turn
-            expert, is_local = _expert_of(IDS, pair, first, local)
-            bias = tl.load(BIAS + expert.to(tl.int64) * outputs + n, mask=is_local, other=0.0).to(tl.float32)
+            expert = _of_turn(experts, turn)
+            bias = tl.load(BIAS + expert.to(tl.int64) * outputs + n, mask=expert >= 0, other=0.0).to(tl.float32)
             if WEIGHTED and ACTIVATION == NO_ACTIVATION:
-                bias *= tl.load(SHARES + pair)
+                bias *= _of_turn(shares, turn)
             total += bias
     to = OUT + index.to(tl.int64) * out_stride
     if is_gated(ACTIVATION):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import (
@@ -37,13 +38,17 @@ _RUN = tl.constexpr(8)
 
 
 class Grouped(NamedTuple):
-    """Pairs of a block, outputs of a tile, inputs of a step (128 of quantized weights), warps, and steps under way."""
+    """Pairs of a block, outputs of a tile, inputs of a step (128 of quantized weights), warps, and steps under way.
+
+    `tma`: plain weights are copied as boxes by the hardware for that (Hopper and later).
+    """
 
     rows: int
     outputs: int
     step: int
     warps: int
     stages: int
+    tma: bool = False
 
 
 class Sorted(NamedTuple):
@@ -91,6 +96,13 @@ def grouped_product(
         grouped_packed_kernel[grid](
             x, *operands.tensors, *tensors, x.stride(0), *operands.strides, *numbers, weight.scales.shape[1],
             **operands.fixed, **common,
+        )  # fmt: skip
+        return
+    if launch.tma:
+        box = launch.outputs // 2 if is_gated(activation) else launch.outputs
+        boxes_kernel[grid](
+            x, TensorDescriptor.from_tensor(weight, [box, launch.step]), *tensors, x.stride(0), *numbers,
+            STEP=launch.step, IS_WHOLE=inputs % launch.step == 0, **common,
         )  # fmt: skip
         return
     grouped_kernel[grid](
@@ -145,16 +157,31 @@ def sort_kernel(
 def _experts(IDS, start, pairs, first, LOCAL: tl.constexpr, AT_ONCE: tl.constexpr):
     """Of some pairs; LOCAL where an expert is another rank's, and beyond the last pair."""
     at = start + tl.arange(0, AT_ONCE)
-    expert = tl.load(IDS + at, mask=at < pairs, other=-1) - first
+    expert = tl.load(IDS + at, mask=at < pairs, other=-1, cache_modifier=".cg") - first
     return tl.where((at < pairs) & (expert >= 0) & (expert < LOCAL), expert, LOCAL)
 
 
 @triton.jit
-def _place(BLOCKS, tiles, GROUP_BLOCKS: tl.constexpr):
-    """This program's block and tile of outputs, and the block's expert, first pair and end of pairs."""
+def _fresh(at):
+    """What an earlier kernel has written, past an L1 cache that may hold what was there before."""
+    return tl.load(at, cache_modifier=".cg")
+
+
+@triton.jit
+def _place(tiles, GROUP_BLOCKS: tl.constexpr):
+    """This program's block and tile of outputs."""
     group = tl.program_id(0) // (GROUP_BLOCKS * tiles)
     within = tl.program_id(0) - group * (GROUP_BLOCKS * tiles)
     return group * GROUP_BLOCKS + within % GROUP_BLOCKS, within // GROUP_BLOCKS
+
+
+@triton.jit
+def _load_x(x_at, start, k, inputs, IS_WHOLE: tl.constexpr):
+    """Inputs from `start` on [inputs, pairs]. IS_WHOLE: steps end where inputs end."""
+    if IS_WHOLE:
+        return tl.load(x_at + start, cache_modifier=".cg")
+    else:  # noqa: RET505 - both branches are compiled unless one is chosen here
+        return tl.load(x_at + start, mask=(start + k < inputs)[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -166,10 +193,10 @@ def grouped_kernel(
 ):  # fmt: skip
     """The weight's outputs are the tensor core's rows; pairs are its columns, of which there may be few."""
     wait_if_overlapped(PDL)
-    block, tile = _place(BLOCKS, tiles, GROUP_BLOCKS)
-    if block >= tl.load(COUNT):
+    block, tile = _place(tiles, GROUP_BLOCKS)
+    if block >= _fresh(COUNT):
         return
-    expert = tl.load(BLOCKS + block * 3).to(tl.int64)
+    expert = _fresh(BLOCKS + block * 3).to(tl.int64)
     position, pair, is_pair = _pairs(PAIRS, BLOCKS, block, ROWS)
     n = weight_rows(tile, outputs, OUTPUTS, ACTIVATION, _RUN)
     k = tl.arange(0, STEP)
@@ -178,17 +205,58 @@ def grouped_kernel(
     w_at = W + (expert * outputs + n)[:, None] * w_stride + k[None, :]
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, inputs, STEP, num_stages=STAGES):
-        if IS_WHOLE:
-            w = tl.load(w_at + start)
-            x = tl.load(x_at + start)
-        else:
-            w = tl.load(w_at + start, mask=(start + k < inputs)[None, :], other=0.0)
-            x = tl.load(x_at + start, mask=(start + k < inputs)[:, None], other=0.0)
+        x = _load_x(x_at, start, k, inputs, IS_WHOLE)
+        w = tl.load(w_at + start) if IS_WHOLE else tl.load(w_at + start, mask=(start + k < inputs)[None, :], other=0.0)
         sums = tl.dot(w, x, sums, input_precision="ieee")
     _finish(
         OUT, BIAS, SHARES, sums, expert, n, tile, position, pair, is_pair, out_stride, outputs, limit, alpha, WEIGHTED,
         ACTIVATION,
     )  # fmt: skip
+
+
+@triton.jit
+def boxes_kernel(
+    X, W, BIAS, SHARES, PAIRS, BLOCKS, COUNT, OUT, x_stride, out_stride, outputs, inputs, tiles, limit, alpha,
+    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `grouped_kernel`, for a described weight: a box of the gate and one of what it gates, each with its own sums.
+
+    Boxes may reach into the next expert's rows, whose results are not stored; beyond the last input they hold zeros.
+    """
+    wait_if_overlapped(PDL)
+    block, tile = _place(tiles, GROUP_BLOCKS)
+    if block >= _fresh(COUNT):
+        return
+    GATED: tl.constexpr = is_gated(ACTIVATION)
+    BOX: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    expert = _fresh(BLOCKS + block * 3)
+    position, pair, is_pair = _pairs(PAIRS, BLOCKS, block, ROWS)
+    k = tl.arange(0, STEP)
+    x_row = position if ACTIVATION == NO_ACTIVATION else pair // CHOSEN
+    x_at = X + x_row.to(tl.int64)[None, :] * x_stride + k[:, None]
+    width = outputs // 2 if GATED else outputs
+    row = expert * outputs + tile * BOX
+    sums = tl.zeros([BOX, ROWS], tl.float32)
+    up_sums = tl.zeros([BOX, ROWS], tl.float32)
+    for start in tl.range(0, inputs, STEP, num_stages=STAGES):
+        x = _load_x(x_at, start, k, inputs, IS_WHOLE)
+        sums = tl.dot(W.load([row, start]), x, sums, input_precision="ieee")
+        if GATED:
+            up_sums = tl.dot(W.load([row + width, start]), x, up_sums, input_precision="ieee")
+    m = tile * BOX + tl.arange(0, BOX)
+    n = expert.to(tl.int64) * outputs + tl.minimum(m, width - 1)
+    if WEIGHTED:
+        share = _fresh(SHARES + pair)[None, :]
+        sums *= share
+        up_sums *= share
+    if BIAS is not None:
+        sums += tl.load(BIAS + n).to(tl.float32)[:, None]
+        if GATED:
+            up_sums += tl.load(BIAS + n + width).to(tl.float32)[:, None]
+    y = gate_values(sums, up_sums, limit, alpha, ACTIVATION) if GATED else ungated(sums, ACTIVATION)
+    _store(OUT, y, m, width, position, pair, is_pair, out_stride, ACTIVATION)
 
 
 @triton.jit
@@ -201,12 +269,12 @@ def grouped_packed_kernel(
 ):  # fmt: skip
     """As `grouped_kernel`. Scales are applied to weights, which are rounded as those of a dequantised matrix are."""
     wait_if_overlapped(PDL)
-    block, tile = _place(BLOCKS, tiles, GROUP_BLOCKS)
-    if block >= tl.load(COUNT):
+    block, tile = _place(tiles, GROUP_BLOCKS)
+    if block >= _fresh(COUNT):
         return
     DTYPE: tl.constexpr = X.dtype.element_ty
     HAS_ZEROS: tl.constexpr = Z is not None
-    expert = tl.load(BLOCKS + block * 3).to(tl.int64)
+    expert = _fresh(BLOCKS + block * 3).to(tl.int64)
     position, pair, is_pair = _pairs(PAIRS, BLOCKS, block, ROWS)
     n = weight_rows(tile, outputs, OUTPUTS, ACTIVATION, _RUN)
     j = tl.arange(0, 32)
@@ -225,11 +293,7 @@ def grouped_packed_kernel(
         scales, zeros = fetch(s_at, z_at, step, groups, GROUP or 2**30, WORDS)
         w = decode(u, zeros, DTYPE, HAS_ZEROS, GROUP, WORDS, KIND, USES_ASM)
         for span in tl.static_range(4):
-            if IS_WHOLE:
-                x = tl.load(x_at + (step * 128 + span * 32))
-            else:
-                inside = (step * 128 + span * 32 + j < inputs)[:, None]
-                x = tl.load(x_at + (step * 128 + span * 32), mask=inside, other=0.0)
+            x = _load_x(x_at, step * 128 + span * 32, j, inputs, IS_WHOLE)
             scale = scale_of(scales, span, DTYPE, GROUP, WORDS, KIND)[:, None]
             if scale.dtype == DTYPE:
                 scaled = w[span] * scale
@@ -245,10 +309,10 @@ def grouped_packed_kernel(
 @triton.jit
 def _pairs(PAIRS, BLOCKS, block, ROWS: tl.constexpr):
     """Where pairs of a block lie among those by expert, and which pairs they are. Beyond the last, the last is read."""
-    at = tl.load(BLOCKS + block * 3 + 1) + tl.arange(0, ROWS)
-    end = tl.load(BLOCKS + block * 3 + 2)
+    at = _fresh(BLOCKS + block * 3 + 1) + tl.arange(0, ROWS)
+    end = _fresh(BLOCKS + block * 3 + 2)
     position = tl.minimum(at, end - 1)
-    return position, tl.load(PAIRS + position), at < end
+    return position, _fresh(PAIRS + position), at < end
 
 
 @triton.jit
@@ -256,11 +320,11 @@ def _finish(
     OUT, BIAS, SHARES, sums, expert, n, tile, position, pair, is_pair, out_stride, outputs, limit, alpha,
     WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies the activation and stores a tile [outputs, pairs]."""
+    """Weighs a tile [outputs, pairs], adds the bias, applies the activation and stores it."""
     OUTPUTS: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     if WEIGHTED:
-        sums *= tl.load(SHARES + pair)[None, :]
+        sums *= _fresh(SHARES + pair)[None, :]
     if BIAS is not None:
         sums += tl.load(BIAS + expert * outputs + n).to(tl.float32)[:, None]
     if is_gated(ACTIVATION):
@@ -274,6 +338,12 @@ def _finish(
         y = ungated(sums, ACTIVATION)
         m = tile * OUTPUTS + tl.arange(0, OUTPUTS)
         width = outputs
+    _store(OUT, y, m, width, position, pair, is_pair, out_stride, ACTIVATION)
+
+
+@triton.jit
+def _store(OUT, y, m, width, position, pair, is_pair, out_stride, ACTIVATION: tl.constexpr):
+    """Outputs `m` of pairs: by expert for the next product, in order where they are to be added."""
     row = pair if ACTIVATION == NO_ACTIVATION else position
     to = OUT + row.to(tl.int64)[None, :] * out_stride + m[:, None]
     tl.store(to, y.to(OUT.dtype.element_ty), mask=(m < width)[:, None] & is_pair[None, :])
@@ -291,12 +361,12 @@ def add_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHOSEN):
         pair = row * CHOSEN + i
-        expert = tl.load(IDS + pair) - first
+        expert = _fresh(IDS + pair) - first
         # What other ranks' experts would have left is not there.
         inside = (m < outputs) & (expert >= 0) & (expert < local)
         result = tl.load(RESULTS + pair * results_stride + m, mask=inside, other=0.0, cache_modifier=".cg")
         if WEIGHTED:
-            total += tl.load(SHARES + pair) * result.to(tl.float32)
+            total += _fresh(SHARES + pair) * result.to(tl.float32)
         else:
             total += result.to(tl.float32)
     tl.store(OUT + row * out_stride + m, total.to(OUT.dtype.element_ty), mask=m < outputs)

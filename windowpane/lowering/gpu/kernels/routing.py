@@ -98,7 +98,7 @@ def logits_kernel(
         if not IS_WHOLE:
             x_inside = x_inside & (start + k < hidden)[None, :]
             w_inside = w_inside & (start + k < hidden)[:, None]
-        x = tl.load(x_at + start, mask=x_inside, other=0.0)
+        x = tl.load(x_at + start, mask=x_inside, other=0.0, cache_modifier=".cg")
         w = tl.load(w_at + start, mask=w_inside, other=0.0)
         sums = tl.dot(x.to(w.dtype), w, sums, input_precision="ieee")
     at = (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * experts + expert[None, :]
