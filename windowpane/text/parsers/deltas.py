@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,14 @@ class ToolArguments:
 
 
 Delta = Content | Reasoning | ToolStart | ToolArguments
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same with neighbouring pieces of content in one, as each is sent on its own."""
+    result: list[Delta] = []
+    for is_content, group in groupby(deltas, lambda delta: isinstance(delta, Content)):
+        result += [Content("".join(piece.text for piece in group))] if is_content else group  # type: ignore[union-attr]
+    return result
 
 
 def first_open(text: str, marker: str) -> int:
