@@ -70,5 +70,5 @@ def test_text_is_shown_as_soon_as_it_is_certain() -> None:
 
 
 def test_an_unknown_name_is_told_which_there_are() -> None:
-    with pytest.raises(ValueError, match="no reasoning parser 'r2'; there are qwen3, deepseek_r1, gemma4"):
+    with pytest.raises(ValueError, match="no reasoning parser 'r2'; there are qwen3, deepseek_r1, glm45, gemma4"):
         reasoning_parser("r2")

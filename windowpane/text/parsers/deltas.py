@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,23 @@ class ToolArguments:
 Delta = Content | Reasoning | ToolStart | ToolArguments
 
 
+class Parser(Protocol):
+    """Reads one answer as it comes. `markers` are the special tokens that it has to see."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    def push(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
     """The same with neighbouring pieces of content in one, as each is sent on its own."""
     result: list[Delta] = []
     for is_content, group in groupby(deltas, lambda delta: isinstance(delta, Content)):
-        result += [Content("".join(piece.text for piece in group))] if is_content else group  # type: ignore[union-attr]
+        pieces = list(group)
+        result += [Content("".join(getattr(piece, "text", "") for piece in pieces))] if is_content else pieces
     return result
 
 
