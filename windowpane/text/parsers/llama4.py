@@ -22,6 +22,7 @@ _JSON = re.compile(r"(?:\[\s*)?\{")
 # What may still become one.
 _BEGUN = re.compile(r'(?:\[\s*)?(?:[A-Za-z_][\w.-]*\s*|\{\s*(?:"[a-z]*(?:"\s*)?)?)?')
 MAX_HEAD_CHARACTERS = 256
+MAX_DEPTH = 64  # so that brackets without end are given up soon, each of which might begin a call
 _PLAIN = {
     None: re.compile(r"[^\"'\[\](){}]*"),
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL),
@@ -83,6 +84,8 @@ class Llama4ToolParser(ToolParser):
                 self._quote = None if self._quote else character
             else:
                 self._depth += 1 if character in "[({" else -1
+                if self._depth > MAX_DEPTH:
+                    raise NotACall
                 if self._depth == 0:
                     self._depth = 1  # the call has been read; a tag may follow
                     self._looked_at -= 1
