@@ -12,8 +12,8 @@ import pytest
 from tests.server.harness import Running, running
 from tests.tiny_model import make_model
 from windowpane.server.parsing import Parsers
-from windowpane.text.parsers import HarmonyParser
 from windowpane.text import chat_prompt
+from windowpane.text.parsers import HarmonyParser
 
 USER = [{"role": "user", "content": "Hi"}]
 SYSTEM = {"role": "system", "content": "Answer in as few words as you can, and never in verse."}
@@ -303,8 +303,9 @@ class TestTools:
 
 
 HARMONY_TEMPLATE = (  # in short what gpt-oss's own does
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}{% if tools %} {{ tools | tojson }}{% endif %}"
-    "<|end|>{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}"
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}"
+    "{% if tools %} {{ tools | tojson }}{% endif %}<|end|>{% for m in messages %}"
+    "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}"
     "{% endif %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking or m.content }}<|end|>"
     "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
     "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
@@ -366,8 +367,9 @@ class TestHarmony:
         answer = gpt_oss.http.post("/tokenize", json=body).json()
         assert "".join(answer["token_strs"]) == (
             "<|start|>system<|message|>Reasoning: high<|end|><|start|>user<|message|><|end|><|end|>"
-            "<|start|>assistant<|channel|>analysis<|message|>Where?\nI look.<|end|><|start|>assistant to=functions.weather"
-            '<|channel|>commentary json<|message|>{"city": "Rome"}<|call|><|start|>assistant'
+            "<|start|>assistant<|channel|>analysis<|message|>Where?\nI look.<|end|>"
+            '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+            "<|start|>assistant"
         )
         assert answer["token_strs"].count("<|end|>") == 3  # what the user wrote is text
 

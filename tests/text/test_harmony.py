@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.text.pieces import Parts, parts
 from tests.text.test_grammar import fits
-from tests.tiny_model import make_model
+from tests.tiny_model import EOS, make_model
 from windowpane.text import Detokenizer, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
 from windowpane.text.parsers import HarmonyParser, kept_special_ids, reasoning_parser, tool_grammar
@@ -252,9 +252,10 @@ def test_no_word_is_lost(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Single bytes, and Harmony's markers as special tokens; no file names the stops."""
-    path = make_model(tmp_path_factory.mktemp("models") / "tiny", special_tokens=HarmonyParser.markers)
-    return load_tokenizer(path)
+    """Single bytes, and Harmony's markers as special tokens. The config names `<|end|>` as its only stop."""
+    end_id = EOS + 1 + HarmonyParser.markers.index("<|end|>")
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    return load_tokenizer(make_model(path, special_tokens=HarmonyParser.markers, eos_token_id=end_id))
 
 
 def test_return_and_call_stop_and_the_end_of_a_message_does_not(tokenizer: Tokenizer) -> None:
