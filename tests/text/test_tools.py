@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -235,6 +236,9 @@ def test_markers_are_shown_to_parsers_and_other_special_tokens_are_not(gemma4_li
     assert (found.calls, found.content) == ([PARIS], "")
 
 
+grammars_of = cache(Grammars)  # each starts processes of its own
+
+
 # -- forced calls ----------------------------------------------------------------------------------------------------
 
 NODE = {
@@ -278,7 +282,7 @@ def form(request: pytest.FixtureRequest, gemma4_like: Tokenizer, others_like: To
 def test_whatever_is_drawn_is_a_call_by_the_schema(seed: int, form: tuple[str, Tokenizer]) -> None:
     name, tokenizer = form
     draw = random.Random(seed)
-    matcher = tool_grammar(Grammars(tokenizer), name, TOOLS).matcher()
+    matcher = tool_grammar(grammars_of(tokenizer), name, TOOLS).matcher()
     parser = tool_parser(name)(TOOLS)
     detokenizer = Detokenizer(tokenizer, kept_special_ids=kept_special_ids(tokenizer, parser.markers))
     deltas, token = [], -1
@@ -326,7 +330,7 @@ NOW_AND_PARIS["gemma4"] = (*NOW_AND_PARIS["gemma4"][:2], GEMMA4 + NOW_AND_PARIS[
 
 def test_required_allows_any_function_several_times(form: tuple[str, Tokenizer]) -> None:
     name, tokenizer = form
-    grammars = Grammars(tokenizer)
+    grammars = grammars_of(tokenizer)
     one, other, both = NOW_AND_PARIS[name]
     required = tool_grammar(grammars, name, TOOLS)
     assert fits(required, one, tokenizer) and fits(required, both, tokenizer) == (name != "openai")
@@ -357,7 +361,7 @@ def function(**schema: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_what_cannot_be_forced_is_refused(name: str, tools: Any, choice: str | None, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
-        tool_grammar(Grammars(embedded_tokenizer(SMOLLM2)), name, tools, function=choice)
+        tool_grammar(grammars_of(embedded_tokenizer(SMOLLM2)), name, tools, function=choice)
 
 
 @pytest.mark.parametrize(
@@ -372,13 +376,13 @@ def test_what_cannot_be_forced_is_refused(name: str, tools: Any, choice: str | N
 )
 def test_gemma4s_form_names_what_it_cannot_keep(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
-        tool_grammar(Grammars(embedded_tokenizer(SMOLLM2)), "gemma4", function(**schema))
+        tool_grammar(grammars_of(embedded_tokenizer(SMOLLM2)), "gemma4", function(**schema))
 
 
 def test_arguments_of_any_kind(form: tuple[str, Tokenizer]) -> None:
     """A schema that says nothing allows everything."""
     name, tokenizer = form
-    grammar = tool_grammar(Grammars(tokenizer), name, function(additionalProperties=True))
+    grammar = tool_grammar(grammars_of(tokenizer), name, function(additionalProperties=True))
     assert fits(grammar, ANY_ARGUMENTS[name], tokenizer)
     found = parse(name, ANY_ARGUMENTS[name])
     assert found.calls == [("f", {"a": {"b": [1, "x", None]}, "c": True})]
