@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -290,4 +289,4 @@ def test_a_call_that_is_forced_may_follow_a_thought(tokenizer: Tokenizer) -> Non
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     assert fits(grammar, call, tokenizer) and fits(grammar, thought + call, tokenizer)
     assert not fits(grammar, thought + "<|channel|>final<|message|>{}", tokenizer)
-    assert json.loads(json.dumps(read(thought + call).calls)) == [["now", {}]]
+    assert read(thought + call).calls == [("now", {})]

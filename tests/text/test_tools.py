@@ -379,6 +379,30 @@ def test_gemma4s_form_names_what_it_cannot_keep(schema: Any, message: str) -> No
         tool_grammar(grammars_of(embedded_tokenizer(SMOLLM2)), "gemma4", function(**schema))
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"type": "string", "pattern": "x"}, "f.a: 'pattern' cannot be enforced"),
+        ({"type": ["string", "null"], "pattern": "x"}, "f.a: 'pattern' cannot be enforced"),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "f.a: 'oneOf' cannot be enforced"),
+        ({"enum": ["b", {}]}, "cannot be one of its values"),
+    ],
+)
+def test_plain_text_cannot_keep_every_keyword(name: str, value: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        tool_grammar(grammars_of(embedded_tokenizer(SMOLLM2)), name, function(properties={"a": value}))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "llama4_pythonic"])
+def test_names_of_arguments_are_checked(name: str) -> None:
+    grammars = grammars_of(embedded_tokenizer(SMOLLM2))
+    with pytest.raises(GrammarError, match="'a b' cannot be the name of an argument"):
+        tool_grammar(grammars, name, function(properties={"a b": {"type": "string"}}))
+    with pytest.raises(GrammarError, match="'a' is required but not declared"):
+        tool_grammar(grammars, name, function(required=["a"], properties={"b": {}}))
+
+
 def test_arguments_of_any_kind(form: tuple[str, Tokenizer]) -> None:
     """A schema that says nothing allows everything."""
     name, tokenizer = form

@@ -85,7 +85,7 @@ class TaggedRules:
         if "anyOf" in schema:
             return [way for part in schema["anyOf"] for way in self._value(part, root, what)]
         others = sorted(types - {"string"})
-        about_text = set(schema) - ANNOTATIONS if not others else {"pattern"} & set(schema)
+        about_text = set(schema) & {"pattern", "oneOf", "allOf", "not"} if others else set(schema) - ANNOTATIONS
         if unknown := about_text - _TEXT_KEYWORDS:
             raise GrammarError(f"{what}: {min(unknown)!r} cannot be enforced in this form of a call; leave it out")
         text = self._text(schema.get("minLength", 0), schema.get("maxLength"))
