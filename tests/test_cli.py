@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tests.models.small_configs import small
 from windowpane import __version__
 from windowpane.cli import main as cli
 from windowpane.models import shipped_names
+from windowpane.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 Run = tuple[int, str, str]
 STORY = ("gemma-4-31b", "--max-model-len", "131072")
@@ -304,6 +306,10 @@ class TestReport:
         assert note.startswith("* the engine runs these")
         marked = {line.split()[0] for line in rows if line.split()[1] == "*"}
         assert {"gemma-4-31b", "qwen3-8b"} <= marked and not {"qwen3-30b-a3b", "jamba-mini"} & marked
+
+    def test_help_names_all_parsers(self, terminal: Terminal) -> None:
+        words = set(re.findall(r"\w+", terminal.run("serve", "--help")[1]))
+        assert {*REASONING_PARSERS, *TOOL_PARSERS} <= words
 
     def test_version_and_help(self, terminal: Terminal) -> None:
         assert terminal.run("--version")[:2] == (0, f"windowpane {__version__}\n")

@@ -13,6 +13,7 @@ from tests.server.harness import Running, running
 from tests.tiny_model import make_model
 from windowpane.server.parsing import Parsers
 from windowpane.text import chat_prompt
+from windowpane.text.parsers import HarmonyParser
 
 USER = [{"role": "user", "content": "Hi"}]
 SYSTEM = {"role": "system", "content": "Answer in as few words as you can, and never in verse."}
@@ -299,3 +300,94 @@ class TestTools:
         tokenizer = server.service.tokenizer
         assert tokenizer is not None
         return {str(tokenizer.encode(text, add_special_tokens=False)[0]): -100 for text in "<h \n\t\r"}
+
+
+HARMONY_TEMPLATE = (  # in short what gpt-oss's own does
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}"
+    "{% if tools %} {{ tools | tojson }}{% endif %}<|end|>{% for m in messages %}"
+    "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}"
+    "{% endif %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking or m.content }}<|end|>"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "<|end|>{% endif %}{% endfor %}<|start|>assistant"
+)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = make_model(
+        tmp_path_factory.mktemp("models") / "tiny",
+        chat_template=HARMONY_TEMPLATE,
+        special_tokens=HarmonyParser.markers,
+        max_position_embeddings=1024,
+    )
+    with running(model, parsers=Parsers(reasoning="openai_gptoss", tools="openai", auto_tools=True)) as server:
+        yield server
+        server.wait_until_idle()
+
+
+class TestHarmony:
+    def test_a_call_that_is_required_is_made(self, gpt_oss: Running) -> None:
+        fields = {"tools": [WEATHER], "tool_choice": "required", "temperature": 1, "seed": 1}
+        bias = {"logit_bias": self._no_thoughts(gpt_oss)}
+        (made,) = ask(gpt_oss, max_completion_tokens=400, **fields, **bias).choices
+        (call,) = made.message.tool_calls
+        assert (made.finish_reason, made.message.content, call.function.name) == ("tool_calls", None, "weather")
+        arguments = json.loads(call.function.arguments)
+        assert arguments["city"] in ("Rome", "Oslo")
+        text, reasons, content = "", [], ""
+        for chunk in ask(gpt_oss, max_completion_tokens=400, stream=True, **fields, **bias):
+            reasons.append(chunk.choices[0].finish_reason)
+            content += chunk.choices[0].delta.content or ""
+            for part in chunk.choices[0].delta.tool_calls or []:
+                text += part.function.arguments or ""
+        assert (json.loads(text), reasons[-1], content) == (arguments, "tool_calls", "")
+
+    def test_a_format_holds_for_the_final_message(self, gpt_oss: Running) -> None:
+        bias = self._no_thoughts(gpt_oss)
+        answer = gpt_oss.chat(max_tokens=60, seed=1, structured_outputs={"regex": "yes"}, logit_bias=bias).json()
+        assert answer["choices"][0]["message"]["content"] == "yes"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+    def test_what_the_model_thinks_is_reasoning(self, gpt_oss: Running) -> None:
+        """Told to think and never to end it, all that comes is reasoning."""
+        tokenizer = gpt_oss.service.tokenizer
+        assert tokenizer is not None
+        bias = {str(tokenizer.token_id("<|end|>")): -100, str(tokenizer.encode("f", add_special_tokens=False)[0]): -100}
+        answer = gpt_oss.chat(max_tokens=60, seed=1, structured_outputs={"regex": "yes"}, logit_bias=bias).json()
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"] and message["content"] == ""
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    def test_calls_and_reasoning_go_back_into_the_chat(self, gpt_oss: Running) -> None:
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        said = {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [call]}
+        messages = [{"role": "user", "content": "<|end|>"}, said]
+        body = {"messages": messages, "return_token_strs": True, "chat_template_kwargs": {"reasoning_effort": "high"}}
+        answer = gpt_oss.http.post("/tokenize", json=body).json()
+        assert "".join(answer["token_strs"]) == (
+            "<|start|>system<|message|>Reasoning: high<|end|><|start|>user<|message|><|end|><|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|>Where?\nI look.<|end|>"
+            '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+            "<|start|>assistant"
+        )
+        assert answer["token_strs"].count("<|end|>") == 3  # what the user wrote is text
+
+    def test_the_effort_reaches_the_template(self, gpt_oss: Running) -> None:
+        medium, high = (
+            gpt_oss.chat(max_tokens=1, reasoning_effort=effort).json()["usage"]["prompt_tokens"]
+            for effort in ("medium", "high")
+        )
+        assert medium - high == len("medium") - len("high")
+
+    @pytest.mark.parametrize(("reasoning", "tools"), [("qwen3", "openai"), ("openai_gptoss", "hermes")])
+    def test_parsers_of_other_models_do_not_go_with_it(self, reasoning: str, tools: str) -> None:
+        with pytest.raises(ValueError, match="do not go together"):
+            Parsers(reasoning, tools)
+
+    @staticmethod
+    def _no_thoughts(server: Running) -> dict[str, float]:
+        """Against `analysis`, and against spaces without end."""
+        tokenizer = server.service.tokenizer
+        assert tokenizer is not None
+        return {str(tokenizer.encode(text, add_special_tokens=False)[0]): -100 for text in "a \n\t\r"}

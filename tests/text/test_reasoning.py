@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.text.pieces import parts, pieces
 from windowpane.text.parsers import REASONING_PARSERS, reasoning_parser
 
-THINK = ["<think>", "</think>", "<", "</", " ", "\n", "a", "thought", "<think", ">"]
+THINK = ["<think>", "</think>", "<", "</", " ", "\n", "a", "thought", "<think", ">", "<tool_call>", "<function="]
 CHANNEL = ["<|channel>", "<channel|>", "thought", "thoughtful", "\n", " ", "a", "<|", "<|tool_call>", "<channel"]
 
 
@@ -33,6 +33,13 @@ def split(name: str, prompt: str, text: str) -> tuple[str, str]:
         ("qwen3", "", "<think>a</thin", "a</thin", ""),
         ("qwen3", "…assistant\n<think>\n", "hm</think>Yes.", "hm", "Yes."),
         ("qwen3", "…assistant\n<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
+        ("qwen3", "", "<think>a <tool_call> b</think>c", "a <tool_call> b", "c"),
+        ("qwen3", "<think>\n", "a\n<tool_call>\n<function=f>x</think>y", "a", "<tool_call>\n<function=f>xy"),
+        ("qwen3", "<think>\n", 'a\n<tool_call>\n{"name": 1}</think>', "a", '<tool_call>\n{"name": 1}'),
+        ("qwen3", "<think>\n", "a\n<tool_call>\n<function=f></thin", "a", "<tool_call>\n<function=f></thin"),
+        ("glm45", "<|assistant|>", "\n<think>hm</think>\nYes.", "hm", "Yes."),
+        ("glm45", "<|assistant|>\n<think></think>", "\nYes.", "", "\nYes."),
+        ("openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>hm<|end|>", "hm", ""),
         ("deepseek_r1", "", "hm</think>Yes.", "hm", "Yes."),
         ("deepseek_r1", "", "<think>\nhm</think>Yes.", "hm", "Yes."),
         ("deepseek_r1", "", "never ends", "never ends", ""),
@@ -70,5 +77,5 @@ def test_text_is_shown_as_soon_as_it_is_certain() -> None:
 
 
 def test_an_unknown_name_is_told_which_there_are() -> None:
-    with pytest.raises(ValueError, match="no reasoning parser 'r2'; there are qwen3, deepseek_r1, gemma4"):
+    with pytest.raises(ValueError, match="no reasoning parser 'r2'; there are qwen3, deepseek_r1, glm45, gemma4"):
         reasoning_parser("r2")

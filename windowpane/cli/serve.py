@@ -41,10 +41,19 @@ def serve(
         str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
     ] = None,
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="How the model marks its thoughts: qwen3, …", rich_help_panel=TEXT)
+        str | None,
+        typer.Option(
+            help="How the model marks its thoughts: qwen3, deepseek_r1, glm45, gemma4, openai_gptoss.",
+            rich_help_panel=TEXT,
+        ),
     ] = None,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls: hermes, …", rich_help_panel=TEXT)
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls: hermes, gemma4, qwen3_coder, glm45, llama4_pythonic, llama4_json, "
+            "openai.",
+            rich_help_panel=TEXT,
+        ),
     ] = None,
     enable_auto_tool_choice: Annotated[
         bool,

@@ -45,7 +45,7 @@ def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple
     choice = tool_choice(body, service.parsers)
     prompt = render(service, body, _variables(service, body), choice != "none")
     grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
-    parsers = [output_parser(service.parsers, choice, prompt.text) for _ in range(body.n or 1)]
+    parsers = [output_parser(service.parsers, choice, body, prompt.text) for _ in range(body.n or 1)]
     return _job(service, body, prompt, grammar, parsers, id, arrived), parsers
 
 
@@ -72,6 +72,8 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
             "no_chat_template",
         )
     messages = [_plain(message, index) for index, message in enumerate(body.messages)]
+    if service.parsers.is_harmony:
+        messages = [_with_thinking(message) for message in messages]
     variables = {**(body.chat_template_kwargs or {}), **variables}
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables:
@@ -122,6 +124,16 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     elif message.role != "assistant" and message.content is None:
         raise bad_request(f"a message of role {message.role} needs content", f"messages.{index}.content")
     return plain
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """As gpt-oss's template knows reasoning. Beside a call it takes one text, for the analysis channel."""
+    if "reasoning" not in message:
+        return message
+    if not message.get("tool_calls"):
+        return {**message, "thinking": message["reasoning"]}
+    thinking = "\n".join(text for text in (message["reasoning"], message["content"]) if text)
+    return {**message, "thinking": thinking, "content": ""}
 
 
 def _text(message: Message) -> str:

@@ -11,9 +11,12 @@ from windowpane.server.protocol import ChatBody, NamedTool
 from windowpane.server.sampling import constraint_of, grammar_of
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
 from windowpane.text.parsers import (
+    HARMONY_REASONING,
+    HARMONY_TOOLS,
+    HarmonyParser,
+    MakesParser,
     OutputParser,
-    ReasoningParser,
-    ToolParser,
+    ThoughtParser,
     reasoning_parser,
     tool_grammar,
     tool_parser,
@@ -33,11 +36,24 @@ class Parsers:
             raise ValueError("--enable-auto-tool-choice needs to know how calls are written: add --tool-call-parser")
         self.make_reasoning()
         self.make_tools()
+        if self.is_harmony and not (
+            self.reasoning in (None, HARMONY_REASONING) and self.tools in (None, HARMONY_TOOLS)
+        ):
+            raise ValueError(
+                f"--reasoning-parser {self.reasoning} and --tool-call-parser {self.tools} do not go together: gpt-oss "
+                f"needs {HARMONY_REASONING} and {HARMONY_TOOLS}, and other models need neither"
+            )
 
-    def make_reasoning(self) -> Callable[[str], ReasoningParser] | None:
-        return None if self.reasoning is None else reasoning_parser(self.reasoning)
+    @property
+    def is_harmony(self) -> bool:
+        """Whether the model is gpt-oss, whose messages hold reasoning, calls and text alike: one parser reads them."""
+        return self.reasoning == HARMONY_REASONING or self.tools == HARMONY_TOOLS
 
-    def make_tools(self) -> Callable[[], ToolParser] | None:
+    def make_reasoning(self) -> Callable[[str], ThoughtParser] | None:
+        name = HARMONY_REASONING if self.is_harmony else self.reasoning
+        return None if name is None else reasoning_parser(name)
+
+    def make_tools(self) -> MakesParser | None:
         return None if self.tools is None else tool_parser(self.tools)
 
 
@@ -63,14 +79,21 @@ def tool_choice(body: ChatBody, parsers: Parsers) -> ToolChoice:
     return choice
 
 
-def output_parser(parsers: Parsers, choice: ToolChoice, prompt: str) -> OutputParser | None:
+def output_parser(parsers: Parsers, choice: ToolChoice, body: ChatBody, prompt: str) -> OutputParser | None:
     """Reads one answer to `prompt`; None where it is all text."""
     make_reasoning, make_tools = parsers.make_reasoning(), parsers.make_tools() if choice != "none" else None
     if make_reasoning is None and make_tools is None:
         return None
+    if parsers.is_harmony:
+        return OutputParser(None, HarmonyParser(prompt=prompt, find_calls=make_tools is not None))
     return OutputParser(
-        None if make_reasoning is None else make_reasoning(prompt), None if make_tools is None else make_tools()
+        None if make_reasoning is None else make_reasoning(prompt),
+        None if make_tools is None else make_tools(_declared(body)),
     )
+
+
+def _declared(body: ChatBody) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
 
 
 def chat_grammar(
@@ -90,10 +113,9 @@ def chat_grammar(
     if by_format:
         return grammar_of(body, grammars)
     assert grammars is not None and parsers.tools is not None and body.tools is not None
-    tools: list[dict[str, Any]] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     function = choice.function.name if isinstance(choice, NamedTool) else None
     parallel = body.parallel_tool_calls is not False
     try:
-        return tool_grammar(grammars, parsers.tools, tools, function=function, parallel=parallel)
+        return tool_grammar(grammars, parsers.tools, _declared(body), function=function, parallel=parallel)
     except GrammarError as error:
         raise bad_request(str(error), "tools", "invalid_value") from None

@@ -37,12 +37,14 @@ EXACT_INTEGERS = 2**53
 class Thought:
     """Reasoning that may stand in front of a constrained answer, between its markers.
 
-    `is_open`: the prompt has written `start` already, so that it must end before the answer begins.
+    `is_open`: the prompt has written `start` already, so that it must end before the answer begins. `answer_start`
+    is written in front of an answer that is text; calls bring their own.
     """
 
     start: str
     end: str
     is_open: bool
+    answer_start: str = ""
 
 
 class Grammars:
@@ -113,11 +115,10 @@ class Grammars:
         """Rules that are ours, not a user's; `what` names them in errors."""
         return self._compile("lark_grammar", lark, what)
 
-    def marker(self, text: str) -> str:
-        """A marker as grammars write it: special tokens by their number, others as the text they are."""
-        token = self._tokenizer.token_id(text)
-        is_special = token is not None and not self._tokenizer.token_bytes(token, skip_special_tokens=True)
-        return f"<[{token}]>" if is_special else json.dumps(text)
+    def markup(self, text: str) -> str:
+        """Text with markers in it, as grammars write it: special tokens by their number, others as they are."""
+        parts = [(part, special) for _, part, special in self._tokenizer.split_special(text) if part]
+        return " ".join(json.dumps(part) if special is None else f"<[{special}]>" for part, special in parts)
 
     def _compile(self, kind: Any, text: str | tuple[str, ...], what: str) -> CompiledGrammar:
         if find_spec("llguidance") is None:
@@ -130,19 +131,20 @@ class Grammars:
         size, most = (len(text), MAX_SOURCE_BYTES) if isinstance(text, str) else (sum(map(len, text)), MAX_CHOICE_BYTES)
         if size > most:
             raise GrammarError(f"{what} cannot be used: it has {size:,} characters, and at most {most:,} are taken")
-        thought = None if self._thought is None else self._thought_rules(self._thought)
+        thought = None if self._thought is None else self._thought_rules(self._thought, kind == "lark_grammar")
         try:
             pooled = self._pool.compile(Source(kind, text, thought))
         except GrammarError as error:
             raise GrammarError(f"{what} cannot be used: {error}") from None
         return CompiledGrammar(self._pool, pooled, frozenset(self._tokenizer.stop_ids))
 
-    def _thought_rules(self, thought: Thought) -> str:
-        end = self.marker(thought.end)
+    def _thought_rules(self, thought: Thought, is_ours: bool) -> str:
+        end = self.markup(thought.end)
         is_token = end.startswith("<")
         inside = f"inside: /(?s:.*)/ {end}" if is_token else f"inside[suffix={end}]: /(?s:.*)/"
-        whole = "inside GAP" if thought.is_open else f"({self.marker(thought.start)} inside GAP)?"
-        return f"start: {whole} @answer\n{inside}\nGAP: /{AFTER_THOUGHT}/"
+        whole = "inside GAP" if thought.is_open else f"({self.markup(thought.start)} inside GAP)?"
+        head = "" if is_ours else self.markup(thought.answer_start)
+        return f"start: {whole} {head} @answer\n{inside}\nGAP: /{AFTER_THOUGHT}/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 # Tokens that end a turn. GGUF files have no generation_config.json to list them.
-_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
-
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eot|>", "<|eom|>", "<|end|>")
+# gpt-oss: these end an answer, while `<|end|>` ends one of its messages.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 PROBED_CHARACTERS = 2**16
 CUT_TOKENS = 64  # a cut makes more tokens of a text, but hardly so many
@@ -273,7 +274,7 @@ def _from_gguf(header: GgufHeader, lazy: bool) -> Tokenizer:
     files = TokenizerFiles(
         source=header.path.name,
         special_tokens=special,
-        stop_ids=frozenset(stop for stop in stops if stop is not None),
+        stop_ids=_stop_ids(backend, stops),
         chat_template=header.text("tokenizer.chat_template"),
     )
     return Tokenizer(backend, files)
@@ -299,11 +300,20 @@ def _from_directory(path: Path) -> Tokenizer:
     files = TokenizerFiles(
         source=str(path),
         special_tokens=special,
-        stop_ids=frozenset(i for stop in stops for i in (stop if isinstance(stop, list) else [stop]) if i is not None),
+        stop_ids=_stop_ids(backend, (i for stop in stops for i in (stop if isinstance(stop, list) else [stop]))),
         chat_template=_chat_template(path, config),
         sampling_defaults=_sampling_defaults(path / "generation_config.json"),
     )
     return Tokenizer(backend, files)
+
+
+def _stop_ids(backend: tokenizers.Tokenizer, named: Iterable[int | None]) -> frozenset[int]:
+    """The stop tokens that files name, less what does not end an answer of gpt-oss, and what else does."""
+    stops = {stop for stop in named if stop is not None}
+    harmony = {stop for token in _HARMONY_ENDS if (stop := backend.token_to_id(token)) is not None}
+    if len(harmony) == len(_HARMONY_ENDS):
+        stops = (stops | harmony) - {backend.token_to_id("<|end|>")}
+    return frozenset(stops)
 
 
 def _put_bos_in_front(backend: tokenizers.Tokenizer, bos: str | None, source: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,26 @@ class ToolArguments:
 
 
 Delta = Content | Reasoning | ToolStart | ToolArguments
+
+
+class Parser(Protocol):
+    """Reads one answer as it comes. `markers` are the special tokens that it has to see."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    def push(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same with neighbouring pieces of content in one, as each is sent on its own."""
+    result: list[Delta] = []
+    for is_content, group in groupby(deltas, lambda delta: isinstance(delta, Content)):
+        pieces = list(group)
+        result += [Content("".join(getattr(piece, "text", "") for piece in pieces))] if is_content else pieces
+    return result
 
 
 def first_open(text: str, marker: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from windowpane.text.grammar import GrammarError, json_rules
 
 # Say nothing about what is allowed, or widen it. `format` is an annotation unless a validator opts in.
-_ANNOTATIONS = {
+ANNOTATIONS = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "format"),
     *("$schema", "$id", "$comment", "$defs", "definitions", "additionalProperties", "nullable", "x-guidance"),
 }
@@ -156,6 +156,6 @@ class Gemma4Rules:
 
 
 def _refuse_others(schema: Mapping[str, Any], known: Iterable[str], what: str) -> None:
-    others = set(schema) - set(known) - _ANNOTATIONS
+    others = set(schema) - set(known) - ANNOTATIONS
     if others:
         raise GrammarError(f"{what}: {min(others)!r} cannot be enforced in Gemma 4's form of a call; leave it out")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from windowpane.text.parsers.deltas import Content, Delta
-from windowpane.text.parsers.reasoning import ReasoningParser
-from windowpane.text.parsers.tools import ToolParser
+from windowpane.text.parsers.deltas import Content, Delta, Parser
 from windowpane.text.tokenizer import Tokenizer
 
 
 class OutputParser:
     """Takes reasoning out first, then calls out of what is left. Either parser may be missing."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+    def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self.markers = tuple(m for parser in (reasoning, tools) if parser is not None for m in parser.markers)

@@ -1,9 +1,10 @@
 """Reasoning: what a model writes for itself between two markers, told apart from its answer.
 
-Two forms. Qwen3, DeepSeek R1 and many others write `<think>…</think>` once, in front of the answer. Gemma 4 writes
+Two forms. Qwen3, GLM-4.5, DeepSeek R1 and many others write `<think>…</think>` once, in front of the answer; Qwen3.5
+sometimes calls a tool before it has ended a thought (vllm-project/vllm#39056). Gemma 4 writes
 `<|channel>thought\\n…<channel|>`, in front of the answer and of tool calls; the markers are special tokens, and a tool
 call also ends a thought (Google's "Gemma 4 Prompt Formatting", ai.google.dev/gemma/docs/core/prompt-formatting-gemma4;
-the chat template of google/gemma-4-31B-it; vLLM's gemma4 parser).
+the chat template of google/gemma-4-31B-it; vLLM's gemma4 parser). gpt-oss has channels: see `harmony`.
 
 Templates may write the first marker into the prompt. So a parser is given the prompt, and looks how it ends.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from windowpane.text.grammar import Thought
-from windowpane.text.parsers.deltas import Content, Delta, Reasoning, first_open
+from windowpane.text.parsers.deltas import Content, Delta, Parser, Reasoning, first_open
+from windowpane.text.parsers.harmony import HarmonyParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,8 @@ class Form:
     """How a family marks its thoughts.
 
     `label` may follow `start` and is no part of the thought. `in_front`: only what an answer begins with is a thought.
-    `always_open`: answers begin in the middle of one, whatever the prompt says. `also_ends` are markers of something
-    else that cannot stand in a thought, and so end it.
+    `always_open`: answers begin in the middle of one, whatever the prompt says. `also_ends` is what calls begin with,
+    which end a thought too.
     """
 
     start: str
@@ -39,16 +42,28 @@ class Form:
         return self.always_open or begun.endswith(self.start)
 
 
+# As templates write calls, to the letter: a thought may well speak of the tag.
+_QWEN_CALLS = ("<tool_call>\n<function=", '<tool_call>\n{"name"')
 _FORMS = {
-    "qwen3": Form("<think>", "</think>"),
+    "qwen3": Form("<think>", "</think>", also_ends=_QWEN_CALLS),
     "deepseek_r1": Form("<think>", "</think>", always_open=True),
+    "glm45": Form("<think>", "</think>"),
     "gemma4": Form("<|channel>", "<channel|>", label="thought", in_front=False, also_ends=("<|tool_call>",)),
 }
-REASONING_PARSERS = tuple(_FORMS)
+HARMONY_REASONING = "openai_gptoss"
+REASONING_PARSERS = (*_FORMS, HARMONY_REASONING)
 
 
-def reasoning_parser(name: str) -> Callable[[str], ReasoningParser]:
+class ThoughtParser(Parser, Protocol):
+    """A parser that also knows what thought may stand in front of a constrained answer."""
+
+    thought: Thought | None
+
+
+def reasoning_parser(name: str) -> Callable[[str], ThoughtParser]:
     """Makes parsers of this name (one of `REASONING_PARSERS`), each for one answer, from the prompt it answers."""
+    if name == HARMONY_REASONING:
+        return lambda prompt: HarmonyParser(prompt=prompt, find_calls=False)
     form = _FORMS.get(name)
     if form is None:
         raise ValueError(f"there is no reasoning parser {name!r}; there are {', '.join(REASONING_PARSERS)}")
@@ -61,12 +76,13 @@ class ReasoningParser:
     def __init__(self, form: Form, prompt: str) -> None:
         self.form = form
         is_open = form.is_open_after(prompt)
-        self.thought = Thought(form.start, form.end, is_open)
+        self.thought: Thought | None = Thought(form.start, form.end, is_open)
         self.markers = (form.start, form.end)
         self._text = ""  # what cannot be told yet
         self._step: Callable[[list[Delta], bool], bool] = self._opened if is_open else self._outside
         self._content_begun = False
         self._after_space = False  # white space that comes next is left out
+        self._end_is_due = False  # a call came before the end of a thought, which means nothing any more
 
     def push(self, text: str) -> list[Delta]:
         self._text += text
@@ -99,6 +115,8 @@ class ReasoningParser:
 
     def _front(self, deltas: list[Delta], is_last: bool) -> bool:
         """Only an answer's first word can begin a thought."""
+        if self._end_is_due:
+            return self._due(deltas, is_last)
         stripped = self._text.lstrip()
         if not self._content_begun and stripped.startswith(self.form.start):
             self._text = stripped[len(self.form.start) :]
@@ -108,6 +126,14 @@ class ReasoningParser:
             self._content_begun = True
             self._show(deltas, Content, len(self._text))
         return False
+
+    def _due(self, deltas: list[Delta], is_last: bool) -> bool:
+        at, marker = _find(self._text, (self.form.end,))
+        self._show(deltas, Content, len(self._text) if is_last and marker is None else at)
+        if marker is not None:
+            self._text = self._text[len(marker) :]
+            self._end_is_due = False
+        return marker is not None
 
     def _opened(self, deltas: list[Delta], is_last: bool) -> bool:
         """At the beginning of an answer inside a thought. Some models write the marker all the same."""
@@ -139,6 +165,8 @@ class ReasoningParser:
         self._text = self._text.lstrip()
         if marker == self.form.end:
             self._text = self._text[len(marker) :]
+        else:
+            self._end_is_due = self.form.in_front
         self._content_begun = True
         self._after_space = True
         self._step = self._outside

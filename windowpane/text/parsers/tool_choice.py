@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars, json_rules
+from windowpane.text.parsers.deltas import Parser
 from windowpane.text.parsers.gemma4_schema import Gemma4Rules
-from windowpane.text.parsers.tools import Gemma4ToolParser, HermesToolParser, ToolParser
+from windowpane.text.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, HarmonyParser
+from windowpane.text.parsers.llama4 import Llama4ToolParser
+from windowpane.text.parsers.tagged import Glm45ToolParser, Qwen3CoderToolParser
+from windowpane.text.parsers.tagged_schema import TaggedRules, keyword_arguments
+from windowpane.text.parsers.tools import Gemma4ToolParser, HermesToolParser, Tool
 
-_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesToolParser, "gemma4": Gemma4ToolParser}
-TOOL_PARSERS = tuple(_PARSERS)
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+Schemas = Mapping[str, Mapping[str, Any]]
 
-Tool = Mapping[str, Any]
+
+class MakesParser(Protocol):
+    def __call__(self, tools: Sequence[Tool] = ...) -> Parser: ...
 
 
-def tool_parser(name: str) -> Callable[[], ToolParser]:
-    """Makes parsers of this name (one of `TOOL_PARSERS`), each for one answer."""
-    _check_parser(name)
-    return _PARSERS[name]
+def tool_parser(name: str) -> MakesParser:
+    """Makes parsers of this name (one of `TOOL_PARSERS`, or another that vLLM has for it), each for one answer."""
+    return _form(name).parser
 
 
 def tool_grammar(
@@ -32,7 +38,7 @@ def tool_grammar(
     `tools` are the OpenAI API's (`{"type": "function", "function": {"name": …, "parameters": …}}`). With a `function`
     it is one call to that; else one or more to any, or exactly one unless `parallel`.
     """
-    _check_parser(parser)
+    form = _form(parser)
     schemas = dict(map(_declared, tools))
     if function is not None:
         if function not in schemas:
@@ -40,34 +46,106 @@ def tool_grammar(
         schemas = {function: schemas[function]}
     if not schemas:
         raise GrammarError("a call is required, but there are no tools")
-    several = parallel and function is None
-    rules = _hermes_rules(grammars, schemas) if parser == "hermes" else _gemma4_rules(grammars, schemas)
-    gap = '"\\n"?' if parser == "hermes" else ""
-    start = f"start: call ({gap} call)*" if several else "start: call"
-    return grammars.from_rules("\n".join([start, *rules]), "the tools' schemas")
+    start = form.several if parallel and function is None else form.one
+    any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
+    rules = [f"start: {start}", f"call: {any_call}", *form.rules(grammars, schemas)]
+    return grammars.from_rules("\n".join(rules), "the tools' schemas")
 
 
-def _hermes_rules(grammars: Grammars, schemas: Mapping[str, Any]) -> list[str]:
+# -- rules: `call_0`, `call_1`, … for each function, and what else these need ---------------------------------------
+
+
+def _hermes_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
     """As chat templates write calls: on lines of their own, the name first."""
-    opening, closing = grammars.marker(HermesToolParser.start), grammars.marker(HermesToolParser.end)
-    rules = [f'call: {opening} "\\n" ({_any_of("call", schemas)}) "\\n" {closing}']
-    for index, (name, schema) in enumerate(schemas.items()):
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        rules.append(f'call_{index}: {head} %json {json.dumps(json_rules(schema))} "}}"')
-    return rules
+    opening, closing = grammars.markup(HermesToolParser.start + "\n"), grammars.markup("\n" + HermesToolParser.end)
+    return [f"{rule[0]}: {opening} {rule[1]} {closing}" for rule in _json_calls(schemas, "arguments")]
 
 
-def _gemma4_rules(grammars: Grammars, schemas: Mapping[str, Any]) -> list[str]:
-    opening, closing = grammars.marker(Gemma4ToolParser.start), grammars.marker(Gemma4ToolParser.end)
-    values = Gemma4Rules(grammars.marker(Gemma4ToolParser.quote))
-    rules = [f"call: {opening} ({_any_of('call', schemas)}) {closing}"]
+def _llama4_json_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
+    return [f"{name}: {body}" for name, body in _json_calls(schemas, "parameters")]
+
+
+def _json_calls(schemas: Schemas, arguments: str) -> list[tuple[str, str]]:
+    calls = []
     for index, (name, schema) in enumerate(schemas.items()):
-        rules.append(f"call_{index}: {json.dumps('call:' + name)} {values.add(schema, f'the parameters of {name}')}")
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "{arguments}": ')
+        calls.append((f"call_{index}", f'{head} %json {json.dumps(json_rules(schema))} "}}"'))
+    return calls
+
+
+def _gemma4_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
+    opening, closing = grammars.markup(Gemma4ToolParser.start), grammars.markup(Gemma4ToolParser.end)
+    values = Gemma4Rules(grammars.markup(Gemma4ToolParser.quote))
+    rules = []
+    for index, (name, schema) in enumerate(schemas.items()):
+        value = values.add(schema, f"the parameters of {name}")
+        rules.append(f"call_{index}: {opening} {json.dumps('call:' + name)} {value} {closing}")
     return rules + values.rules
 
 
-def _any_of(prefix: str, schemas: Mapping[str, Any]) -> str:
-    return " | ".join(f"{prefix}_{index}" for index in range(len(schemas)))
+def _qwen3_coder_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
+    values = TaggedRules(grammars.markup, ("<parameter=", ">\n"), Qwen3CoderToolParser.value_end, "\n")
+    ends = (f"{Qwen3CoderToolParser.start}\n<function=%s>\n", f"</function>\n{Qwen3CoderToolParser.end}")
+    return _tagged_rules(grammars, schemas, values, ends)
+
+
+def _glm45_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
+    values = TaggedRules(grammars.markup, ("<arg_key>", "</arg_key>\n<arg_value>"), Glm45ToolParser.value_end)
+    return _tagged_rules(grammars, schemas, values, (f"{Glm45ToolParser.start}%s\n", Glm45ToolParser.end))
+
+
+def _tagged_rules(grammars: Grammars, schemas: Schemas, values: TaggedRules, ends: tuple[str, str]) -> list[str]:
+    rules = []
+    for index, (name, schema) in enumerate(schemas.items()):
+        opening, closing = grammars.markup(ends[0] % name), grammars.markup(ends[1])
+        rules.append(f"call_{index}: {opening} {values.members(schema, f'the parameters of {name}')} {closing}")
+    return rules + values.rules
+
+
+def _llama4_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
+    return [
+        f'call_{index}: {json.dumps(name + "(")} {keyword_arguments(schema, f"the parameters of {name}")} ")"'
+        for index, (name, schema) in enumerate(schemas.items())
+    ]
+
+
+def _harmony_rules(grammars: Grammars, schemas: Schemas) -> list[str]:
+    header = f"{CHANNEL}commentary to=functions.%s {CONSTRAIN}json{MESSAGE}"
+    return [
+        f"call_{index}: {grammars.markup(header % name)} %json {json.dumps(json_rules(schema))}"
+        for index, (name, schema) in enumerate(schemas.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A parser, the rules for its calls, and how one call or `several` make an answer."""
+
+    parser: MakesParser
+    rules: Callable[[Grammars, Schemas], list[str]]
+    one: str = "call"
+    several: str = "call (call)*"
+
+
+HARMONY_TOOLS = "openai"
+_FORMS = {
+    "hermes": _Form(HermesToolParser, _hermes_rules, several='call ("\\n"? call)*'),
+    "gemma4": _Form(Gemma4ToolParser, _gemma4_rules),
+    "qwen3_coder": _Form(Qwen3CoderToolParser, _qwen3_coder_rules, several='call ("\\n"? call)*'),
+    "glm45": _Form(Glm45ToolParser, _glm45_rules, several='call ("\\n"? call)*'),
+    "llama4_pythonic": _Form(Llama4ToolParser, _llama4_rules, '"[" call "]"', '"[" call (", " call)* "]"'),
+    "llama4_json": _Form(Llama4ToolParser, _llama4_json_rules, several='call ("\\n" call)*'),
+    HARMONY_TOOLS: _Form(HarmonyParser, _harmony_rules, several="call"),  # a call ends the answer
+}
+_ALSO = {"qwen3_xml": "qwen3_coder", "glm47": "glm45", "pythonic": "llama4_pythonic"}  # vLLM's other names
+TOOL_PARSERS = tuple(_FORMS)
+
+
+def _form(name: str) -> _Form:
+    form = _FORMS.get(_ALSO.get(name, name))
+    if form is None:
+        raise ValueError(f"there is no tool call parser {name!r}; there are {', '.join(TOOL_PARSERS)}")
+    return form
 
 
 def _declared(tool: Tool) -> tuple[str, Mapping[str, Any]]:
@@ -80,8 +158,3 @@ def _declared(tool: Tool) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(parameters, Mapping):
         raise GrammarError(f"the parameters of {name} are a JSON schema, not {type(parameters).__name__}")
     return name, {"type": "object", **parameters}
-
-
-def _check_parser(name: str) -> None:
-    if name not in _PARSERS:
-        raise ValueError(f"there is no tool call parser {name!r}; there are {', '.join(TOOL_PARSERS)}")

@@ -1,9 +1,10 @@
 """Tool calls in a model's text: found between their markers, checked, and given out as JSON.
 
-Two forms. Hermes, which Qwen and many others learned: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Gemma 4:
-`<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>`, where markers and quotes are special tokens (Google's
-"Gemma 4 Prompt Formatting", ai.google.dev/gemma/docs/core/prompt-formatting-gemma4, and the chat template of
-google/gemma-4-31B-it, which writes earlier calls so).
+Here is what all forms share, and two of them. Hermes, which Qwen and many others learned: `<tool_call>{"name": …,
+"arguments": {…}}</tool_call>`. Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>`, where markers
+and quotes are special tokens (Google's "Gemma 4 Prompt Formatting", ai.google.dev/gemma/docs/core/
+prompt-formatting-gemma4, and the chat template of google/gemma-4-31B-it, which writes earlier calls so). `tagged`,
+`llama4` and `harmony` have the others.
 
 A call is given out once it is whole: only then is it known to be one. Text that is none is content, with its markers.
 """
@@ -12,38 +13,61 @@ from __future__ import annotations
 
 import json
 import re
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 from uuid import uuid4
 
-from windowpane.text.parsers.deltas import Content, Delta, ToolArguments, ToolStart, first_open
+from windowpane.text.parsers.deltas import Content, Delta, ToolArguments, ToolStart, first_open, joined
+from windowpane.text.parsers.literals import LiteralReader, NotACall, refuse_constant, skip_space, to_json
+
+Tool = Mapping[str, Any]
+Call = tuple[str, str]  # a function's name, and its arguments as JSON
 
 
-class NotACall(Exception):
-    """The text after a call's first marker is none."""
+def call_deltas(index: int, call: Call) -> list[Delta]:
+    name, arguments = call
+    return [ToolStart(index, f"call_{uuid4().hex}", name), ToolArguments(index, arguments)]
+
+
+def parameters_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of functions by name, as far as they are well-formed: grammars and templates judge the rest."""
+    functions = [tool.get("function") for tool in tools]
+    return {
+        function["name"]: parameters if isinstance(parameters := function.get("parameters"), Mapping) else {}
+        for function in functions
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    }
 
 
 class ToolParser:
     """Finds the calls in one answer. White space around a call is left out.
 
-    Subclasses know one form. `_body_end` is told the text after the first marker as it grows, and remembers in
-    `_looked_at` how far it has read, so that long calls are not read over and over.
+    Subclasses know one form: what calls begin with (`starts`), which special tokens must be visible (`markers`) and
+    how to `_take` calls. `_looked_at` remembers how far an unfinished call was read, so that long ones are not read
+    over and over. `tools` are those of the request: some forms need them to tell what a value's type is.
     """
 
-    start: ClassVar[str]
-    end: ClassVar[str]
-    quote: ClassVar[str | None] = None
+    starts: ClassVar[tuple[str, ...]]
+    markers: ClassVar[tuple[str, ...]]
+    _pattern: ClassVar[re.Pattern[str]]
 
-    def __init__(self) -> None:
-        self.markers = (self.start, self.end) if self.quote is None else (self.start, self.end, self.quote)
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "starts"):
+            cls._pattern = re.compile("|".join(map(re.escape, cls.starts)))
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        self._parameters = parameters_of(tools)
         self._calls = 0
-        self._text = ""  # what cannot be told yet
-        self._in_call = False
+        self._text = ""
+        self._at = 0  # what stands before it was given out
+        self._start: tuple[int, str] | None = None  # where a call may have begun, and with what
         self._after_call = False  # white space that comes next is left out
         self._looked_at = 0
-        self._in_quotes = False
 
     def push(self, text: str) -> list[Delta]:
-        self._text += text
+        held, self._text = self._text, ""  # a text with one owner grows in place: a long call takes linear time
+        held += text
+        self._text = held
         return self._run(is_last=False)
 
     def finish(self) -> list[Delta]:
@@ -52,68 +76,113 @@ class ToolParser:
 
     def _run(self, is_last: bool) -> list[Delta]:
         deltas: list[Delta] = []
-        while self._call(deltas, is_last) if self._in_call else self._content(deltas, is_last):
+        while self._content(deltas, is_last) if self._start is None else self._call(deltas, is_last):
             pass
-        return deltas
+        self._text = self._text[self._at :]
+        self._looked_at -= self._at
+        if self._start is not None:
+            self._start = (self._start[0] - self._at, self._start[1])
+        self._at = 0
+        return joined(deltas)
 
     def _content(self, deltas: list[Delta], is_last: bool) -> bool:
         """Text before a call. Space at its end is held back: it is left out if a call follows."""
-        at = self._text.find(self.start)
-        if at >= 0:
-            sure = len(self._text[:at].rstrip())
-            self._show(deltas, sure)
-            self._in_call = True
-            self._looked_at = self._text.index(self.start) + len(self.start)
-            self._in_quotes = False
-            return True
-        sure = len(self._text) if is_last else len(self._text[: first_open(self._text, self.start)].rstrip())
-        self._show(deltas, sure)
-        return False
+        found = self._pattern.search(self._text, self._at)
+        if found is None:
+            sure = len(self._text) if is_last else min(first_open(self._text, start) for start in self.starts)
+            self._show(deltas, sure if is_last else _rstrip(self._text, self._at, sure))
+            return False
+        self._show(deltas, _rstrip(self._text, self._at, found.start()))
+        self._start = (found.start(), found[0])
+        self._looked_at = found.end()
+        self._begin()
+        return True
 
     def _call(self, deltas: list[Delta], is_last: bool) -> bool:
-        body_at = self._text.index(self.start) + len(self.start)
+        assert self._start is not None
+        start_at, start = self._start
         try:
-            end_at = self._body_end(body_at)
-            if end_at is None:
+            taken = self._take(start_at, start, is_last)
+            if taken is None:
                 if not is_last:
                     return False
                 raise NotACall
-            name, arguments = self._read(self._text[body_at:end_at])
         except (NotACall, ValueError, RecursionError):
-            self._show(deltas, body_at)  # the marker was text; what follows may hold another
+            self._show(deltas, start_at + len(start))  # the marker was text; what follows may hold another
         else:
-            deltas += [ToolStart(self._calls, f"call_{uuid4().hex}", name), ToolArguments(self._calls, arguments)]
-            self._calls += 1
+            calls, self._at = taken
+            for call in calls:
+                deltas += call_deltas(self._calls, call)
+                self._calls += 1
             self._after_call = True
-            self._text = self._text[end_at + len(self.end) :]
-        self._in_call = False
+        self._start = None
         return True
 
-    def _show(self, deltas: list[Delta], count: int) -> None:
-        """Take `count` characters off the text and give them out as content."""
-        shown, self._text = self._text[:count], self._text[count:]
+    def _show(self, deltas: list[Delta], end: int) -> None:
+        """Give out the text up to `end` as content."""
+        shown, self._at = self._text[self._at : end], max(self._at, end)
         if self._after_call:
             shown = shown.lstrip()
         if shown:
             self._after_call = False
             deltas.append(Content(shown))
 
+    def _past(self, at: int, tag: str, is_last: bool) -> int | None:
+        """Behind a tag that may follow, or `at` where it does not; None while that is not certain."""
+        tag_at = skip_space(self._text, at)
+        if self._text.startswith(tag, tag_at):
+            return tag_at + len(tag)
+        return None if tag.startswith(self._text[tag_at : tag_at + len(tag)]) and not is_last else at
+
+    def _begin(self) -> None:
+        """A call may begin: forget what was known of the last one."""
+
+    def _take(self, start_at: int, start: str, is_last: bool) -> tuple[list[Call], int] | None:
+        """The calls that begin here, and where they end; None if they are not whole yet.
+
+        Raises NotACall or ValueError as soon as it is certain that there are none.
+        """
+        raise NotImplementedError
+
+
+def _rstrip(text: str, start: int, end: int) -> int:
+    """Where the text between these ends, less the space at its end."""
+    return start + len(text[start:end].rstrip())
+
+
+class DelimitedToolParser(ToolParser):
+    """One call between two markers. `_body_end` is told the text after the first as it grows."""
+
+    start: ClassVar[str]
+    end: ClassVar[str]
+
+    def _begin(self) -> None:
+        self._in_quotes = False
+
+    def _take(self, start_at: int, start: str, is_last: bool) -> tuple[list[Call], int] | None:
+        body_at = start_at + len(start)
+        end_at = self._body_end(body_at)
+        if end_at is None:
+            return None
+        return [self._read(self._text[body_at:end_at])], end_at + len(self.end)
+
     def _body_end(self, body_at: int) -> int | None:
         """Where a call's last marker begins; None if it has not come yet. Raises NotACall once that is certain."""
         raise NotImplementedError
 
-    def _read(self, body: str) -> tuple[str, str]:
-        """A call's name, and its arguments as JSON. Raises NotACall or ValueError."""
+    def _read(self, body: str) -> Call:
         raise NotImplementedError
 
 
-class HermesToolParser(ToolParser):
+class HermesToolParser(DelimitedToolParser):
     start = "<tool_call>"
     end = "</tool_call>"
+    starts = (start,)
+    markers = (start, end)
 
     def _body_end(self, body_at: int) -> int | None:
         text = self._text
-        begun_at = _skip_space(text, body_at)
+        begun_at = skip_space(text, body_at)
         if text[begun_at : begun_at + 1] not in ("", "{"):
             raise NotACall
         while True:
@@ -128,9 +197,9 @@ class HermesToolParser(ToolParser):
             else:
                 raise NotACall
 
-    def _read(self, body: str) -> tuple[str, str]:
+    def _read(self, body: str) -> Call:
         body = body.strip()
-        call = json.loads(body, parse_constant=_refuse_constant)
+        call = json.loads(body, parse_constant=refuse_constant)
         name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else ("", None)
         if not (isinstance(name, str) and name and name.isprintable() and isinstance(arguments, dict)):
             raise NotACall
@@ -140,38 +209,30 @@ class HermesToolParser(ToolParser):
 # JSON has no "<" outside of its strings, so the first one is the last marker or the end of all hope.
 _OUT_OF_STRING = re.compile(r'[^"<]*')
 _IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-_SPACE = re.compile(r"[ \t\r\n]*")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _member(text: str, wanted: str) -> str | None:
     """The value of a member of a JSON object, as it is written. The object is known to be valid."""
     decoder = json.JSONDecoder()
     found = None
-    at = _skip_space(text, 1)
+    at = skip_space(text, 1)
     while text[at] != "}":
         key, at = decoder.raw_decode(text, at)
-        value_at = _skip_space(text, _skip_space(text, at) + 1)
+        value_at = skip_space(text, skip_space(text, at) + 1)
         _, at = decoder.raw_decode(text, value_at)
         if key == wanted:
             found = text[value_at:at]  # of several the last counts, as everywhere
-        at = _skip_space(text, at)
-        at = _skip_space(text, at + 1) if text[at] == "," else at
+        at = skip_space(text, at)
+        at = skip_space(text, at + 1) if text[at] == "," else at
     return found
 
 
-def _skip_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
-
-
-class Gemma4ToolParser(ToolParser):
+class Gemma4ToolParser(DelimitedToolParser):
     start = "<|tool_call>"
     end = "<tool_call|>"
     quote = '<|"|>'
+    starts = (start,)
+    markers = (start, end, quote)
 
     def _body_end(self, body_at: int) -> int | None:
         text = self._text
@@ -196,7 +257,7 @@ class Gemma4ToolParser(ToolParser):
                 raise NotACall
             self._in_quotes, self._looked_at = True, found.end()
 
-    def _read(self, body: str) -> tuple[str, str]:
+    def _read(self, body: str) -> Call:
         name = _GEMMA4_NAME.match(body)
         if name is None:
             raise NotACall
@@ -204,85 +265,33 @@ class Gemma4ToolParser(ToolParser):
         arguments = reader.value()
         if reader.at != len(body.rstrip()) or not isinstance(arguments, dict):
             raise NotACall
-        written = json.dumps(arguments, ensure_ascii=False)
-        written.encode()  # half a character, by an escape, is a ValueError
-        return name[1], written
+        return name[1], to_json(arguments)
 
 
 _CALL, _QUOTE = "call:", Gemma4ToolParser.quote
 _GEMMA4_MARKER = re.compile("|".join(map(re.escape, (_QUOTE, Gemma4ToolParser.end, Gemma4ToolParser.start))))
 _GEMMA4_NAME = re.compile(r"call:\s*([^\s{}<>]+)\s*(?=\{)")
 _GEMMA4_KEY = re.compile(r"[^\s:,{}\[\]<>\"]+")
-_GEMMA4_BARE = re.compile(r"[^\s,{}\[\]<>\"]+")
-_GEMMA4_WORDS = {"true": True, "false": False, "null": None, "None": None}  # templates write Python's None
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-class _Gemma4Reader:
-    """Reads values as Gemma 4 writes them: JSON with bare keys and quotes of its own. Plain quotes are read too."""
+class _Gemma4Reader(LiteralReader):
+    """JSON with bare keys and quotes that are tokens. Plain quotes are read too."""
 
-    def __init__(self, text: str, at: int) -> None:
-        self.text = text
-        self.at = at
+    words: ClassVar[Mapping[str, object]] = {**LiteralReader.words, "None": None}  # templates write Python's None
+    bare = re.compile(r"[^\s,{}\[\]<>\"]+")
 
-    def value(self) -> object:
-        if self._take("{"):
-            return self._object()
-        if self._take("["):
-            return self._list()
-        string = self._string()
-        return self._bare() if string is None else string
-
-    def _object(self) -> dict[str, object]:
-        members: dict[str, object] = {}
-        while not self._take("}"):
-            if members and not self._take(","):
-                raise NotACall
-            key = self._string()
-            key = self._match(_GEMMA4_KEY) if key is None else key
-            if not self._take(":"):
-                raise NotACall
-            members[key] = self.value()
-        return members
-
-    def _list(self) -> list[object]:
-        items: list[object] = []
-        while not self._take("]"):
-            if items and not self._take(","):
-                raise NotACall
-            items.append(self.value())
-        return items
-
-    def _string(self) -> str | None:
-        if self._take(_QUOTE):
+    def string(self) -> str | None:
+        if self.take(_QUOTE):
             end = self.text.find(_QUOTE, self.at)
             if end < 0:
                 raise NotACall
             string, self.at = self.text[self.at : end], end + len(_QUOTE)
             return string
         if self.text.startswith('"', self.at):
-            return str(json.loads(self._match(_JSON_STRING), strict=False))
+            return str(json.loads(self.match(_JSON_STRING), strict=False))
         return None
 
-    def _bare(self) -> object:
-        word = self._match(_GEMMA4_BARE)
-        if word in _GEMMA4_WORDS:
-            return _GEMMA4_WORDS[word]
-        number: object = json.loads(word, parse_constant=_refuse_constant)
-        if isinstance(number, float) and number in (float("inf"), float("-inf")):
-            raise NotACall
-        return number
-
-    def _take(self, text: str) -> bool:
-        self.at = _skip_space(self.text, self.at)
-        if self.text.startswith(text, self.at):
-            self.at += len(text)
-            return True
-        return False
-
-    def _match(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self.text, self.at)
-        if found is None:
-            raise NotACall
-        self.at = found.end()
-        return found[0]
+    def key(self) -> str:
+        key = self.string()
+        return self.match(_GEMMA4_KEY) if key is None else key
