@@ -15,6 +15,7 @@ import torch.nn.functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
+    from windowpane.lowering.gpu.kernels.branch_norms import add_branches, rms_norms
     from windowpane.lowering.gpu.kernels.gated import gated
     from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
     from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
@@ -70,6 +71,18 @@ def check_residual_norm_adds_scales_and_norms() -> None:
             residual_norm(hidden, x, post_weight, following, scalar, EPS, out)
             close(hidden, want)
             close(out, _rms_norm(want, following, EPS))
+
+
+def check_norms_of_branches() -> None:
+    for rows, width in ((1, 64), (3, 100)):
+        x, weights = strided(rows, width), [torch.rand(width) + 0.5, None, torch.rand(width)]
+        for normed, weight in zip(rms_norms(x, weights, EPS), weights, strict=True):
+            close(normed, _rms_norm(x, weight, EPS))
+        second = torch.randn(rows, width)
+        for first_norms, second_norms in ((True, True), (True, False), (False, False)):
+            want = _rms_norm(x, weights[0], EPS) if first_norms else x
+            want = want + (_rms_norm(second, weights[2], EPS) if second_norms else second)
+            close(add_branches([x, second], [(first_norms, weights[0]), (second_norms, weights[2])], EPS), want)
 
 
 def check_residual_norm_without_a_following_norm_leaves_out_alone() -> None:
