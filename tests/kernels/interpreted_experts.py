@@ -223,6 +223,19 @@ def kinds() -> None:
             experts_agree(rows, (gate_up, down), 2, launches, experts=3, limit=5.0 if kind == "mxfp4" else None)
 
 
+def halves() -> None:
+    """float16, and scales that are read as words."""
+    for kind, group in (("int4", 64), ("mxfp4", 32)):
+        gate_up, down = small(random_weight(kind, 3 * 64, 128, group)), small(random_weight(kind, 3 * 128, 32, group))
+        if kind == "int4":
+            gate_up, down = (replace(weight, scales=weight.scales.half()) for weight in (gate_up, down))
+        x, routing = torch.randn(3, 128).half(), random_routing(3, 2, 3)
+        want = plain_experts(x, routing, gate_up, down, experts=3, activation="silu")
+        for launches in ((Few(64, 1), Few(128, 1)), KINDS_GROUPED):
+            found = run_experts(x, routing, gate_up, down, experts=3, activation="silu", launches=launches)
+            torch.testing.assert_close(found.float(), want, rtol=4e-3, atol=4e-3 * float(want.abs().max()))
+
+
 def small(weight: PackedWeight) -> PackedWeight:
     """So that activations stay in their range."""
     if weight.kind == "mxfp4":

@@ -15,7 +15,7 @@ from tests.kernels.test_format_kernels import run_interpreted
     [
         ("forms", "crowds", "sorting", "rows_alone_as_together"),
         ("activations", "ranks"),
-        ("kinds", "real_widths"),
+        ("kinds", "halves", "real_widths"),
     ],
     ids=" ".join,
 )
