@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.running.harness import Knobs, Run, generate_by, generate_with
-from tests.running.small_models import QUANTIZED, reference, spec_of
+from tests.running.small_models import QUANTIZED, WITH_EXPERTS, reference, spec_of
 from windowpane.kv.caches import Cache
 from windowpane.kv.layout import Layout
 from windowpane.models.spec import ModelSpec
@@ -37,8 +37,11 @@ class Model:
         path = directory / name.replace(" ", "-")
         if not path.exists():
             path.mkdir()
-            state = {key: tensor.contiguous() for key, tensor in reference(name).state_dict().items()}
-            save_file(state, path / "model.safetensors")
+            if name in WITH_EXPERTS:
+                reference(name).save_pretrained(path)
+            else:
+                state = {key: tensor.contiguous() for key, tensor in reference(name).state_dict().items()}
+                save_file(state, path / "model.safetensors")
         return cls(spec_of(name), path)
 
     def job(self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False) -> RankJob:

@@ -22,7 +22,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "llama int4", "gemma4 int4"])
+@pytest.mark.parametrize("name", [*CONFIGS, "llama int4", "gemma4 int4", "qwen3 experts int4", "gpt-oss mxfp4"])
 def test_every_family(name: str, workers: Workers, directory: Path) -> None:
     model = Model.named(name, directory)
     prompts = [prompt(1, 2 * WINDOW + 5), prompt(2, 9)]
