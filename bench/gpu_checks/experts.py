@@ -29,8 +29,9 @@ from windowpane.lowering.gpu.kernels.experts import Few, Grouped, plan_experts, 
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import grouped_product, sort_pairs
-from windowpane.lowering.gpu.kernels.routing import Routing, route
+from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import PackedForm
 
 BF16 = torch.bfloat16

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from tests.kernels.test_packed_kernels import random_weight
 from windowpane.lowering.gpu.kernels.experts import Few, Grouped, run_experts
 from windowpane.lowering.gpu.kernels.experts_grouped import sort_pairs
-from windowpane.lowering.gpu.kernels.routing import Routing, route
+from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight, Weight
+from windowpane.lowering.reference.routing import Routing
 
 EXPERTS = 6
 # Large tiles: the interpreter goes through programs one by one.

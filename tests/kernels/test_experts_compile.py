@@ -10,8 +10,9 @@ from tests.kernels.test_hopper_compiles import stack_bytes
 from tests.kernels.test_packed_compiles import OnDevice
 from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, routing
 from windowpane.lowering.gpu.kernels.experts import Grouped, run_experts
-from windowpane.lowering.gpu.kernels.routing import Routing, route
+from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import PackedForm
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

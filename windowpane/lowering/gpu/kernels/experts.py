@@ -15,11 +15,11 @@ import triton
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, RELU2, code_of
 from windowpane.lowering.gpu.kernels.experts_few import Few, few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import Grouped, add_pairs, grouped_product, sort_pairs
-from windowpane.lowering.gpu.kernels.routing import Routing
 from windowpane.lowering.packed import PackedWeight, Weight
+from windowpane.lowering.reference.routing import Routing
 
-# Up to these, every pair reads its expert's weights by itself.
-FEW_ROWS = 8
+# Up to these, every pair reads its expert's weights by itself; packed ones leave more time for that.
+FEW_ROWS, FEW_ROWS_OF_PACKED = 2, 4
 
 
 def run_experts(
@@ -80,7 +80,7 @@ def plan_experts(
     down: torch.Tensor | PackedWeight,
 ) -> tuple[Few, Few] | tuple[Grouped, Grouped]:  # fmt: skip
     """By the number of rows alone, never by where they go."""
-    if rows <= FEW_ROWS:
+    if rows <= (FEW_ROWS_OF_PACKED if isinstance(gate_up, PackedWeight) else FEW_ROWS):
         return _plan_few(gate_up), _plan_few(down)
     # Most experts then have one block, or their last block is mostly full.
     per_expert = rows * chosen / experts
@@ -89,21 +89,25 @@ def plan_experts(
 
 
 def _plan_few(weight: torch.Tensor | PackedWeight) -> Few:
+    """The best that `bench.gpu_checks.experts sweep` found on an H200, as is `_plan_grouped`."""
     if isinstance(weight, PackedWeight):
-        return Few(32, 2, 3) if weight.units.dtype == torch.int16 else Few(16, 2, 3)
+        return Few(32, 4, 3) if weight.units.dtype == torch.int16 else Few(16, 2, 3)
     # Threads beyond the last input would have nothing to read.
-    warps = 2 if weight.shape[1] * weight.element_size() >= 2048 else 1
-    return Few(4, warps)
+    if weight.shape[1] * weight.element_size() < 1024:
+        return Few(4, 1)
+    return Few(8 if weight.shape[1] >= 1024 else 4, 4)
 
 
 def _plan_grouped(block: int, weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> Grouped:
     if dtype.itemsize != 2:  # without tensor cores, for checks: as small as kernels come
         return Grouped(block, 32, 32, 4, 1)
     if isinstance(weight, PackedWeight):
-        return Grouped(block, 128, 128, 8 if block >= 64 else 4, 2)
+        if block >= 128 and weight.kind == "mxfp4":  # others need more registers than there are
+            return Grouped(block, 256, 128, 8, 2)
+        return Grouped(block, 128, 128, 8 if block >= 64 else 4, 3)
     if block >= 128:
         return Grouped(block, 256, 64, 8, 3)
-    return Grouped(block, 128, 64, 4, 4)
+    return Grouped(block, 64, 128, 4, 4) if weight.shape[1] >= 1024 else Grouped(block, 128, 64, 4, 4)
 
 
 def _single(weight: Weight, name: str) -> torch.Tensor | PackedWeight:

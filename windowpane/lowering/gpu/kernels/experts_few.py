@@ -25,9 +25,9 @@ from windowpane.lowering.gpu.kernels.experts_activation import (
     weight_rows,
 )
 from windowpane.lowering.gpu.kernels.launch import Operands, wait_if_overlapped
-from windowpane.lowering.gpu.kernels.routing import Routing
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of
 from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.reference.routing import Routing
 
 _LOAD_BYTES = 16
 

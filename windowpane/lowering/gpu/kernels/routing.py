@@ -8,14 +8,14 @@ never depends on the rows beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.lowering.reference.routing import Routing
 
 # A tile of logits, and the inputs of a step.
 TILE_ROWS, TILE_EXPERTS, STEP = 16, 32, 128
@@ -29,14 +29,6 @@ SCORINGS = {
     "sigmoid": SIGMOID.value,
     "chosen_sigmoid": CHOSEN_SIGMOID.value,
 }
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The experts of each row, int32 [rows, k], best first, and their shares, float32 [rows, k]."""
-
-    ids: torch.Tensor
-    shares: torch.Tensor
 
 
 def route(
@@ -64,7 +56,7 @@ def route(
         return Routing(ids, shares)
     logits_kernel[(ceil_div(rows, TILE_ROWS), tiles, splits)](
         x, weight, logits, x.stride(0), weight.stride(0), rows, hidden, experts, SHARE_STEPS=share_steps,
-        TILE_ROWS=TILE_ROWS, TILE_EXPERTS=TILE_EXPERTS, STEP=STEP, IS_WHOLE=hidden % STEP == 0, PDL=pdl, num_warps=4,
+        TILE_ROWS=TILE_ROWS, TILE_EXPERTS=TILE_EXPERTS, STEP=STEP, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     choose_kernel[(rows,)](
@@ -80,27 +72,33 @@ def route(
 @triton.jit
 def logits_kernel(
     X, W, LOGITS, x_stride, w_stride, rows, hidden, experts, SHARE_STEPS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_EXPERTS: tl.constexpr, STEP: tl.constexpr, IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, experts, share of the inputs). Where the weight is in float32, so are the products."""
-    wait_if_overlapped(PDL)
+    """Program (rows, experts, share of the inputs). Where the weight is in float32, so are the products. Weights are
+    loaded a step ahead, the first before the launch ahead has ended.
+    """
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     expert = tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS)
     begin = tl.program_id(2) * SHARE_STEPS * STEP
     k = tl.arange(0, STEP)
     x_at = X + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = W + expert.to(tl.int64)[None, :] * w_stride + k[:, None]
+    w_inside = (expert < experts)[None, :]
+    w = tl.load(w_at + begin, mask=w_inside & (begin + k < hidden)[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
     sums = tl.zeros([TILE_ROWS, TILE_EXPERTS], tl.float32)
-    for step in tl.range(0, SHARE_STEPS):
+    for step in tl.static_range(SHARE_STEPS):
         start = begin + step * STEP
-        x_inside = (row < rows)[:, None] & (start < hidden)
-        w_inside = (expert < experts)[None, :] & (start < hidden)
-        if not IS_WHOLE:
-            x_inside = x_inside & (start + k < hidden)[None, :]
-            w_inside = w_inside & (start + k < hidden)[:, None]
+        x_inside = (row < rows)[:, None] & (start + k < hidden)[None, :]
         x = tl.load(x_at + start, mask=x_inside, other=0.0, cache_modifier=".cg")
-        w = tl.load(w_at + start, mask=w_inside, other=0.0)
-        sums = tl.dot(x.to(w.dtype), w, sums, input_precision="ieee")
+        now = w
+        if step + 1 < SHARE_STEPS:
+            following = start + STEP
+            w = tl.load(w_at + following, mask=w_inside & (following + k < hidden)[:, None], other=0.0)
+        sums = tl.dot(x.to(now.dtype), now, sums, input_precision="ieee")
     at = (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * experts + expert[None, :]
     tl.store(LOGITS + at, sums, mask=(row < rows)[:, None] & (expert < experts)[None, :])
 
