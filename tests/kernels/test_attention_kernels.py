@@ -11,7 +11,10 @@ import sys
 
 import pytest
 
-CHECKS = ("decode", "prefill", "write", "programs", "lone_rows", "far_pages", "replanning")
+CHECKS = (
+    "decode", "prefill", "chunked_decode", "chunked_prefill", "write", "programs", "lone_rows", "far_pages",
+    "replanning",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS)
