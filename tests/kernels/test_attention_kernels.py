@@ -11,10 +11,7 @@ import sys
 
 import pytest
 
-CHECKS = (
-    "decode", "prefill", "chunked_decode", "chunked_prefill", "write", "programs", "lone_rows", "far_pages",
-    "replanning",
-)  # fmt: skip
+CHECKS = ("decode", "prefill", "chunks", "write", "programs", "lone_rows", "far_pages", "replanning")
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-
 CHAINED = ("gemma4 int4 chained", "gemma4 int4 unchained")
 EXPERTS = ("gemma4 experts", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
 
