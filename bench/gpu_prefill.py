@@ -20,6 +20,7 @@ import torch
 
 from windowpane.attention.mask import Mask
 from windowpane.engine.start import Started, start
+from windowpane.kv.retention import Full
 from windowpane.models.blocks import Attention
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
@@ -45,14 +46,8 @@ def part_of(kernel: str) -> str:
 
 def attention_flops(layer: Attention, start: int, stop: int) -> int:
     """Of tokens [start, stop) of one sequence: two products over all that each can see."""
-    seen = np.arange(start + 1, stop + 1, dtype=np.int64)
-    if (window := window_of(layer)) is not None:
-        seen = np.minimum(seen, window)
-    return 4 * layer.query_width * int(seen.sum())
-
-
-def window_of(layer: Attention) -> int | None:
-    return Mask.of(layer.cache.retention).window_tokens
+    mask = Mask.of(layer.cache.retention)
+    return 4 * layer.query_width * sum(len(mask.seen(position)) for position in range(start, stop))
 
 
 def chunk_flops(spec: ModelSpec, start: int, stop: int) -> dict[str, int]:
@@ -71,7 +66,7 @@ def chunk_flops(spec: ModelSpec, start: int, stop: int) -> dict[str, int]:
             if not only_kv or "k_proj" in tensor.name or "v_proj" in tensor.name:
                 flops[PRODUCTS] += 2 * tensor.elements * (stop - start)
         if not only_kv:
-            flops[FULL if window_of(layer) is None else SLIDING] += attention_flops(layer, start, stop)
+            flops[FULL if isinstance(layer.cache.retention, Full) else SLIDING] += attention_flops(layer, start, stop)
     return flops
 
 

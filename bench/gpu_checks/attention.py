@@ -32,7 +32,7 @@ from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
 from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
 from windowpane.attention.triton.view import LatentRope, LayerView, PagedLayer
-from windowpane.kv.retention import ceil_div
+from windowpane.kv.retention import Full
 from windowpane.schedule.step import Segment
 
 DEVICE = "cuda"
@@ -40,6 +40,7 @@ ARENA_BYTES = 6 * 2**30
 WINDOW_31B = Layer(16, 2, 256, window_tokens=1024)
 FULL_31B = Layer(4, 8, 512, rotary=64)
 QWEN3 = Layer(8, 2, 128)
+LLAMA_4 = Layer(8, 5, 128, chunk_tokens=8192)
 LAYERS = {
     "31B window": WINDOW_31B,
     "31B full, latent": FULL_31B,
@@ -53,6 +54,10 @@ LAYERS = {
     "31B full, latent, soft-capped": replace(FULL_31B, softcap=2.0),
     "64 dims, window, sinks": Layer(8, 8, 64, window_tokens=128, has_sinks=True),
     "31B full, latent, soft-capped, sinks": replace(FULL_31B, softcap=2.0, has_sinks=True),
+    "Llama 4, chunks of 512": replace(LLAMA_4, chunk_tokens=512),
+    "chunks that begin in a page, 2 stripes": Layer(2, 4, 64, chunk_tokens=333, stripes=2),
+    "256 dims, chunks": Layer(4, 2, 256, chunk_tokens=64),
+    "latent, chunks": Layer(2, 4, 512, rotary=64, chunk_tokens=1024),
 }
 # Around pages, tiles and windows; none, one, and long.
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 333, 511, 512, 1022, 1023, 1024, 1025, 2049, 9000]
@@ -75,7 +80,7 @@ def checks() -> list[Check]:
     for name, layer in (("pair", Layer(2, 4, 64, window_tokens=70)), ("latent", Layer(2, 4, 128, rotary=16))):
         found.append((f"attention decode {name} float32", lambda a=layer: check_decode(a, torch.float32)))
         found.append((f"attention prefill {name} float32", lambda a=layer: _prefill(a, torch.float32)))
-    for name in ("31B window", "31B full, latent"):
+    for name in ("31B window", "31B full, latent", "Llama 4, chunks of 512"):
         found.append((f"attention replays {name}", lambda a=LAYERS[name]: _replays(a)))
     return found
 
@@ -125,8 +130,7 @@ class Bare:
     @classmethod
     def make(cls, layer: Layer, sequences: int, tokens: int, arena: torch.Tensor) -> Bare:
         spec = layer.pages(torch.bfloat16)
-        held = min(tokens, (layer.window_tokens or tokens + 1) - 1)
-        columns = ceil_div(held, layer.block_tokens) + (1 if layer.window_tokens else 4)
+        columns = layer.retention.max_pages(tokens, layer.block_tokens) + 4 * isinstance(layer.retention, Full)
         view = LayerView.of(spec, spec.slices[1], columns)
         order = torch.randperm(arena.numel() // spec.page_bytes, device=DEVICE)[: sequences * columns]
         table = (order * spec.page_units).to(torch.int32).view(sequences, columns, 1)
@@ -158,7 +162,7 @@ class DecodeStep:
         dtype = torch.bfloat16 if view.code else view.dtype
         self.present = fused_rows(layer, rows, DEVICE, dtype)
         self.out = torch.full((rows, layer.query_heads, view.dim), float("nan"), dtype=dtype, device=DEVICE)
-        seen = past.clamp(max=(layer.window_tokens or 2**30) - 1).sum()
+        seen = sum(position - layer.mask.first_visible(position) for position in past.tolist())
         row_bytes = view.row_words * 2 + (4 if view.scale_offsets else 0)
         self.kv_bytes = float(seen) * view.kv_heads * row_bytes * len(view.data_offsets)
         self.plan()
@@ -184,7 +188,7 @@ def prefill_step(
     def step() -> None:
         attention(q, k, v, chunks, out)
 
-    seen = (torch.arange(tokens, dtype=torch.float64) + past + 1).clamp(max=layer.window_tokens or 2**40).sum()
+    seen = sum(len(layer.mask.seen(position)) for position in range(past, past + tokens))
     return step, 4.0 * layer.dim * layer.query_heads * sequences * float(seen)
 
 
@@ -225,6 +229,7 @@ DECODING = (
     ("decode Qwen3, 1 x 843", QWEN3, 1, 843),
     ("decode Qwen3, 256 x 843", QWEN3, 256, 843),
     ("decode E4B full, pair, 256 x 843", LAYERS["E4B full, pair"], 256, 843),
+    ("decode Llama 4 chunks, 64 x 4,096", LLAMA_4, 64, 12_288),
 )
 PREFILLING = (
     ("prefill 31B window, 8 x 1,024", WINDOW_31B, 8, 1024, 0),
@@ -235,6 +240,7 @@ PREFILLING = (
     ("prefill 31B full, latent, 1 x 8,192 over 16,384", FULL_31B, 1, 8192, 16_384),
     ("prefill Qwen3, 16 x 512", QWEN3, 16, 512, 0),
     ("prefill E4B full, pair, 8 x 1,024", LAYERS["E4B full, pair"], 8, 1024, 0),
+    ("prefill Llama 4 chunks, 1 x 8,192 over 4,096", LLAMA_4, 1, 8192, 4096),
 )
 
 

@@ -28,7 +28,7 @@ from windowpane.kv.caches import TokenCache
 from windowpane.kv.decoded_past import TOGETHER_BYTES
 from windowpane.kv.formats import KVFormat, kv_format
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, plan_layout
-from windowpane.kv.retention import Full, Window, ceil_div
+from windowpane.kv.retention import Chunk, Full, Window, ceil_div
 from windowpane.kv.tables import PageTable
 from windowpane.schedule.step import Segment
 
@@ -53,13 +53,16 @@ class Layer:
     kv_format: str | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    chunk_tokens: int | None = None
 
     @property
     def query_heads(self) -> int:
         return self.kv_heads * self.group
 
     @property
-    def retention(self) -> Full | Window:
+    def retention(self) -> Full | Window | Chunk:
+        if self.chunk_tokens:
+            return Chunk(self.chunk_tokens)
         return Window(self.window_tokens) if self.window_tokens else Full()
 
     @property

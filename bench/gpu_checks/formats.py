@@ -21,6 +21,7 @@ from bench.gpu_checks.attention import (
     DEVICE,
     FULL_31B,
     LENGTHS,
+    LLAMA_4,
     QWEN3,
     WINDOW_31B,
     Bare,
@@ -53,6 +54,7 @@ LAYERS = {
     "64 dims, 32-token blocks": Layer(5, 3, 64, block_tokens=32),
     "window, soft-capped, sinks": Layer(8, 2, 256, window_tokens=1024, softcap=2.0, has_sinks=True),
     "latent, soft-capped": replace(FULL_31B, softcap=2.0),
+    "Llama 4, chunks of 512": replace(LLAMA_4, chunk_tokens=512),
 }
 MODELS = ("gemma3", "gemma4 everything", "gemma4 K = V", "llama with biases")
 TEACHER_TOKENS = 400

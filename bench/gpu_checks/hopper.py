@@ -90,7 +90,8 @@ def checks() -> list[Check]:
 
 
 def heads_of(layer: Layer) -> Heads:
-    return Heads(layer.kv_heads, layer.query_heads, layer.dim, layer.rotary > 0, layer.window_tokens is not None)
+    kinds = layer.mask.is_windowed, layer.mask.is_chunked
+    return Heads(layer.kv_heads, layer.query_heads, layer.dim, layer.rotary > 0, *kinds)
 
 
 def _prefill(layer: Layer) -> str:

@@ -126,9 +126,10 @@ class TestMask:
         ]  # fmt: skip
         assert mask.first_visible(19) == 10
 
-    def test_kernels_that_know_windows_only(self):
-        assert CAUSAL.window_tokens is None and Mask(Window(7)).window_tokens == 7
-        with pytest.raises(ValueError, match="chunk-50"):
-            _ = Mask(Chunk(50)).window_tokens
+    def test_kernels_that_only_look_back(self):
+        assert CAUSAL.reach_tokens is None and Mask(Window(7)).reach_tokens == Mask(Chunk(7)).reach_tokens == 7
+        assert Mask(Window(7)).is_windowed and Mask(Chunk(7)).is_chunked
+        assert not any(mask.is_windowed for mask in (CAUSAL, Mask(Chunk(7))))
+        assert not any(mask.is_chunked for mask in (CAUSAL, Mask(Window(7))))
         with pytest.raises(ValueError, match="range"):
-            _ = Mask(Full(), (range(3, 5),)).window_tokens
+            _ = Mask(Full(), (range(3, 5),)).reach_tokens

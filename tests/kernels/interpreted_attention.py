@@ -15,7 +15,7 @@ from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decod
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.triton.decode import MAX_ROWS, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
-from windowpane.kv.retention import Full, Window
+from windowpane.kv.retention import Chunk, Full, Window
 
 LIMIT = 1e-5
 FLOAT = torch.float32
@@ -36,6 +36,15 @@ LAYERS = {
     "soft-capped far above all scores, window": Layer(1, 2, 64, window_tokens=50, softcap=50.0),
     "soft-capped latent, sinks": Layer(2, 4, 64, rotary=8, softcap=0.7, has_sinks=True),
     "sinks, window": Layer(2, 3, 64, window_tokens=50, has_sinks=True),
+}
+
+CHUNKED = {
+    "chunks of whole blocks": Layer(1, 3, 64, chunk_tokens=32),
+    "chunks that begin in a page, 2 stripes": Layer(2, 2, 64, chunk_tokens=21, block_tokens=8, stripes=2),
+    "chunks in a page": Layer(2, 2, 64, chunk_tokens=5),
+    "chunks of one token": Layer(2, 2, 64, chunk_tokens=1),
+    "latent chunks, soft-capped": Layer(1, 4, 64, rotary=16, chunk_tokens=24, softcap=0.7),
+    "coded chunks": Layer(1, 2, 64, chunk_tokens=24, kv_format="int8_per_token_head"),
 }
 
 
@@ -67,6 +76,36 @@ def check_tiles() -> None:
     assert sorted(covered) == [(s, t) for s, segment in enumerate(segments) for t in range(segment[5])]
     assert len(tiles) == 3 + 1 + 0 + 3, "tiles without a token"
     assert tiles.dtype == np.int32 and tiles[0].tolist() == [3, 2], "the tile that sees most comes first"
+
+
+def chunks() -> None:
+    _chunked_decode()
+    _chunked_prefill()
+
+
+def _chunked_decode() -> None:
+    """Before, at and behind the ends of chunks: right behind one there is no past, and its pages may be anybody's."""
+    several_tiles = {"chunks of several tiles, sinks": Layer(1, 2, 64, chunk_tokens=150, has_sinks=True)}
+    for name, layer in (CHUNKED | several_tiles).items():
+        chunk = layer.chunk_tokens
+        lengths = [0, 1, chunk - 1, chunk, chunk + 1, 3 * chunk - 1, 3 * chunk, 3 * chunk + 1, 4 * chunk - 2]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=1)
+        got, exact, _ = run_decode(paged, padding=2, programs=3)
+        require(error(got, exact), f"decode, {name}")
+
+
+def _chunked_prefill() -> None:
+    """Segments that begin and end before, at and behind the ends of chunks, across none, one and several of them."""
+    # Rows of a tile that ask nothing may see nothing: 0 / 0, which is stored nowhere.
+    warnings.filterwarnings("ignore", "invalid value encountered in divide", RuntimeWarning)
+    for name, layer in CHUNKED.items():
+        chunk = layer.chunk_tokens
+        lengths = [0, chunk - 1, chunk, chunk // 2, 2 * chunk + 1, 3 * chunk - 1]
+        tokens = [chunk + 2, 1, chunk, 3 * chunk + 3, chunk + 2, 2]
+        asking = [chunk + 2, 1, chunk, 3 * chunk + 3, 3, 2]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=max(tokens))
+        got, exact, _ = run_prefill(paged, list(zip(tokens, asking, strict=True)))
+        require(error(got, exact), f"prefill, {name}")
 
 
 def write() -> None:
@@ -123,12 +162,12 @@ def replanning() -> None:
     generator = np.random.default_rng(0)
     for rows in (1, 17, MAX_ROWS):
         positions = generator.integers(-1, 5000, rows).astype(np.int32)
-        for window in (None, 1, 2, 64, 65, 1024):
-            mask = Mask(Window(window) if window else Full())
-            tiles = [len({t // 64 for t in range(max(0, p - (window or 10**6) + 1), p)}) for p in positions]
+        reaches = (1, 2, 64, 65, 1024)
+        for sees in (Full(), *map(Window, reaches), *map(Chunk, reaches)):
+            tiles = [len({t // 64 for t in range(sees.first_visible(max(p, 0)), p)}) for p in positions.tolist()]
             found = torch.full((rows + 1,), -1, dtype=torch.int32)
-            plan_decode(torch.from_numpy(positions), found, mask)
-            assert found.tolist() == [0, *np.cumsum(tiles)], f"window {window}, {rows} rows"
+            plan_decode(torch.from_numpy(positions), found, Mask(sees))
+            assert found.tolist() == [0, *np.cumsum(tiles)], f"{sees.name}, {rows} rows"
     try:
         plan_decode(torch.zeros(MAX_ROWS + 1, dtype=torch.int32), torch.zeros(MAX_ROWS + 2, dtype=torch.int32), CAUSAL)
     except ValueError as refusal:

@@ -70,7 +70,7 @@ TINY |= {
         **CONFIGS["llama 4"],
         **_TINY,
         "intermediate_size_mlp": 16,
-        "attention_chunk_size": 8,
+        "attention_chunk_size": 4,
         "no_rope_layers": [1, 0],
     },
     "glm 4.5": {**CONFIGS["glm 4.5"], **_TINY, "moe_intermediate_size": 16},

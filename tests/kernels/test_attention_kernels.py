@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-CHECKS = ("decode", "prefill", "write", "programs", "lone_rows", "far_pages", "replanning")
+CHECKS = ("decode", "prefill", "chunks", "write", "programs", "lone_rows", "far_pages", "replanning")
 
 
 @pytest.mark.parametrize("check", CHECKS)

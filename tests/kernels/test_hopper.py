@@ -52,6 +52,7 @@ class TestHeads:
         assert not replace(WINDOW_31B, dim=64).has_kernel
         assert not replace(WINDOW_31B, latent=True).has_kernel
         assert not replace(FULL_31B, windowed=True).has_kernel
+        assert not replace(WINDOW_31B, windowed=False, chunked=True).has_kernel
         assert not replace(FULL_31B, query_heads=12).has_kernel, "3 query heads to a KV head make no TMA box"
         assert not replace(FULL_31B, kv_heads=1, query_heads=128).has_kernel
 
@@ -122,9 +123,9 @@ class TestSplitting:
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
         assert ChunkAttention(pair_layer(scores), scratch).tiling == Tiling(64)
 
-    def test_a_chunked_layer_is_not_taken_for_a_window(self):
-        with pytest.raises(ValueError, match="chunk-1024"):
-            pair_layer(Scores(1.0), Chunk(1024))
+    def test_chunked_layers_are_the_plain_kernels(self):
+        scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
+        assert ChunkAttention(pair_layer(Scores(1.0), Chunk(1024)), scratch).tiling == Tiling(64)
 
     def test_rows_that_tma_cannot_bring(self):
         assert has_rows_for_hopper(PAIR)

@@ -23,7 +23,7 @@ from windowpane.kv.layout import BLOCK_CHOICES
 
 
 def heads_of(view: LayerView, query_heads: int, mask: Mask) -> Heads:
-    return Heads(view.kv_heads, query_heads, view.dim, view.latent, mask.window_tokens is not None)
+    return Heads(view.kv_heads, query_heads, view.dim, view.latent, mask.is_windowed, mask.is_chunked)
 
 
 def hopper_scratch(

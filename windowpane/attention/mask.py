@@ -36,13 +36,19 @@ class Mask:
         return self.seen(position).start
 
     @property
-    def window_tokens(self) -> int | None:
-        """For kernels that know full and window layers only: None for a full one."""
+    def reach_tokens(self) -> int | None:
+        """For kernels that look back only: the tokens of a window or of a chunk, None for a full layer."""
         if self.spans:
-            raise ValueError(f"{self.spans[0]} sees both ways: kernels of GPUs attend full and window layers only")
-        if isinstance(self.sees, Chunk):
-            raise ValueError(f"{self.sees.name}: kernels of GPUs attend full and window layers only; run it on a CPU")
-        return self.sees.tokens if isinstance(self.sees, Window) else None
+            raise ValueError(f"{self.spans[0]} sees both ways: kernels of GPUs only look back; run it on a CPU")
+        return None if isinstance(self.sees, Full) else self.sees.tokens
+
+    @property
+    def is_windowed(self) -> bool:
+        return isinstance(self.sees, Window)
+
+    @property
+    def is_chunked(self) -> bool:
+        return isinstance(self.sees, Chunk)
 
 
 CAUSAL = Mask(Full())

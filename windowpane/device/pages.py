@@ -20,7 +20,7 @@ from windowpane.device import codecs
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
-from windowpane.kv.retention import Full, LooksBack, Window
+from windowpane.kv.retention import Chunk, LooksBack, Window
 from windowpane.kv.tables import PageTable
 from windowpane.schedule.step import Step
 
@@ -210,9 +210,17 @@ class LayerPages:
         return self._pages.decoding_writes(self.group, self._stripe, step)
 
     @property
+    def unseen_every(self) -> int:
+        """Of every so many tokens the last is seen by no later one; 0 where each is seen."""
+        match self.retention:
+            case Chunk(tokens=period) | Window(tokens=1 as period):
+                return period
+        return 0
+
+    @property
     def keeps_every_token(self) -> bool:
         """Some later token can see each one."""
-        return isinstance(self.retention, Full) or (isinstance(self.retention, Window) and self.retention.tokens > 1)
+        return self.unseen_every == 0
 
     # -- in plain torch ----------------------------------------------------------------------------------------------
 

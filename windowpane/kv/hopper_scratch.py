@@ -28,6 +28,7 @@ class Heads:
     dim: int
     latent: bool
     windowed: bool
+    chunked: bool = False
 
     @property
     def group(self) -> int:
@@ -35,8 +36,10 @@ class Heads:
 
     @property
     def has_kernel(self) -> bool:
-        """Rows of a TMA box are powers of two. Latents, and 512 dims, come without a window in the models we know."""
-        if self.dim not in TILE_TOKENS or self.group > 64 or self.group & (self.group - 1):
+        """Rows of a TMA box are powers of two. Latents, and 512 dims, come without a window in the models we know; no
+        kernel knows chunks.
+        """
+        if self.chunked or self.dim not in TILE_TOKENS or self.group > 64 or self.group & (self.group - 1):
             return False
         return not self.windowed if self.dim == WIDE_DIM else not self.latent
 

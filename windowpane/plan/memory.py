@@ -28,7 +28,7 @@ from windowpane.kv.capacity import Capacity
 from windowpane.kv.formats import KVFormat, dtype_bytes
 from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.kv.layout import Layout
-from windowpane.kv.retention import Window, ceil_div
+from windowpane.kv.retention import Chunk, Window, ceil_div
 from windowpane.models.blocks import Experts, each
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.quantization import Quantization
@@ -120,10 +120,10 @@ def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout,
     if device.capability is None or device.capability[0] != CAPABILITY:
         return 0
     layers = {
-        Heads(s.cache.kv_heads, spec.query_heads // ranks, s.cache.key_dim, s.cache.latent, windowed)
+        Heads(s.cache.kv_heads, spec.query_heads // ranks, s.cache.key_dim, s.cache.latent, windowed, chunked)
         for group in layout.groups
         if group.kv_format is not None and _chunk_rows(group.kv_format, spec.dtype) == ELEMENT_TYPE
-        for windowed in (isinstance(group.retention, Window),)
+        for windowed, chunked in ((isinstance(group.retention, Window), isinstance(group.retention, Chunk)),)
         for s in group.slices
         if isinstance(s.cache, TokenCache) and s.cache.key_dim == s.cache.value_dim
     }

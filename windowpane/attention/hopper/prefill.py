@@ -56,7 +56,7 @@ class HopperPrefill:
         if view.dim != WIDE_DIM:
             pair_kernel[(blocks * view.kv_heads,)](
                 *asked, *self._sources, *fresh, layer.table, *place, window_edge(segment, layer.mask, self._tile),
-                *table, layer.window_tokens, layer.scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile,
+                *table, layer.reach_tokens, layer.scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile,
                 BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, num_warps=4, maxnreg=REGISTERS,
             )  # fmt: skip
             return

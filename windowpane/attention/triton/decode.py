@@ -25,13 +25,14 @@ from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pa
 from windowpane.attention.triton.decode_tunings import tuning_for
 from windowpane.attention.triton.view import (
     ELEMENTS,
-    NO_WINDOW,
     LayerView,
     PagedLayer,
     add_scores,
     column_of,
+    first_visible,
     piece_start,
     processors_of,
+    reach_of,
     ring_base,
     rotate,
     section,
@@ -75,8 +76,9 @@ def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) ->
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows decode at once; kernels take at most {MAX_ROWS}")
     _plan_kernel[(1,)](
-        positions, cum_tiles, rows, mask.window_tokens or NO_WINDOW, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS, num_warps=4
-    )
+        positions, cum_tiles, rows, reach_of(mask), CHUNKED=mask.is_chunked, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def decode(
@@ -97,17 +99,17 @@ def decode(
     rows, query_heads, dim = q.shape
     if group > GROUP_ROWS:
         raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
-    tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and layer.mask.window_tokens is not None)
+    tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and layer.mask.is_windowed)
     cos, sin, w = layer.rope or (scratch.lse,) * 3
     dtype = operand_type(view.code, q.dtype) if view.code else ELEMENTS[view.dtype]
     _decode_kernel[(scratch.programs,)](
         q, k_present, v_present, layer.arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part,
         scratch.lse, out, sinks, rows, view.kv_heads, q.stride(0), k_present.stride(0), v_present.stride(0),
         out.stride(0), table.stride(0), view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1],
-        *view.scales_at(), *((view.layer_scales * 2)[:2] or (1.0, 1.0)), layer.scale_log2, layer.window_tokens, D=dim,
+        *view.scales_at(), *((view.layer_scales * 2)[:2] or (1.0, 1.0)), layer.scale_log2, layer.reach_tokens, D=dim,
         R=layer.rotary_pairs, P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
-        STRIPES=view.stripes, RING=view.ring, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
-        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
+        STRIPES=view.stripes, RING=view.ring, CHUNKED=layer.mask.is_chunked, DTYPE=dtype, CODE=view.code,
+        PER_ROW=bool(view.scale_offsets), ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
         GROUP_ROWS=FEW_HEADS if view.code and group <= FEW_HEADS else GROUP_ROWS, CAP=layer.softcap, PDL=pdl,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
     )  # fmt: skip
@@ -119,11 +121,11 @@ def decode(
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
-def _plan_kernel(POSITIONS, CUM, rows, window, TILE: tl.constexpr, MAX_ROWS: tl.constexpr):
+def _plan_kernel(POSITIONS, CUM, rows, reach, CHUNKED: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr):
     row = tl.arange(0, MAX_ROWS)
     ok = row < rows
     position = tl.load(POSITIONS + row, mask=ok, other=-1)
-    first = tl.maximum(position - window + 1, 0)
+    first = first_visible(position, reach, CHUNKED)
     tiles = tl.where(position > first, (position + TILE - 1) // TILE - first // TILE, 0)
     tl.store(CUM + 1 + row, tl.cumsum(tiles), mask=ok)
     tl.store(CUM + row, 0, mask=row == 0)
@@ -270,10 +272,10 @@ def _latent_item(
 def _decode_kernel(
     Q, K, V, ARENA, TABLE, SLOTS, POSITIONS, CUM, COS, SIN, W, PART, LSE, OUT, SINKS, rows, kv_heads, q_stride,
     k_stride, v_stride, out_stride, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales,
-    k_layer_scale, v_layer_scale, scale_log2, window, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    k_layer_scale, v_layer_scale, scale_log2, reach, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    DTYPE: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
-    MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    CHUNKED: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr,
+    TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the line, item by item. R > 0 means a latent.
 
@@ -296,7 +298,7 @@ def _decode_kernel(
         tile = inside % tiles
         count = tl.minimum(tiles - tile, stop - unit)
         past = tl.load(POSITIONS + row)
-        first = tl.maximum(past - window + 1, 0)
+        first = first_visible(past, reach, CHUNKED)
         lo = (first // TILE + tile) * TILE
         hi = tl.minimum(lo + count * TILE, past)
         base = ring_base(first, columns, P, RING)

@@ -25,6 +25,8 @@ from windowpane.attention.triton.view import (
     PagedLayer,
     add_scores,
     column_of,
+    first_visible,
+    last_hidden,
     piece_start,
     ring_base,
     rotate,
@@ -106,9 +108,10 @@ def prefill(
     kernel[(len(tiles), view.kv_heads)](
         q, k, v, layer.arena, table, segments, tiles, out, cos, sin, w, layer.scores.sinks, q.stride(0), k.stride(0),
         v.stride(0), out.stride(0), table.stride(0), view.columns, view.stripe, view.data_offsets[0],
-        view.data_offsets[-1], layer.scale_log2, layer.window_tokens, D=q.shape[2], R=pairs, P=view.block_tokens,
+        view.data_offsets[-1], layer.scale_log2, layer.reach_tokens, D=q.shape[2], R=pairs, P=view.block_tokens,
         G=layer.group, M=tuning.rows, N=tuning.keys, UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring,
-        DTYPE=ELEMENTS[view.dtype], CAP=layer.softcap, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        CHUNKED=layer.mask.is_chunked, DTYPE=ELEMENTS[view.dtype], CAP=layer.softcap, num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
     )  # fmt: skip
 
 
@@ -138,9 +141,9 @@ def _pages_of(table, t, ok, base, columns, P: tl.constexpr, STRIPES: tl.constexp
 
 
 @triton.jit
-def _hide(s, t, position, window):
-    """Scores of what a query cannot see: tokens after it, and those that its window has left."""
-    return tl.where((t <= position) & (t > position - window), s, float("-inf"))
+def _hide(s, t, position, reach, CHUNKED: tl.constexpr):
+    """Scores of what a query cannot see: tokens after it, and those that its window or chunk has left."""
+    return tl.where((t <= position) & (t > last_hidden(position, reach, CHUNKED)), s, float("-inf"))
 
 
 @triton.jit
@@ -164,9 +167,9 @@ _jit = triton.jit(
 @_jit
 def _pair_kernel(
     Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
-    table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,
+    table_stride, columns, stripe, k_offset, v_offset, scale_log2, reach, D: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
-    RING: tl.constexpr, DTYPE: tl.constexpr, CAP: tl.constexpr,
+    RING: tl.constexpr, CHUNKED: tl.constexpr, DTYPE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     slot, start, row, first_query, last_query, position, asks, q_row, q_head = _tile(SEGMENTS, TILES, head, M, G)
@@ -174,7 +177,7 @@ def _pair_kernel(
     d = tl.arange(0, D)[None, :]
     q_at = (q_row * q_stride + q_head * D)[:, None] + d
     q = tl.load(Q + q_at, mask=asks[:, None], other=0.0)
-    first = tl.maximum(first_query - window + 1, 0)
+    first = first_visible(first_query, reach, CHUNKED)
     base = ring_base(first, columns, P, RING)
     table = TABLE + slot.to(tl.int64) * table_stride + stripe
     past_k = section(ARENA, k_offset, DTYPE)
@@ -196,8 +199,8 @@ def _pair_kernel(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CAP > 0:
             s = soft_capped(s * scale_log2, CAP)
-        if (i + N - 1 > first_query) | (i <= last_query - window):
-            s = _hide(s, t[None, :], position[:, None], window)
+        if (i + N - 1 > first_query) | (i <= last_hidden(last_query, reach, CHUNKED)):
+            s = _hide(s, t[None, :], position[:, None], reach, CHUNKED)
         p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 1, CAP)
         v = tl.load(v_row[:, None] + d, mask=ok[:, None], other=0.0)
         acc = tl.dot(p.to(DTYPE), v, acc * alpha, input_precision="ieee")
@@ -209,9 +212,9 @@ def _pair_kernel(
 @_jit
 def _latent_kernel(
     Q, K, V, ARENA, TABLE, SEGMENTS, TILES, OUT, COS, SIN, W, SINKS, q_stride, k_stride, v_stride, out_stride,
-    table_stride, columns, stripe, k_offset, v_offset, scale_log2, window, D: tl.constexpr, R: tl.constexpr,
+    table_stride, columns, stripe, k_offset, v_offset, scale_log2, reach, D: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
-    RING: tl.constexpr, DTYPE: tl.constexpr, CAP: tl.constexpr,
+    RING: tl.constexpr, CHUNKED: tl.constexpr, DTYPE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """K = rotate(n * w) and V = n, from one read of n. Dims [0, R) and [R, 2R) rotate; w of the others is in q.
 
@@ -236,7 +239,7 @@ def _latent_kernel(
     for skipped in tl.static_range(2 * R, D, 2 * R):
         still += (weighted(q + skipped + e, W + skipped + e, row_asks, DTYPE),)
         sums += (tl.zeros([2 * R, M], tl.float32),)
-    first = tl.maximum(first_query - window + 1, 0)
+    first = first_visible(first_query, reach, CHUNKED)
     base = ring_base(first, columns, P, RING)
     table = TABLE + slot.to(tl.int64) * table_stride + stripe
     past_x = section(ARENA, k_offset, DTYPE)
@@ -264,8 +267,8 @@ def _latent_kernel(
             s = add_scores(x[4], still[2], s)
         if CAP > 0:
             s = soft_capped(s * scale_log2, CAP)
-        if (i + N - 1 > first_query) | (i <= last_query - window):
-            s = _hide(s, t[:, None], position[None, :], window)
+        if (i + N - 1 > first_query) | (i <= last_hidden(last_query, reach, CHUNKED)):
+            s = _hide(s, t[:, None], position[None, :], reach, CHUNKED)
         p, alpha, m, norm = _softmax(s, m, norm, scale_log2, 0, CAP)
         p = p.to(DTYPE)
         more = ()

@@ -18,7 +18,7 @@ from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Group, Slice
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-NO_WINDOW = 2**30  # a window that no sequence fills
+NO_END = 2**30  # a window that no sequence fills
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -102,16 +102,15 @@ class PagedLayer:
     rope: LatentRope | None = None
 
     def __post_init__(self) -> None:
-        _ = self.window_tokens  # raises here rather than at the first launch
+        _ = self.reach_tokens  # raises here rather than at the first launch
 
     @property
     def group(self) -> int:
         return self.query_heads // self.view.kv_heads
 
     @property
-    def window_tokens(self) -> int:
-        """For kernels: more than any sequence has where there is no window."""
-        return self.mask.window_tokens or NO_WINDOW
+    def reach_tokens(self) -> int:
+        return reach_of(self.mask)
 
     @property
     def scale_log2(self) -> float:
@@ -135,10 +134,28 @@ class PagedLayer:
         return pairs
 
 
+def reach_of(mask: Mask) -> int:
+    """For kernels, beside `mask.is_chunked`: tokens of a window or chunk, or more than any sequence has."""
+    return mask.reach_tokens or NO_END
+
+
 @cache
 def processors_of(device: torch.device) -> int:
     """Multiprocessors; a number that shares work out where there are none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def last_hidden(position, reach, CHUNKED: tl.constexpr):
+    """The token before the first that `position` sees, below 0 where it sees them all. How far a layer looks back is
+    said here and nowhere else.
+    """
+    return position - position % reach - 1 if CHUNKED else position - reach
+
+
+@triton.jit
+def first_visible(position, reach, CHUNKED: tl.constexpr):
+    return tl.maximum(last_hidden(position, reach, CHUNKED) + 1, 0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from windowpane.attention.triton.codes import dims_of, scales_of
-from windowpane.attention.triton.view import LayerView, PagedLayer, section
+from windowpane.attention.triton.view import LayerView, PagedLayer, last_hidden, section
 from windowpane.device.transfer import Transfer
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.kv.retention import ceil_div
@@ -108,8 +108,8 @@ def widen(
         _widen_kernel[(len(plan.pages), view.kv_heads)](
             layer.arena, table, segments, plan.pages, scratch.view(dtype), table.stride(0), view.columns, view.stripe,
             view.data_offsets[0], view.data_offsets[-1], *view.scales_at(), view.layer_scales[0],
-            view.layer_scales[-1], layer.window_tokens, page_bytes // dtype.itemsize, H=view.kv_heads,
-            D=view.dim, P=view.block_tokens, ROW=view.row_words, STRIPES=view.stripes, RING=view.ring,
+            view.layer_scales[-1], layer.reach_tokens, page_bytes // dtype.itemsize, CHUNKED=layer.mask.is_chunked,
+            H=view.kv_heads, D=view.dim, P=view.block_tokens, ROW=view.row_words, STRIPES=view.stripes, RING=view.ring,
             PAIR=not view.latent, CODE=view.code, PER_ROW=bool(view.scale_offsets), num_warps=4,
         )  # fmt: skip
     return replace(layer, arena=scratch, view=plain, table=plan.table)
@@ -118,9 +118,9 @@ def widen(
 @triton.jit(do_not_specialize=["stripe"], do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "PAGES"])
 def _widen_kernel(
     ARENA, TABLE, SEGMENTS, PAGES, OUT, table_stride, columns, stripe, k_offset, v_offset, k_scales, v_scales,
-    k_layer_scale, v_layer_scale, window, page_elements, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, PAIR: tl.constexpr, CODE: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    k_layer_scale, v_layer_scale, reach, page_elements, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, CHUNKED: tl.constexpr, PAIR: tl.constexpr,
+    CODE: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """One head of one page: K (or the latent), then V."""
     number = tl.program_id(0)
@@ -133,7 +133,7 @@ def _widen_kernel(
     page = tl.load(entry).to(tl.int64)
     token = tl.arange(0, P)
     t = block * P + token
-    ok = (t < start) & (t > start - window)
+    ok = (t < start) & (t > last_hidden(start, reach, CHUNKED))
     out = OUT + number.to(tl.int64) * page_elements + (head * P + token)[:, None] * D
     _widen_rows(ARENA, out, page, head * P + token, ok, k_offset, k_scales, k_layer_scale, D, ROW, CODE, PER_ROW)
     if PAIR:

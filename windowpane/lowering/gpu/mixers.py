@@ -6,7 +6,7 @@ read from device tensors. Three things differ from the reference, none of them v
 - Rotary dims of latent layers are made adjacent, in the projections, norms and the output's columns alike, so that a
   kernel can rotate them as blocks.
 - Steps that only decode store K and V while making them. The row written is one that no query of the step can see: a
-  sequence's own next row, or one that its window has just let go of.
+  sequence's own next row, or one that its window or chunk has let go of.
 - Where a KV format has a basis of its own, values are transformed into it and out of it by the weights on either side.
 """
 
@@ -142,8 +142,8 @@ class GpuAttention:
         angles, stored = context.angles(described.rope), pages.layers[cache.layer]
         self._angles, self._pairs = angles, 0 if angles is None else angles[0].shape[1]
         self._product = partial(product, pdl=context.pdl)
-        self.qkv, self.out = (context.parameters.take_linear(p) for p in (described.qkv, described.out))
         self.q_norm, self.k_norm = context.parameters.head_norms(described)
+        self.qkv, self.out = (context.parameters.take_linear(p) for p in (described.qkv, described.out))
         if cache.latent:
             self._make_rotary_dims_adjacent()
         self._transform_values = False
@@ -158,7 +158,8 @@ class GpuAttention:
         self._scratch = context.decode_scratch(described, self.view)
         self._page_write = None
         if described.owns_kv:
-            self._page_write = PageWrite(pages.arena, context.tables.writing[stored.group], self.view)
+            table = context.tables.writing[stored.group]
+            self._page_write = PageWrite(pages.arena, table, self.view, stored.unseen_every)
         rope = None
         if cache.latent:
             assert angles is not None and self.k_norm is not None

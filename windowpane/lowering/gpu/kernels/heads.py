@@ -22,11 +22,16 @@ VALUES, WARPS, LONE_WARPS = 1024, 2, 4
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Where a layer stores what it makes: `table` is the group's for writing, int32 [slots, width, stripes]."""
+    """Where a layer stores what it makes: `table` is the group's for writing, int32 [slots, width, stripes].
+
+    Of every `unseen_every` tokens the last is seen by none after it (a chunk's last): it may have no page, and is not
+    stored. 0 where all are seen.
+    """
 
     arena: torch.Tensor
     table: torch.Tensor
     view: LayerView
+    unseen_every: int = 0
 
     def arguments(self, slots: torch.Tensor | None) -> tuple[Any, ...]:
         """As the kernel takes them."""
@@ -84,7 +89,8 @@ def prepare_heads(
         LATENT=latent, UNIT_BYTES=OFFSET_UNIT_BYTES, KV_DTYPE=ELEMENTS[k.dtype], CODE=code,
         PER_ROW=view is not None and bool(view.scale_offsets), ROW=row_words, WORDS=dim // (4 if code == INT4 else 2),
         GROUP=max(query_heads // view.kv_heads, 1) if view else 1, BALANCED_HEADS=view.kv_heads if view else 0,
-        TRANSFORM_VALUES=transform_values, PDL=pdl, num_warps=LONE_WARPS if rows == 1 else WARPS, launch_pdl=pdl,
+        TRANSFORM_VALUES=transform_values, UNSEEN_EVERY=page_write.unseen_every if page_write else 0, PDL=pdl,
+        num_warps=LONE_WARPS if rows == 1 else WARPS, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -166,7 +172,8 @@ def _heads_kernel(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     HEADS: tl.constexpr, V_NORM: tl.constexpr, LATENT: tl.constexpr, UNIT_BYTES: tl.constexpr, KV_DTYPE: tl.constexpr,
     CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
-    GROUP: tl.constexpr, BALANCED_HEADS: tl.constexpr, TRANSFORM_VALUES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BALANCED_HEADS: tl.constexpr, TRANSFORM_VALUES: tl.constexpr, UNSEEN_EVERY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: of queries, keys (or latents) or values.
 
@@ -195,6 +202,8 @@ def _heads_kernel(
     # Where a row goes and how it rotates was known before this layer: it is looked up while the projection is made.
     position = tl.load(POSITIONS + row)
     is_stored = position >= 0
+    if UNSEEN_EVERY > 0:
+        is_stored = is_stored & ((position + 1) % UNSEEN_EVERY != 0)
     position = tl.maximum(position, 0)
     if PAIRS > 0:
         place = position.to(tl.int64) * angle_stride
