@@ -119,13 +119,14 @@ def teacher_forced(name: str, count: int = TEACHER_TOKENS) -> str:
     best = exact.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLEAR * noise
     kl, plain_kl = _divergence(got, exact), _divergence(plain, exact)
-    same = got.argmax(-1) == exact.argmax(-1)
-    agreement = same[clear].double().mean().item()
+    same, plain_same = (x.argmax(-1) == exact.argmax(-1) for x in (got, plain))
+    agreement, plain_agreement = (x[clear].double().mean().item() for x in (same, plain_same))
     told = (
         f"mean KL {kl:.1e} (torch {plain_kl:.1e}), top-1 {agreement:.2%} of {clear.double().mean():.0%} clear, "
-        f"{same.double().mean():.2%} of all (torch {(plain.argmax(-1) == exact.argmax(-1)).double().mean():.2%})"
+        f"{same.double().mean():.2%} of all (torch {plain_agreement:.2%} and {plain_same.double().mean():.2%})"
     )
-    if not (kl <= max(MOST_KL, 1.2 * plain_kl) and agreement >= LEAST_AGREEMENT):
+    # A router whose scores are close sends a token elsewhere, in plain torch as well.
+    if not (kl <= max(MOST_KL, 1.2 * plain_kl) and agreement >= min(LEAST_AGREEMENT, plain_agreement - 0.01)):
         raise AssertionError(told)
     return told
 
