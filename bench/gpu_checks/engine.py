@@ -25,7 +25,7 @@ from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import Scheduler
 
-RESTORED = ("qwen3", "gemma3", "gemma4 everything")
+RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
 
 Checks = list[tuple[str, Callable[[], str]]]
 

@@ -50,7 +50,7 @@ def plan_past(segments: NDArray[np.int32], layer: PagedLayer, dtype: torch.dtype
     starts = segments[:, 1].astype(np.int64)
     firsts = np.array([layer.mask.first_visible(start) for start in starts.tolist()], dtype=np.int64)
     first_blocks = firsts // layer.view.block_tokens
-    counts = -(-starts // layer.view.block_tokens) - first_blocks
+    counts = np.where(firsts < starts, -(-starts // layer.view.block_tokens) - first_blocks, 0)
     most_pages = scratch_bytes // page_bytes
     if counts.max(initial=0) > most_pages:
         raise ValueError(
