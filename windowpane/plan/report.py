@@ -14,7 +14,9 @@ from rich.text import Text
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import Group as KVGroup
 from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Window
+from windowpane.models.blocks import Experts, each
 from windowpane.models.ggml import StoredTypes
+from windowpane.models.weights import weight_breakdown
 from windowpane.plan.cards import CardFit
 from windowpane.plan.memory import ArenaUse, Device
 from windowpane.plan.peers.report import PeerReport
@@ -91,7 +93,26 @@ def _headline(plan: Plan) -> RenderableType:
         Text.assemble((spec.name, "bold"), f" · {where(plan.device, plan.sizing.ranks)}"),
         Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
     ]
-    return Group(*lines, *(_fits(plan) if plan.capacity else [_takes(plan)]))
+    return Group(*lines, *_experts(plan), *(_fits(plan) if plan.capacity else [_takes(plan)]))
+
+
+def _experts(plan: Plan) -> list[RenderableType]:
+    """How many experts a token visits, and what steps read if tokens choose among all alike."""
+    spec, ranks = plan.sizing.spec, plan.sizing.ranks
+    found = list(each(spec.decoder.layers, Experts)) if spec.decoder is not None else []
+    if not found:
+        return []
+    weights, router = weight_breakdown(spec, ranks), found[0].router
+    step = min(plan.sizing.config.max_num_seqs, plan.sizing.config.batched_tokens)
+    shares = {tokens: 1 - (1 - router.chosen / router.experts) ** tokens for tokens in dict.fromkeys((1, 8, step))}
+    dense_bytes = weights.total - weights.experts
+    read = [(tokens, format_bytes(int(dense_bytes + share * weights.experts))) for tokens, share in shares.items()]
+    told = ", ".join(f"{size} for {tokens:,}{' token' if tokens == 1 else ''}" for tokens, size in read)
+    layers = f"{len(found)} of {spec.num_layers} layers" if len(found) < spec.num_layers else "every layer"
+    return [
+        Text(f"{router.chosen} of {router.experts} experts a token, in {layers}", style="dim"),
+        Text(f"weights a step reads: {told}", style="dim"),
+    ]
 
 
 def _takes(plan: Plan) -> RenderableType:
