@@ -16,7 +16,7 @@ from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec, from_config
 from windowpane.weights import load_weights
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 WINDOW = 24
 _CPU = torch.device("cpu")
 
@@ -293,7 +293,44 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
     },
 }
-CONFIGS |= WITH_EXPERTS
+_DELTA = {
+    "num_hidden_layers": 5,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, LINEAR],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_ssm_dtype": "float32",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "qwen3-next": {
+        **_BASE,
+        **_EXPERTS,
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "qwen3.5": {
+        **_BASE,
+        **_DELTA,
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL],
+    },
+    "qwen3.5 experts": {
+        **_BASE,
+        **_EXPERTS,
+        **_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "shared_expert_intermediate_size": 48,
+    },
+}
+CONFIGS |= WITH_EXPERTS | WITH_STATES
 
 # Heads of real sizes, so that kernels made for those take them: for checks on a GPU.
 WIDE_CONFIGS: dict[str, dict[str, Any]] = {
@@ -390,7 +427,7 @@ def spec_of(name: str) -> ModelSpec:
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
     if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
-    if name in WITH_EXPERTS:
+    if name in WITH_EXPERTS | WITH_STATES:
         with tempfile.TemporaryDirectory() as directory:
             reference(name).save_pretrained(directory)
             return load_weights(directory, spec_of(name), dtype=dtype, device=device)

@@ -12,7 +12,7 @@ UNGATED = ("relu2",)
 # Families whose readers describe blocks.
 FAMILIES = (
     "cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "llama", "llama4", "mistral",
-    "mixtral", "olmo3", "phi3", "qwen3",
+    "mixtral", "olmo3", "phi3", "qwen3", "qwen3_next",
 )  # fmt: skip
 
 
