@@ -23,6 +23,7 @@ from windowpane.models.rope import Rope
 from windowpane.models.tensors import TensorSpec
 
 RMS, LAYER = "rms", "layer"
+UNGATED = ("relu2",)  # activations of MLPs and experts that have no gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +205,9 @@ StateMixer = GatedDeltaNet | Mamba2 | ShortConv
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """down(activation(gate) × up); `gate_up` makes the gate's values first.
+    """down(activation(`gate_multiplier` × gate) × up); `gate_up` makes the gate's values first.
 
+    With an activation of `UNGATED` there is no gate: down(activation(up)).
     `out_gate`: the result is multiplied by the sigmoid of this projection of the input, one value per token.
     """
 
@@ -213,6 +215,7 @@ class GatedMLP:
     down: Projection
     activation: str
     out_gate: Projection | None = None
+    gate_multiplier: float = 1.0
 
 
 # How a router's logits become scores. The first two make a token's scores of all experts sum to 1, or of the chosen
@@ -377,7 +380,7 @@ class Decoder:
     @cached_property
     def widest_mlp(self) -> int:
         """The most intermediate values that one token has in a block."""
-        blocks = (block for layer in self.layers for block in layer.blocks)
+        blocks = [block for layer in self.layers for block in layer.blocks]
         return max(
             sum(mlp.down.inputs for mlp in each(block, GatedMLP))
             + sum(experts.down.inputs * experts.router.chosen for experts in each(block, Experts))

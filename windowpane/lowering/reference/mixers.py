@@ -167,7 +167,7 @@ class MlpMixer:
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         def product(x: torch.Tensor, down: Linear) -> torch.Tensor:
-            return self._context.ops.mlp(x, self.gate_up, down, self.described.activation)
+            return self._context.ops.any_mlp(x, self.gate_up, down, self.described)
 
         out = summed(product, x, self.down, self._context.group)
         return out if self.out_gate is None else out * self._context.ops.linear(x, self.out_gate).sigmoid()
