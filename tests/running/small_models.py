@@ -394,6 +394,7 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 48,
         "routed_scaling_factor": 2.5,
+        "initializer_range": 0.06,
     },
     "falcon-h1": {
         **_BASE,
@@ -423,6 +424,7 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 24,
         "mamba_rms_norm": False,
         "projectors_bias": True,
+        "initializer_range": 0.3,
     },
 }
 CONFIGS |= WITH_EXPERTS | WITH_STATES
@@ -510,7 +512,7 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
         for key, tensor in model.state_dict().items():
             if any(word in key for word in ("norm", "layer_scalar", "router.scale", "expert_scale")):
                 tensor.add_(0.1 * torch.randn_like(tensor))
-            if any(word in key for word in ("correction_bias", "router.bias", "proj_bias", "sinks")):
+            if any(word in key for word in ("correction_bias", "expert_bias", "router.bias", "proj_bias", "sinks")):
                 tensor.copy_(0.5 * torch.randn_like(tensor))
             if "A_log" in key:
                 tensor.sub_(3.0)  # states that decay as slowly as trained ones: what is left of fast ones is noise
