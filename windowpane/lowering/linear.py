@@ -270,4 +270,4 @@ class Parameters:
 def _sections_first(heads: int, widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The order that takes rows of heads, each in sections of these widths, to sections of all heads."""
     rows = torch.arange(heads * sum(widths), device=device).view(heads, -1)
-    return torch.cat([section.flatten() for section in rows.split(list(widths), dim=1)])
+    return torch.cat([section.flatten() for section in torch.split(rows, list(widths), dim=1)])

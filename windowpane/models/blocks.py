@@ -207,7 +207,7 @@ StateMixer = GatedDeltaNet | Mamba2 | ShortConv
 class GatedMLP:
     """down(activation(`gate_multiplier` × gate) × up); `gate_up` makes the gate's values first.
 
-    With an activation of `UNGATED` there is no gate: down(activation(up)).
+    Without a gate, where `gate_up` makes as many values as `down` takes: down(activation(up)).
     `out_gate`: the result is multiplied by the sigmoid of this projection of the input, one value per token.
     """
 
@@ -216,6 +216,10 @@ class GatedMLP:
     activation: str
     out_gate: Projection | None = None
     gate_multiplier: float = 1.0
+
+    @property
+    def has_gate(self) -> bool:
+        return sum(weight.shape[0] for weight in self.gate_up.weights) > self.down.inputs
 
 
 # How a router's logits become scores. The first two make a token's scores of all experts sum to 1, or of the chosen

@@ -49,14 +49,16 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
     kinds = {a.rope.kind for a in decoder.attentions if a.rope is not None}
     for kind in sorted(kinds - set(KINDS)):
         raise ModelError(f"rope_type: {kind!r} cannot be run yet; known: {', '.join(KINDS)}")
-    activations = {mlp.activation for mlp in each(decoder.layers, GatedMLP)}
+    mlps = list(each(decoder.layers, GatedMLP))
+    activations = {mlp.activation for mlp in mlps if mlp.has_gate or mlp.activation not in UNGATED}
     activations |= {mixer.activation for mixer in each(decoder.layers, PerLayerInput)}
-    activations |= {mixer.activation for mixer in each(decoder.layers, Experts)}
-    for activation in sorted(activations - {*ACTIVATIONS, *UNGATED}):
+    activations |= {mixer.activation for mixer in each(decoder.layers, Experts)} - set(UNGATED)
+    for activation in sorted(activations - set(ACTIVATIONS)):
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
     problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]
     for mixer in decoder.state_mixers:
-        if mixer not in each(decoder.layers[mixer.layer].blocks[0], StateMixer):
+        first: list[StateMixer] = list(each(decoder.layers[mixer.layer].blocks[0], StateMixer))
+        if mixer not in first:
             problems.append(f"layer {mixer.layer} has its recurrent state behind another block")
     if problems or not all(norm is None or norm.weight for norm in _block_norms(decoder)):
         raise ModelError(f"{spec.name} cannot be run yet: {(*problems, 'a norm between blocks has no weight')[0]}")

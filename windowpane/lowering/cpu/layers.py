@@ -20,7 +20,7 @@ from windowpane.lowering.reference.context import StepState
 from windowpane.lowering.reference.mixers import AttentionMixer, MlpMixer
 from windowpane.lowering.reference.model import ReferenceLayer, ReferenceModel
 from windowpane.lowering.strips import Packed
-from windowpane.models.blocks import RMS, UNGATED
+from windowpane.models.blocks import RMS
 from windowpane.native.calls import address, count, function
 
 _TENSORS = ("before_attention", "q_norm", "k_norm", "after_attention", "before_mlp", "after_mlp", "sinks")
@@ -86,7 +86,7 @@ def _is_plain(layer: ReferenceLayer, shared: frozenset[int]) -> bool:
         or described.gated
     ):
         return False
-    if mlp.out_gate is not None or mlp.described.gate_multiplier != 1.0 or mlp.described.activation in UNGATED:
+    if mlp.out_gate is not None or mlp.described.gate_multiplier != 1.0 or not mlp.described.has_gate:
         return False
     block_norms = [norm for block in blocks for norm in (block.before, block.after) if norm is not None]
     head_norms = [n for n in (described.q_norm, described.k_norm, described.v_norm) if n is not None]

@@ -64,7 +64,7 @@ class Ops:
 
     def any_mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear, described: GatedMLP) -> torch.Tensor:
         """Also one without a gate, or with a multiplier of it."""
-        if described.activation in UNGATED:
+        if not described.has_gate:
             return self.linear(UNGATED[described.activation](self.linear(x, gate_up)), down)
         if described.gate_multiplier == 1.0:
             return self.mlp(x, gate_up, down, described.activation)

@@ -1,8 +1,10 @@
-"""What mixers with a recurrent state compute, in plain torch: causal convolutions, the gated delta rule, Mamba-2's scan.
+"""What mixers with a recurrent state compute, in plain torch: convolutions, the gated delta rule, Mamba-2's scan.
 
 All take [sequences, tokens, …] and the states before the first token, and give results and the states behind the last
 one, in float32. Several tokens are computed in chunks by matrix products; what a chunk cannot see comes from the state.
 """
+
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def _delta_chunks(
 
 def _in_chunks(x: torch.Tensor, tokens: int) -> torch.Tensor:
     """[sequences, heads, chunks, tokens, …], padded with tokens of zeros, which neither decay nor write anything."""
-    return F.pad(x, (0, 0, 0, -tokens % CHUNK_TOKENS)).unflatten(2, (-1, CHUNK_TOKENS))
+    padded: torch.Tensor = F.pad(x, (0, 0, 0, -tokens % CHUNK_TOKENS)).unflatten(2, (-1, CHUNK_TOKENS))
+    return padded
 
 
 def mamba2_scan(

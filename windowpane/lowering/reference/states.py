@@ -2,6 +2,8 @@
 mixer's call, what the wanted rows read.
 """
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -119,7 +119,8 @@ def _experts(prefix: str, config: Config, shape: Shape, layer: int, activation: 
         groups=config.integer("n_group", 1),
         chosen_groups=config.integer("topk_group", 1),
     )
-    routed = experts(layer, router, separate_experts(f"{prefix}experts.", count, inputs, width, gated=False), activation)
+    tensors = separate_experts(f"{prefix}experts.", count, inputs, width, gated=False)
+    routed = experts(layer, router, tensors, activation)
     shared_width = config.integer("moe_shared_expert_intermediate_size")
     return beside(
         routed, _mlp(f"{prefix}shared_experts.", shape, shared_width, activation, config.flag("mlp_bias", False))

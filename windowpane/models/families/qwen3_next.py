@@ -176,7 +176,9 @@ def _linear_attention(
     )
 
 
-def _experts(prefix: str, text: Config, shape: Shape, layer: int, activation: str, *, fused: bool, renormalizes: bool) -> Mixer:
+def _experts(
+    prefix: str, text: Config, shape: Shape, layer: int, activation: str, *, fused: bool, renormalizes: bool
+) -> Mixer:
     count, width = text.integer("num_experts"), text.integer("moe_intermediate_size", 512)
     sizes = f"{prefix}experts.", count, shape.hidden, width
     tensors = fused_experts(*sizes, transposed=False) if fused else separate_experts(*sizes)
