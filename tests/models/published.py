@@ -362,6 +362,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         8.34,
         {"state": 18, "full 8x64": 6},
+        runs=True,
     ),
     "XiaomiMiMo/MiMo-7B-RL": Published(
         _shape(

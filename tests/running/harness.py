@@ -125,6 +125,8 @@ def poison_unheld(run: Run) -> None:
         page_bytes = manager.layout.groups[g].page_bytes
         pages = [table.page_offsets(slot) for slot in range(manager.num_slots)]
         pages += [manager.point_offsets(point, g) for point in manager.restore_points]
+        # A state's snapshot is copied with the next step, even where its sequence has ended by then.
+        pages.append(np.array([move.source for move in manager.books.log.copies if move.group == g], dtype=np.int64))
         for offset in np.concatenate(pages).tolist():
             held[offset * 256 : offset * 256 + page_bytes] = True
     arena[~held] = 0xFF

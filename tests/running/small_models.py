@@ -16,7 +16,7 @@ from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec, from_config
 from windowpane.weights import load_weights
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 WINDOW = 24
 _CPU = torch.device("cpu")
 
@@ -293,7 +293,143 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
     },
 }
-CONFIGS |= WITH_EXPERTS
+_DELTA = {
+    "num_hidden_layers": 5,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, LINEAR],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_ssm_dtype": "float32",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_chunk_size": 32}
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "qwen3-next": {
+        **_BASE,
+        **_EXPERTS,
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3.5": {
+        **_BASE,
+        **_DELTA,
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL],
+    },
+    "qwen3.5 experts": {
+        **_BASE,
+        **_EXPERTS,
+        **_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "shared_expert_intermediate_size": 48,
+    },
+    "lfm2": {
+        **_BASE,
+        "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
+        "hidden_size": 128,
+        "layer_types": ["conv", FULL, "conv", "conv"],
+        "conv_bias": True,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2 experts": {
+        **_BASE,
+        **_EXPERTS,
+        "model_type": "lfm2_moe",
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "hidden_size": 128,
+        "layer_types": ["conv", "conv", FULL, "conv"],
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "granite hybrid": {
+        **_BASE,
+        **_MAMBA,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "hidden_size": 128,
+        "shared_intermediate_size": 96,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 3.0,
+    },
+    "granite hybrid without experts": {
+        **_BASE,
+        **_MAMBA,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "mamba", "mamba", "attention"],
+        "hidden_size": 128,
+        "shared_intermediate_size": 96,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "attention_multiplier": 0.2,
+    },
+    "nemotron-h": {
+        **_BASE,
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "M-M*ME",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
+        "initializer_range": 0.06,
+    },
+    "falcon-h1": {
+        **_BASE,
+        **_MAMBA,
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 96,
+        "mamba_d_head": 24,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.7, 1.4],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.9,
+        "ssm_multipliers": [1.1, 0.8, 1.2, 0.7, 0.9],
+    },
+    "falcon-h1, gates without norms": {
+        **_BASE,
+        **_MAMBA,
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 96,
+        "mamba_d_head": 24,
+        "mamba_rms_norm": False,
+        "projectors_bias": True,
+        "initializer_range": 0.3,
+    },
+}
+CONFIGS |= WITH_EXPERTS | WITH_STATES
+# transformers saves these experts one by one, unlike the published files, whose tensors are those of its modules.
+AS_IN_MODULES = ("qwen3.5 experts",)
 
 # Heads of real sizes, so that kernels made for those take them: for checks on a GPU.
 WIDE_CONFIGS: dict[str, dict[str, Any]] = {
@@ -376,8 +512,10 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
         for key, tensor in model.state_dict().items():
             if any(word in key for word in ("norm", "layer_scalar", "router.scale", "expert_scale")):
                 tensor.add_(0.1 * torch.randn_like(tensor))
-            if any(word in key for word in ("correction_bias", "router.bias", "proj_bias", "sinks")):
+            if any(word in key for word in ("correction_bias", "expert_bias", "router.bias", "proj_bias", "sinks")):
                 tensor.copy_(0.5 * torch.randn_like(tensor))
+            if "A_log" in key:
+                tensor.sub_(3.0)  # states that decay as slowly as trained ones: what is left of fast ones is noise
             if "q_norm" in key and described["model_type"].startswith("gemma4"):
                 tensor.mul_(0.3)  # its attention has no scale: trained norms keep scores small
     return model
@@ -390,7 +528,7 @@ def spec_of(name: str) -> ModelSpec:
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
     if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
-    if name in WITH_EXPERTS:
+    if name in WITH_EXPERTS | WITH_STATES and name not in AS_IN_MODULES:
         with tempfile.TemporaryDirectory() as directory:
             reference(name).save_pretrained(directory)
             return load_weights(directory, spec_of(name), dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from tests.running.small_models import CONFIGS, WINDOW
 from tests.running.test_against_transformers import prompt
 
 NEW_TOKENS = 24
-MIXES = ("gemma3", "gemma4 K = V", "gemma4 shared KV", "gemma4 everything")
+MIXES = ("gemma3", "gemma4 K = V", "gemma4 shared KV", "gemma4 everything", "qwen3-next", "falcon-h1")
 # One of each further family, with its norms, biases, caps, multipliers and rotations.
 OTHERS = tuple(name for name in CONFIGS if not name.startswith(("gemma3", "gemma4", "llama")))
 CHUNKS = (1, 2, 15, 16, 17, 100, WINDOW - 1, WINDOW, WINDOW + 1, 4096)

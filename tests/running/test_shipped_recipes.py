@@ -14,17 +14,20 @@ from windowpane.models.rope import Rope
 from windowpane.models.running import FAMILIES, runnable
 from windowpane.models.spec import ModelSpec
 
-EPSILONS = ("rms_norm_eps", "layer_norm_eps")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 ROPES = ("rope_theta", "rope_parameters")
-ACTIVATIONS = ("hidden_act", "hidden_activation")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 RUN = [name for name in shipped_names() if load(name).decoder is not None]
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_config_says_what_its_family_would_otherwise_guess(name: str) -> None:
-    text = load(name).text
-    for fields in (EPSILONS, ROPES, ACTIVATIONS):
-        assert any(map(text.has, fields)), fields
+    spec = load(name)
+    assert any(map(spec.text.has, EPSILONS))
+    if any(a.rope is not None for a in described(name).attentions):
+        assert any(map(spec.text.has, ROPES))
+    if spec.family != "lfm2":  # whose configs name no activation
+        assert any(map(spec.text.has, ACTIVATIONS))
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.device import codecs
-from windowpane.kv.caches import TokenCache
+from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Chunk, LooksBack, Window
@@ -49,6 +49,8 @@ class KVPages:
         # Where this step's decoding rows read and write: the same for all layers of a group.
         self._reads: dict[tuple[int, int, LooksBack], _Reads] = {}
         self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        # Where this step's sequences read and write their states, and which begin from nothing: by group.
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
@@ -56,10 +58,17 @@ class KVPages:
             for s in g.slices
             if isinstance(s.cache, TokenCache)
         }
+        self.states = {
+            s.cache.layer: StatePages(self, index, s)
+            for index, g in enumerate(layout.groups)
+            for s in g.slices
+            if isinstance(s.cache, StateCache)
+        }
 
     def before_step(self, changes: Changes) -> None:
         self._reads.clear()
         self._writes.clear()
+        self._states.clear()
         self.tails = {}
         for tail in changes.tails:
             self.tails.setdefault((tail.group, tail.slot), []).append(tail)
@@ -103,6 +112,17 @@ class KVPages:
             entries = self.writing[group][step.decode_slots, columns, stripe].astype(np.int64)
             self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
         return self._writes[key]
+
+    def state_offsets(self, group: int, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pages of the states before and after this step [sequences, stripes], and the sequences that are new."""
+        if group not in self._states:
+            slots, present = step.sequences, step.state_slots.astype(np.int64)
+            self._states[group] = (
+                self._tensor(self.reading[group][slots, present].astype(np.int64)),
+                self._tensor(self.writing[group][slots, 1 - present].astype(np.int64)),
+                self._tensor(np.flatnonzero(step.first_positions == 0)),
+            )
+        return self._states[group]
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -354,6 +374,33 @@ class LayerPages:
     def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
         columns = blocks % self._pages.columns[self.group]
         return self._pages._tensor(tables[self.group][slot, columns, self._stripe].astype(np.int64))
+
+
+class StatePages:
+    """The state of one layer: each of its parts is [page offset, head, element]."""
+
+    def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
+        assert isinstance(piece.cache, StateCache)
+        self._pages, self._group, self._stripe = pages, group, piece.stripe
+        self.parts = []
+        for part, offset in zip(piece.cache.parts, piece.data_offsets, strict=True):
+            arena = pages.arena.view(TORCH_DTYPES[part.dtype or ""])
+            row_bytes = part.elements_per_head * arena.element_size()
+            view = _page_view(arena, offset, row_bytes, part.heads, 1, part.elements_per_head)
+            self.parts.append(view[:, :, 0])
+
+    def load(self, step: Step) -> list[torch.Tensor]:
+        """Each part of the states before this step [sequences, heads, elements]. New sequences begin with zeros,
+        whatever their page holds.
+        """
+        before, _, new = self._pages.state_offsets(self._group, step)
+        return [part.index_select(0, before[:, self._stripe]).index_fill_(0, new, 0.0) for part in self.parts]
+
+    def store(self, step: Step, states: list[torch.Tensor]) -> None:
+        """Each part of the states after this step."""
+        _, after, _ = self._pages.state_offsets(self._group, step)
+        for part, values in zip(self.parts, states, strict=True):
+            part[after[:, self._stripe]] = values.to(part.dtype)
 
 
 def _zeros(size_bytes: int, device: torch.device) -> torch.Tensor:

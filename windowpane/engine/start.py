@@ -76,6 +76,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
 
     runnable(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
+    runnable(spec, on_gpu=devices[0].type == "cuda")
     config = resolve_config(config, flags, devices)
     plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences

@@ -79,6 +79,13 @@ class StateCache:
     def retention(self) -> State:
         return State()
 
+    def part(self, name: str) -> StatePart:
+        return next(part for part in self.parts if part.name == name)
+
+    def in_dtype(self, compute_dtype: str) -> StateCache:
+        """The same with a dtype for every part."""
+        return replace(self, parts=tuple(replace(p, dtype=p.dtype or compute_dtype) for p in self.parts))
+
     def shard(self, ranks: int) -> StateCache:
         sharded = tuple(
             replace(p, heads=heads_per_rank(p.heads, ranks, f"{p.name} state heads of layer {self.layer}"))

@@ -49,7 +49,7 @@ class Slice:
 
     `data_offsets` and `row_bytes` have one entry per stored vector (K and V, or one latent); rows are ordered head,
     token. `scale_offsets` likewise, empty for formats without per-row scales. State slices have one entry per state
-    part.
+    part, and their cache names the dtype of each.
     """
 
     cache: Cache
@@ -337,7 +337,7 @@ def _state_slice(cache: StateCache, stripe: int, start: int, compute_dtype: str)
         data_offsets.append(at)
         part_bytes.append(part.bytes(compute_dtype))
         at = _round_up(at + part_bytes[-1], ROW_ALIGN_BYTES)
-    return Slice(cache, stripe, tuple(data_offsets), tuple(part_bytes), (), at)
+    return Slice(cache.in_dtype(compute_dtype), stripe, tuple(data_offsets), tuple(part_bytes), (), at)
 
 
 def _search(options: Sequence[Sequence[_PageCut]]) -> tuple[int, list[_PageCut], int]:

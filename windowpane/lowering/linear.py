@@ -19,7 +19,16 @@ from windowpane.lowering.packed import (
     stack_in_experts,
 )
 from windowpane.lowering.strips import StripWeight
-from windowpane.models.blocks import Attention, Decoder, ExpertProjection, Norm, Projection, each, tensors_of
+from windowpane.models.blocks import (
+    Attention,
+    Decoder,
+    ExpertProjection,
+    GatedDeltaNet,
+    Norm,
+    Projection,
+    each,
+    tensors_of,
+)
 from windowpane.models.tensors import TensorSpec
 
 Weights = dict[str, torch.Tensor | PackedWeight | StripWeight]
@@ -51,9 +60,7 @@ class Linear:
     def with_outputs_permuted(self, order: torch.Tensor, count: int | None = None) -> Linear:
         """Every `len(order)` outputs (a head, say) in this order; only of the first `count` where that is given."""
         if count is not None and count < self.outputs:
-            first, rest = self[:count].with_outputs_permuted(order), self[count:]
-            bias = None if self.bias is None else torch.cat([b for b in (first.bias, rest.bias) if b is not None])
-            return replace(self, weight=stack([*_singles(first.weight), *_singles(rest.weight)]), bias=bias)
+            return joined(self[:count].with_outputs_permuted(order), self[count:])
         bias = None if self.bias is None else self.bias.view(-1, len(order))[:, order].reshape(-1)
         return replace(self, weight=permute_outputs(self.weight, order), bias=bias)
 
@@ -101,6 +108,13 @@ class ExpertLinear:
         return Linear(self.weight[rows], None if self.bias is None else self.bias[expert])
 
 
+def joined(first: Linear, second: Linear) -> Linear:
+    """Both outputs of one input, one after the other."""
+    biases = [bias for bias in (first.bias, second.bias) if bias is not None]
+    weight = stack([*_singles(first.weight), *_singles(second.weight)])
+    return replace(first, weight=weight, bias=torch.cat(biases) if biases else None)
+
+
 def summed(
     product: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, linear: Linear, group: RankGroup
 ) -> torch.Tensor:
@@ -141,8 +155,11 @@ class Parameters:
             self.linear(projection)
         for of_experts in each(decoder, ExpertProjection):
             self.experts(of_experts)
+        self._gates: dict[Projection, Linear] = {}
         for attention in decoder.attentions:
             self._bind_attention(attention)
+        for delta in each(decoder, GatedDeltaNet):
+            self._bind_delta(delta)
 
     def linear(self, projection: Projection) -> Linear:
         if projection not in self._linears:
@@ -207,7 +224,13 @@ class Parameters:
         sinks = None if attention.sinks is None else self.tensor(attention.sinks).float()
         return Scores(attention.scale, attention.softcap, sinks)
 
+    def qkv(self, attention: Attention) -> tuple[Linear, Linear | None]:
+        """What makes queries, K and V, and what makes the gates of the heads, where they have some."""
+        return self.linear(attention.qkv), self._gates.get(attention.qkv)
+
     def _bind_attention(self, attention: Attention) -> None:
+        if attention.gated:
+            self._split_gates(attention)
         order = attention.rope.dim_order() if attention.rope is not None else None
         if order is None:
             return
@@ -220,3 +243,32 @@ class Parameters:
             weight = self.norm(norm)
             if norm is not None and weight is not None:
                 self._norms[norm] = weight.view(-1, len(order))[:, index].reshape(-1)
+
+    def _split_gates(self, attention: Attention) -> None:
+        """Gates lie behind each head's query: they become a Linear of their own."""
+        linear, width = self.linear(attention.qkv), attention.query_width
+        heads = torch.arange(2 * width, device=linear.weight.device).view(attention.query_heads, 2, -1)
+        both = linear[: 2 * width].with_outputs_permuted(heads.transpose(0, 1).flatten())
+        self._gates[attention.qkv] = both[width:]
+        self._linears[attention.qkv] = joined(both[:width], linear[2 * width :])
+
+    def _bind_delta(self, delta: GatedDeltaNet) -> None:
+        """Outputs by key head become q, k, v and z of all heads, and b and a of all."""
+        if not delta.by_key_head:
+            return
+        linear, per_key = self.linear(delta.inputs), delta.value_heads // delta.key_heads
+        values = per_key * delta.value_dim
+        first = delta.key_heads * 2 * (delta.key_dim + values)
+        qkvz, ba = (
+            _sections_first(delta.key_heads, widths, linear.weight.device)
+            for widths in ((delta.key_dim, delta.key_dim, values, values), (per_key, per_key))
+        )
+        self._linears[delta.inputs] = joined(
+            linear[:first].with_outputs_permuted(qkvz), linear[first:].with_outputs_permuted(ba)
+        )
+
+
+def _sections_first(heads: int, widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The order that takes rows of heads, each in sections of these widths, to sections of all heads."""
+    rows = torch.arange(heads * sum(widths), device=device).view(heads, -1)
+    return torch.cat([section.flatten() for section in torch.split(rows, list(widths), dim=1)])

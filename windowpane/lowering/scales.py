@@ -64,5 +64,6 @@ def _warm_up_step(model: ReferenceModel, tokens: Sequence[int]) -> tuple[Step, t
     else:
         ids = torch.randint(0, vocabulary, (WARM_UP_TOKENS,), generator=torch.Generator().manual_seed(0))
     every, segments = np.arange(len(ids)), (Segment(0, 0, len(ids), 0, 0, len(ids)),)
-    step = Step(ids.numpy().astype(np.int32), every, np.zeros(0, np.int64), segments, segments, every)
+    nobody, state_slots = np.zeros(0, np.int64), np.zeros(1, np.int8)
+    step = Step(ids.numpy().astype(np.int32), every, nobody, segments, segments, every, state_slots)
     return step, ids.to(device)

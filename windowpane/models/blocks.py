@@ -2,25 +2,28 @@
 
     layer = block, block, …                        each added to the residual stream
     block = norm before → mixer → norm after       norms are optional
-    mixer = Attention | GatedMLP | Experts | PerLayerInput | Sum of blocks that read the same input
+    mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv | GatedMLP | Experts | PerLayerInput
+          | Sum of blocks that read the same input
 
 The loader, the plan's activation estimate, tensor parallelism and every lowering read this description; nobody changes
-it. A new kind of mixer, such as a recurrent state, is a dataclass here, a reader in a family, and one class in each
-lowering that runs it.
+it. A new kind of mixer is a dataclass here, a reader in a family, and one class in each lowering that runs it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from types import UnionType
 from typing import Any, TypeVar
 
-from windowpane.kv.caches import StateCache, TokenCache
+from windowpane.kv.caches import Cache, StateCache, TokenCache
 from windowpane.models.rope import Rope
 from windowpane.models.tensors import TensorSpec
 
 RMS, LAYER = "rms", "layer"
+UNGATED = ("relu2",)  # activations of MLPs and experts that have no gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Attention:
 
     `qkv` makes queries, then K and V where the layer owns them (one vector for both where the cache is latent). What a
     token sees is the cache's retention. `sinks`: a logit per query head that takes weight and gives no value.
+    `gated`: the first weight of `qkv` makes each head's query and behind it a gate as wide, whose sigmoid multiplies
+    what the head attended.
     """
 
     layer: int
@@ -89,6 +94,7 @@ class Attention:
     v_norm: Norm | None = None
     sinks: TensorSpec | None = None
     temperature: Temperature | None = None
+    gated: bool = False
 
     @property
     def owns_kv(self) -> bool:
@@ -104,9 +110,104 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """down(activation(gate) × up); `gate_up` makes the gate's values first.
+class GatedDeltaNet:
+    """A recurrent state of a key_dim × value_dim matrix per value head, written by the gated delta rule.
 
+    `inputs` makes q, k, v, a gate z, and b and a of each value head. q, k and v pass a causal convolution and SiLU. The
+    state decays by exp(−exp(A_log) · softplus(a + dt_bias)), learns what it lacks of v at k with the rate σ(b), and is
+    read at q; out(norm(read) · SiLU(z)) is the result. `by_key_head`: the first weight makes q, k, v and z of one key
+    head after another, the second b and a.
+    """
+
+    layer: int
+    cache: StateCache
+    inputs: Projection
+    conv: TensorSpec
+    a_log: TensorSpec
+    dt_bias: TensorSpec
+    norm: Norm
+    out: Projection
+    by_key_head: bool = False
+
+    @property
+    def key_heads(self) -> int:
+        return self.cache.part("conv_k").heads
+
+    @property
+    def value_heads(self) -> int:
+        return self.cache.part("recurrent").heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.out.inputs // self.value_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.cache.part("recurrent").elements_per_head // self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """A recurrent state of a head_dim × state_dim matrix per head, written and read through B and C of its group.
+
+    `inputs` makes a gate z, x, B, C, and a step dt of each head, all of them times `multipliers` where there are some.
+    x, B and C pass a causal convolution and SiLU. With dt = softplus(dt + dt_bias) within `dt_limits`, the state decays
+    by exp(−dt · exp(A_log)) and gains dt · x Bᵀ; y = state · C + D · x. The result is out(norm(y · SiLU(z))), or, where
+    `norms_first`, out(norm(y) · SiLU(z)). `norms_groups`: what belongs to one group is normed by itself.
+    """
+
+    layer: int
+    cache: StateCache
+    inputs: Projection
+    conv: TensorSpec
+    conv_bias: TensorSpec | None
+    a_log: TensorSpec
+    dt_bias: TensorSpec
+    skip: TensorSpec
+    out: Projection
+    norm: Norm | None = None
+    norms_first: bool = False
+    norms_groups: bool = False
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    multipliers: tuple[float, float, float, float, float] | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.cache.part("recurrent").heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.out.inputs // self.heads
+
+    @property
+    def groups(self) -> int:
+        return self.cache.part("conv_bc").heads
+
+    @property
+    def state_dim(self) -> int:
+        return self.cache.part("recurrent").elements_per_head // self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """LFM2's mixer: `inputs` makes B, C and x; out(C · convolution(B · x)), whose state is the convolution's tail."""
+
+    layer: int
+    cache: StateCache
+    inputs: Projection
+    conv: TensorSpec
+    conv_bias: TensorSpec | None
+    out: Projection
+
+
+StateMixer = GatedDeltaNet | Mamba2 | ShortConv
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """down(activation(`gate_multiplier` × gate) × up); `gate_up` makes the gate's values first.
+
+    Without a gate, where `gate_up` makes as many values as `down` takes: down(activation(up)).
     `out_gate`: the result is multiplied by the sigmoid of this projection of the input, one value per token.
     """
 
@@ -114,6 +215,11 @@ class GatedMLP:
     down: Projection
     activation: str
     out_gate: Projection | None = None
+    gate_multiplier: float = 1.0
+
+    @property
+    def has_gate(self) -> bool:
+        return sum(weight.shape[0] for weight in self.gate_up.weights) > self.down.inputs
 
 
 # How a router's logits become scores. The first two make a token's scores of all experts sum to 1, or of the chosen
@@ -201,7 +307,7 @@ class Sum:
     branches: tuple[Block, ...]
 
 
-Mixer = Attention | GatedMLP | Experts | PerLayerInput | Sum
+Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv | GatedMLP | Experts | PerLayerInput | Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +361,17 @@ class Decoder:
         return tuple(each(self.layers, Attention))
 
     @cached_property
+    def state_mixers(self) -> tuple[StateMixer, ...]:
+        """Every mixer with a recurrent state, in the order in which they run."""
+        return tuple(each(self.layers, StateMixer))
+
+    @cached_property
+    def caches(self) -> tuple[Cache, ...]:
+        """What layers keep, in the order in which they run."""
+        keepers = each(self.layers, Attention | StateMixer)
+        return tuple(k.cache for k in keepers if not isinstance(k, Attention) or k.owns_kv)
+
+    @cached_property
     def shared_layers(self) -> frozenset[int]:
         """Layers whose K and V later layers read."""
         return frozenset(a.cache.layer for a in self.attentions if not a.owns_kv)
@@ -262,12 +379,12 @@ class Decoder:
     @cached_property
     def last_keeper(self) -> int:
         """The last layer that keeps anything: nothing after it changes what later tokens see."""
-        return max(a.cache.layer for a in self.attentions)
+        return max(cache.layer for cache in self.caches)
 
     @cached_property
     def widest_mlp(self) -> int:
         """The most intermediate values that one token has in a block."""
-        blocks = (block for layer in self.layers for block in layer.blocks)
+        blocks = [block for layer in self.layers for block in layer.blocks]
         return max(
             sum(mlp.down.inputs for mlp in each(block, GatedMLP))
             + sum(experts.down.inputs * experts.router.chosen for experts in each(block, Experts))
@@ -278,7 +395,7 @@ class Decoder:
 _Described = TypeVar("_Described")
 
 
-def each(described: Any, kind: type[_Described]) -> Iterator[_Described]:
+def each(described: Any, kind: type[_Described] | UnionType) -> Iterator[_Described]:
     """Every part of a description that is of this kind, in the order in which they run."""
     if isinstance(described, kind):
         yield described

@@ -50,7 +50,7 @@ class Norms:
         """For each head of queries and keys by itself."""
         return replace(self, width=head_dim)
 
-    def pre(self, prefix: str, mixer: Attention, mlp: Mixer, multiplier: float = 1.0) -> tuple[Block, Block]:
+    def pre(self, prefix: str, mixer: Mixer, mlp: Mixer, multiplier: float = 1.0) -> tuple[Block, Block]:
         """Llama's layer: a norm before each block."""
         return (
             Block(mixer, before=self(f"{prefix}input_layernorm"), multiplier=multiplier),
@@ -87,6 +87,7 @@ def attention(
     layer: int | None = None,
     tensors: Tensors | None = None,
     sinks: TensorSpec | None = None,
+    gated: bool = False,
 ) -> Attention:
     """Attention with Llama's names for its projections, or over `tensors`, of which the output projection is last.
 
@@ -95,7 +96,9 @@ def attention(
     owns_kv = layer is None or layer == cache.layer
     if tensors is None:
         has_v = not cache.latent
-        tensors = attention_tensors(prefix, shape, bias=bias, out_bias=out_bias, owns_kv=owns_kv, has_v=has_v)
+        tensors = attention_tensors(
+            prefix, shape, bias=bias, out_bias=out_bias, gated=gated, owns_kv=owns_kv, has_v=has_v
+        )
     makes_qkv, makes_out = _split_last(tensors)
     norms = head_norms or (lambda name: None)
     return Attention(
@@ -109,6 +112,7 @@ def attention(
         q_norm=norms(f"{prefix}q_norm"),
         k_norm=norms(f"{prefix}k_norm") if owns_kv else None,
         sinks=sinks,
+        gated=gated,
     )
 
 
@@ -197,7 +201,6 @@ def described_spec(
     planned_only: str = "",
 ) -> ModelSpec:
     """The spec of a model that runs, unless `planned_only` says why not: its blocks name caches and tensors."""
-    owned = [a.cache for a in decoder.attentions if a.owns_kv]
     shared = [replace(a.cache, layer=a.layer) for a in decoder.attentions if not a.owns_kv]
     return model_spec(
         config,
@@ -206,7 +209,7 @@ def described_spec(
         name=name,
         family=family,
         widest_mlp=decoder.widest_mlp,
-        caches=owned,
+        caches=decoder.caches,
         tensors=[*tensors_of(decoder).values(), *towers],
         shared_caches=shared,
         decoder=None if planned_only else decoder,

@@ -99,13 +99,15 @@ class Config:
             raise self.wrong_type(key, "a list of strings")
         return tuple(value)
 
-    def numbers(self, key: str) -> tuple[float, ...] | None:
-        """A list of numbers, or None where it is missing."""
+    def numbers(self, key: str, length: int | None = None) -> tuple[float, ...] | None:
+        """A list of numbers (of `length` where given), or None where it is missing."""
         value = self.fields.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or not all(type(v) in (int, float) for v in value):
             raise self.wrong_type(key, "a list of numbers")
+        if length is not None and len(value) != length:
+            raise self.wrong_type(key, f"a list of {length} numbers")
         return tuple(map(float, value))
 
     def integers(self, key: str, length: int | None = None) -> tuple[int, ...] | None:

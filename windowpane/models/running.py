@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from windowpane.models.blocks import RMS, Attention, Decoder, Experts, GatedMLP, Norm, PerLayerInput, each
+from windowpane.models.blocks import (
+    RMS,
+    UNGATED,
+    Attention,
+    Decoder,
+    Experts,
+    GatedMLP,
+    Norm,
+    PerLayerInput,
+    StateMixer,
+    each,
+)
 from windowpane.models.config import ModelError
 from windowpane.models.rope import KINDS
 from windowpane.models.spec import ModelSpec
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-UNGATED = ("relu2",)
 # Families whose readers describe blocks.
 FAMILIES = (
-    "cohere2", "ernie4_5", "gemma2", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "llama", "llama4", "mistral",
-    "mixtral", "olmo3", "phi3", "qwen3",
+    "cohere2", "ernie4_5", "falcon_h1", "gemma2", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "granite_hybrid", "lfm2",
+    "llama", "llama4", "mistral", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen3", "qwen3_next",
 )  # fmt: skip
 
 
-def runnable(spec: ModelSpec) -> Decoder:
-    """What this model computes; a ModelError where it cannot be run yet."""
+def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
+    """What this model computes; a ModelError where it cannot be run yet, or not on a GPU."""
     decoder = spec.decoder
     if decoder is None:
         if any(t.part == "experts" for t in spec.tensors):
@@ -26,7 +36,10 @@ def runnable(spec: ModelSpec) -> Decoder:
                 f"families that run: {', '.join(FAMILIES)}"
             )
         if spec.state_caches:
-            raise ModelError(f"{spec.name} has recurrent states, which cannot be run yet")
+            raise ModelError(
+                f"{spec.name} ({spec.architecture}) has recurrent states of a family that can be planned but not run "
+                f"yet; families that run: {', '.join(FAMILIES)}"
+            )
         if spec.planned_only:
             raise ModelError(f"{spec.name} can be planned but not run yet: {spec.planned_only}")
         raise ModelError(
@@ -36,14 +49,21 @@ def runnable(spec: ModelSpec) -> Decoder:
     kinds = {a.rope.kind for a in decoder.attentions if a.rope is not None}
     for kind in sorted(kinds - set(KINDS)):
         raise ModelError(f"rope_type: {kind!r} cannot be run yet; known: {', '.join(KINDS)}")
-    activations = {mlp.activation for mlp in each(decoder.layers, GatedMLP)}
+    mlps = list(each(decoder.layers, GatedMLP))
+    activations = {mlp.activation for mlp in mlps if mlp.has_gate or mlp.activation not in UNGATED}
     activations |= {mixer.activation for mixer in each(decoder.layers, PerLayerInput)}
     activations |= {mixer.activation for mixer in each(decoder.layers, Experts)} - set(UNGATED)
     for activation in sorted(activations - set(ACTIVATIONS)):
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
     problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]
+    for mixer in decoder.state_mixers:
+        first: list[StateMixer] = list(each(decoder.layers[mixer.layer].blocks[0], StateMixer))
+        if mixer not in first:
+            problems.append(f"layer {mixer.layer} has its recurrent state behind another block")
     if problems or not all(norm is None or norm.weight for norm in _block_norms(decoder)):
         raise ModelError(f"{spec.name} cannot be run yet: {(*problems, 'a norm between blocks has no weight')[0]}")
+    if on_gpu and decoder.state_mixers:
+        raise ModelError(f"{spec.name} has recurrent states, which run on CPUs only so far: use --device cpu")
     return decoder
 
 

@@ -56,7 +56,7 @@ class CudaRunner:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
-        decoder = runnable(spec.on_rank(group.place.ranks))
+        decoder = runnable(spec.on_rank(group.place.ranks), on_gpu=True)
         parameters = Parameters(decoder, weights)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave

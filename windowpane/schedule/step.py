@@ -6,7 +6,7 @@ once, be it a prompt's chunk or a few drafts, is a segment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +40,8 @@ class Step:
     compute was sampled last and lies on the device.
 
     `wanted` are the rows whose logits are asked for: every decoding row, and the last ones of each segment. In
-    `segments` all rows ask, in `wanted_segments` only the wanted ones.
+    `segments` all rows ask, in `wanted_segments` only the wanted ones. `state_slots` says which state of each sequence,
+    the decoding ones and then those of segments, is the present one: it is read, and the other one is written.
     """
 
     tokens: NDArray[np.int32]
@@ -49,20 +50,23 @@ class Step:
     segments: tuple[Segment, ...]
     wanted_segments: tuple[Segment, ...]
     wanted: NDArray[np.int64]
+    state_slots: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
 
     @classmethod
     def of(cls, batch: Batch, all_logits_slots: frozenset[int] = frozenset()) -> Step:
         """Chunks without tokens are left out; of those in `all_logits_slots` every row is wanted."""
         decoding = len(batch.decode_slots)
         segments, narrowed, row, q_row = [], [], decoding, decoding
+        state_slots = batch.state_slots[:decoding].tolist()
         tokens, positions, wanted = [np.zeros(0, dtype=np.int32)], [batch.decode_positions], [np.arange(decoding)]
-        for chunk in batch.chunks:
+        for chunk, state_slot in zip(batch.chunks, batch.state_slots[decoding:].tolist(), strict=True):
             count, asking = len(chunk.tokens), wanted_rows(chunk, all_logits_slots)
             if not count:
                 continue
             stop = chunk.start + count
             segments.append(Segment(chunk.slot, chunk.start, stop, row, row, count))
             narrowed.append(Segment(chunk.slot, chunk.start, stop, row, q_row, asking))
+            state_slots.append(state_slot)
             tokens.append(chunk.tokens)
             positions.append(np.arange(chunk.start, stop))
             row, q_row = row + count, q_row + asking
@@ -74,6 +78,7 @@ class Step:
             tuple(segments),
             tuple(narrowed),
             np.concatenate(wanted),
+            np.array(state_slots, dtype=np.int8),
         )
 
     @property
@@ -83,6 +88,16 @@ class Step:
     @property
     def decode_positions(self) -> NDArray[np.int64]:
         return self.positions[: self.num_decoding]
+
+    @property
+    def sequences(self) -> NDArray[np.int64]:
+        """The slot of each sequence: the decoding ones, then those of segments."""
+        return np.concatenate([self.decode_slots, np.array([s.slot for s in self.segments], dtype=np.int64)])
+
+    @property
+    def first_positions(self) -> NDArray[np.int64]:
+        """Where in its sequence each of them begins in this step."""
+        return np.concatenate([self.decode_positions, np.array([s.start for s in self.segments], dtype=np.int64)])
 
     @property
     def rotary_positions(self) -> NDArray[np.int64]:

@@ -16,7 +16,8 @@ from windowpane.lowering.cpu.attention import parts_for
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS, Pages, covers
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import strips_of
-from windowpane.lowering.reference.mixers import AttentionMixer, MlpMixer, StepState
+from windowpane.lowering.reference.context import StepState
+from windowpane.lowering.reference.mixers import AttentionMixer, MlpMixer
 from windowpane.lowering.reference.model import ReferenceLayer, ReferenceModel
 from windowpane.lowering.strips import Packed
 from windowpane.models.blocks import RMS
@@ -82,9 +83,10 @@ def _is_plain(layer: ReferenceLayer, shared: frozenset[int]) -> bool:
         or described.layer in shared
         or described.cache.latent
         or described.temperature is not None
+        or described.gated
     ):
         return False
-    if mlp.out_gate is not None:
+    if mlp.out_gate is not None or mlp.described.gate_multiplier != 1.0 or not mlp.described.has_gate:
         return False
     block_norms = [norm for block in blocks for norm in (block.before, block.after) if norm is not None]
     head_norms = [n for n in (described.q_norm, described.k_norm, described.v_norm) if n is not None]

@@ -7,7 +7,6 @@ a few rows, the last layers that keep anything call it for all rows and the mixe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,47 +14,28 @@ import torch
 
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend_decoding
-from windowpane.device.pages import KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Linear, Parameters, summed
+from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.ops import ACTIVATIONS, Angles, Ops
 from windowpane.lowering.reference.routing import Routing, choose
-from windowpane.lowering.rope import RopeTables, rotate
-from windowpane.models.blocks import Attention, Block, Experts, GatedMLP, Mixer, Norm, PerLayerInput, Sum, Temperature
-from windowpane.models.rope import Rope
-from windowpane.schedule.step import Segment, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What all mixers of a model share. `shared`: layers whose present K and V later layers read."""
-
-    parameters: Parameters
-    ops: Ops
-    group: RankGroup
-    ropes: RopeTables
-    shared: frozenset[int]
-
-
-@dataclass(slots=True)
-class StepState:
-    """One step on its way through the layers. `present` has K and V of this step's rows until they are written."""
-
-    step: Step
-    pages: KVPages
-    per_layer: torch.Tensor | None
-    positions: torch.Tensor
-    wanted: torch.Tensor
-    segments: tuple[Segment, ...]
-    narrowed: bool = False
-    present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    angles: dict[Rope, Angles] = field(default_factory=dict)
-
-    def narrow(self) -> None:
-        """From here on only the wanted rows go on."""
-        self.narrowed, self.segments, self.angles = True, self.step.wanted_segments, {}
-        self.positions = self.positions[self.wanted]
-        self.per_layer = None if self.per_layer is None else self.per_layer[self.wanted]
+from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer, ShortConvMixer
+from windowpane.lowering.rope import rotate
+from windowpane.models.blocks import (
+    Attention,
+    Block,
+    Experts,
+    GatedDeltaNet,
+    GatedMLP,
+    Mamba2,
+    Mixer,
+    Norm,
+    PerLayerInput,
+    ShortConv,
+    Sum,
+    Temperature,
+)
+from windowpane.schedule.step import Segment
 
 
 class AttentionMixer:
@@ -64,7 +44,8 @@ class AttentionMixer:
     def __init__(self, described: Attention, context: Context) -> None:
         parameters = context.parameters
         self.described, self._context, self._ops = described, context, context.ops
-        self.qkv, self.out = parameters.linear(described.qkv), parameters.linear(described.out)
+        self.qkv, self.gate = parameters.qkv(described)
+        self.out = parameters.linear(described.out)
         self.q_norm, self.k_norm = parameters.head_norms(described)
         self.mask, self.scores = Mask.of(described.cache.retention), parameters.scores(described)
 
@@ -79,6 +60,8 @@ class AttentionMixer:
         attended = self._attend(queries, state.present[described.cache.layer], state)
         if described.owns_kv and described.layer not in self._context.shared:
             write_present(self._ops, state, described.layer)
+        if self.gate is not None:
+            attended = attended * self._ops.linear(x, self.gate).sigmoid()
         return summed(self._ops.linear, attended, self.out, self._context.group)
 
     def keep(self, x: torch.Tensor, state: StepState) -> None:
@@ -184,7 +167,7 @@ class MlpMixer:
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         def product(x: torch.Tensor, down: Linear) -> torch.Tensor:
-            return self._context.ops.mlp(x, self.gate_up, down, self.described.activation)
+            return self._context.ops.any_mlp(x, self.gate_up, down, self.described)
 
         out = summed(product, x, self.down, self._context.group)
         return out if self.out_gate is None else out * self._context.ops.linear(x, self.out_gate).sigmoid()
@@ -285,7 +268,15 @@ class Branch:
             self.mixer.keep(self.normed(x), state)
 
 
-MIXERS = {Attention: AttentionMixer, GatedMLP: MlpMixer, Experts: ExpertsMixer, PerLayerInput: PerLayerMixer}
+MIXERS = {
+    Attention: AttentionMixer,
+    GatedDeltaNet: GatedDeltaMixer,
+    Mamba2: Mamba2Mixer,
+    ShortConv: ShortConvMixer,
+    GatedMLP: MlpMixer,
+    Experts: ExpertsMixer,
+    PerLayerInput: PerLayerMixer,
+}
 
 
 def make_mixer(described: Mixer, context: Any, kinds: Mapping[type, Any] = MIXERS) -> Any:

@@ -13,7 +13,8 @@ import torch
 from windowpane.device.pages import KVPages
 from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
-from windowpane.lowering.reference.mixers import Branch, Context, StepState, make_mixer, write_present
+from windowpane.lowering.reference.context import Context, StepState
+from windowpane.lowering.reference.mixers import Branch, make_mixer, write_present
 from windowpane.lowering.reference.ops import PLAIN, Ops
 from windowpane.lowering.rope import RopeTables
 from windowpane.models.blocks import Decoder, Layer

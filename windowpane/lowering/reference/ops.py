@@ -15,7 +15,7 @@ from windowpane.device.pages import KEYS, QUERIES, LayerPages
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.packed import product
 from windowpane.lowering.rope import rotate
-from windowpane.models.blocks import LAYER, Experts, Norm
+from windowpane.models.blocks import LAYER, Experts, GatedMLP, Norm
 from windowpane.schedule.step import Step
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -61,6 +61,15 @@ class Ops:
 
     def mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear, activation: str) -> torch.Tensor:
         return self.linear(self.gated(self.linear(x, gate_up), activation), down)
+
+    def any_mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear, described: GatedMLP) -> torch.Tensor:
+        """Also one without a gate, or with a multiplier of it."""
+        if not described.has_gate:
+            return self.linear(UNGATED[described.activation](self.linear(x, gate_up)), down)
+        if described.gate_multiplier == 1.0:
+            return self.mlp(x, gate_up, down, described.activation)
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return self.linear(ACTIVATIONS[described.activation](gate * described.gate_multiplier) * up, down)
 
     def expert(self, x: torch.Tensor, gate_up: Linear, down: Linear, experts: Experts) -> torch.Tensor:
         """One of them, for the rows that chose it."""

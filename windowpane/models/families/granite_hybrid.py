@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
+from windowpane.models.blocks import CHOSEN_SOFTMAX, Experts, Mixer, Router
+from windowpane.models.building import Norms, attention, beside, decoder, described_spec, experts, gated_mlp
 from windowpane.models.config import Config
-from windowpane.models.families.mamba import read_mamba_d
+from windowpane.models.families.mamba import read_dt_limits, read_mamba_d
 from windowpane.models.parts import (
     FULL,
     LINEAR,
-    attention_tensors,
-    embeddings,
+    Shape,
     even_head_dim,
     experts_per_token,
     fused_mlp_tensors,
-    model_spec,
-    norms,
     read_shape,
     whole,
 )
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
@@ -32,42 +31,54 @@ def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, config, tied=False, defaults=defaults)
     kinds = config.layer_types(shape.layers, KINDS, (LINEAR,) * shape.layers)
     mamba = read_mamba_d(config, config.integer("mamba_expand", 2) * shape.hidden)
-    experts, width = config.integer("num_local_experts", minimum=0), config.integer("intermediate_size")
-    shared = config.integer("shared_intermediate_size")
+    count, shared_width = config.integer("num_local_experts", minimum=0), config.integer("shared_intermediate_size")
     bias, conv_bias = config.flag("mamba_proj_bias", False), config.flag("mamba_conv_bias", True)
-    caches: list[TokenCache | StateCache] = []
-    tensors: list[TensorSpec] = embeddings("model.", shape)
+    norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-6))
+    activation = config.text("hidden_act") or "silu"
+    rotates = config.text("position_embedding_type") == "rope"
+    rope = read_rope(config, shape.head_dim, shape.max_position) if rotates else None
+    layers = []
     for layer, kind in enumerate(kinds):
-        prefix = f"model.layers.{layer}."
+        at = f"model.layers.{layer}."
         if KINDS[kind] == FULL:
-            caches.append(shape.cache(layer, Full()))
-            tensors += attention_tensors(f"{prefix}self_attn.", shape, bias=config.flag("attention_bias", False))
+            mixer: Mixer = attention(
+                f"{at}self_attn.",
+                shape,
+                shape.cache(layer, Full()),
+                rope=rope,
+                scale=config.number("attention_multiplier", 1.0),
+                bias=config.flag("attention_bias", False),
+            )
         else:
-            caches.append(mamba.cache(layer))
-            tensors += mamba.tensors(f"{prefix}mamba.", shape.hidden, in_bias=bias, out_bias=bias, conv_bias=conv_bias)
-        if experts:
-            tensors += _experts(f"{prefix}block_sparse_moe.", experts, shape.hidden, width)
-        tensors += fused_mlp_tensors(
-            f"{prefix}shared_mlp.", shape.hidden, shared, names=("input_linear", "output_linear")
+            mixer = mamba.mixer(
+                f"{at}mamba.", shape.hidden, layer, norms.eps, in_bias=bias, out_bias=bias, conv_bias=conv_bias,
+                dt_limits=read_dt_limits(config),
+            )  # fmt: skip
+        shared = fused_mlp_tensors(
+            f"{at}shared_mlp.", shape.hidden, shared_width, names=("input_linear", "output_linear")
         )
-        tensors += norms(prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
-    tensors += norms("model.", ("norm",), shape.hidden)
-    return model_spec(
-        config,
-        config,
+        shared_mlp = gated_mlp("", shape, shared_width, activation, tensors=shared)
+        mlp: Mixer = shared_mlp
+        if count:
+            mlp = beside(_experts(config, f"{at}block_sparse_moe.", shape, layer, count, activation), shared_mlp)
+        layers.append(norms.pre(at, mixer, mlp, config.number("residual_multiplier", 1.0)))
+    described = decoder(
+        "model.",
         shape,
-        name=name,
-        family="granite_hybrid",
-        widest_mlp=shared + (experts_per_token(config, experts) * width if experts else 0),
-        caches=caches,
-        tensors=tensors,
+        layers,
+        norms("model.norm"),
+        embedding_multiplier=config.number("embedding_multiplier", 1.0),
+        logit_multiplier=1 / config.number("logits_scaling", 1.0),
     )
+    return described_spec(config, config, shape, name=name, family="granite_hybrid", decoder=described)
 
 
-def _experts(prefix: str, experts: int, hidden: int, width: int) -> list[TensorSpec]:
-    shard = Shard(0, ((experts, experts),))
-    return [
-        whole(f"{prefix}router.layer.weight", experts, hidden),
-        TensorSpec(f"{prefix}input_linear.weight", (experts, 2 * width, hidden), shard, linear=True, part="experts"),
-        TensorSpec(f"{prefix}output_linear.weight", (experts, hidden, width), shard, linear=True, part="experts"),
+def _experts(config: Config, prefix: str, shape: Shape, layer: int, count: int, activation: str) -> Experts:
+    shard, width, hidden = Shard(0, ((count, count),)), config.integer("intermediate_size"), shape.hidden
+    tensors = [
+        TensorSpec(f"{prefix}input_linear.weight", (count, 2 * width, hidden), shard, linear=True, part="experts"),
+        TensorSpec(f"{prefix}output_linear.weight", (count, hidden, width), shard, linear=True, part="experts"),
     ]
+    weight = whole(f"{prefix}router.layer.weight", count, hidden)
+    router = Router(weight, experts_per_token(config, count), scoring=CHOSEN_SOFTMAX)
+    return experts(layer, router, tensors, activation)

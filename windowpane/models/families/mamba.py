@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from windowpane.kv.caches import StateCache, StatePart
+from windowpane.models.blocks import Mamba2, Norm, Projection
 from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import by_columns, with_biases
 from windowpane.models.tensors import Shard, TensorSpec
@@ -43,16 +46,20 @@ class Mamba:
             ),
         )
 
-    def tensors(
+    def mixer(
         self,
         prefix: str,
         hidden: int,
+        layer: int,
+        eps: float,
         *,
         in_bias: bool = False,
         out_bias: bool = False,
         conv_bias: bool = True,
         norm: bool = True,
-    ) -> list[TensorSpec]:
+        **rest: Any,
+    ) -> Mamba2:
+        """The layer over tensors that begin with `prefix`; `rest` are other fields of `Mamba2`."""
         conv = Shard(0, self.conv_sections)
         conv_rows = sum(length for length, _ in self.conv_sections)
         per_head = Shard(0, ((self.heads, self.heads),))
@@ -63,18 +70,37 @@ class Mamba:
             f"{prefix}in_proj.weight", (in_rows, hidden), Shard(0, sections), linear=True, part="state"
         )
         out_proj = by_columns(f"{prefix}out_proj.weight", hidden, self.inner, self.heads, "state")
-        tensors = with_biases([in_proj]) if in_bias else [in_proj]
-        tensors += with_biases([out_proj]) if out_bias else [out_proj]
-        tensors += [
+        inner = Shard(0, ((self.inner, self.heads),))
+        dt_bias, a_log, skip = (
             TensorSpec(f"{prefix}{name}", (self.heads,), per_head, part="state") for name in ("dt_bias", "A_log", "D")
-        ]
-        tensors.append(TensorSpec(f"{prefix}conv1d.weight", (conv_rows, 1, self.kernel), conv, part="state"))
-        if conv_bias:
-            tensors.append(TensorSpec(f"{prefix}conv1d.bias", (conv_rows,), conv, part="state"))
-        if norm:
-            inner = Shard(0, ((self.inner, self.heads),))
-            tensors.append(TensorSpec(f"{prefix}norm.weight", (self.inner,), inner, part="state"))
-        return tensors
+        )
+        return Mamba2(
+            layer,
+            self.cache(layer),
+            Projection.of(with_biases([in_proj]) if in_bias else [in_proj]),
+            conv=TensorSpec(f"{prefix}conv1d.weight", (conv_rows, 1, self.kernel), conv, part="state"),
+            conv_bias=TensorSpec(f"{prefix}conv1d.bias", (conv_rows,), conv, part="state") if conv_bias else None,
+            a_log=a_log,
+            dt_bias=dt_bias,
+            skip=skip,
+            out=Projection.of(with_biases([out_proj]) if out_bias else [out_proj]),
+            norm=Norm(eps, TensorSpec(f"{prefix}norm.weight", (self.inner,), inner, part="state")) if norm else None,
+            **rest,
+        )
+
+
+def read_dt_limits(config: Config) -> tuple[float, float]:
+    """Bounds of a Mamba-2 step size; configs may leave them out, or write infinity as a word."""
+    values = config.fields.get("time_step_limit")
+    if values is None:
+        return 0.0, math.inf
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        raise config.wrong_type("time_step_limit", "a list of two numbers")
+    try:
+        low, high = (float(v) for v in values)
+    except (TypeError, ValueError):
+        raise config.wrong_type("time_step_limit", "a list of two numbers") from None
+    return low, high
 
 
 def read_mamba_d(config: Config, inner: int) -> Mamba:

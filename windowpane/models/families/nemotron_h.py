@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
+from windowpane.models.blocks import SIGMOID, Block, Decoder, GatedMLP, Layer, Mixer, Projection, Router
+from windowpane.models.building import Norms, attention, beside, described_spec, experts, gated_mlp
 from windowpane.models.config import Config, ModelError
-from windowpane.models.families.mamba import Mamba
+from windowpane.models.families.mamba import Mamba, read_dt_limits
 from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
-    attention_tensors,
     embeddings,
     experts_per_token,
     mlp_tensors,
-    model_spec,
-    norms,
     read_shape,
     separate_experts,
     whole,
@@ -39,35 +37,38 @@ def read(config: Config, name: str) -> ModelSpec:
     if shape.layers != len(kinds):
         raise ModelError(f"num_hidden_layers is {shape.layers}, but the layer pattern names {len(kinds)} layers")
     mamba = _mamba(config) if LINEAR in kinds else None
-    caches: list[TokenCache | StateCache] = []
-    tensors: list[TensorSpec] = embeddings("backbone.", shape, table="embeddings")
+    norms = Norms(shape.hidden, config.number("layer_norm_epsilon", config.number("rms_norm_eps", 1e-5)))
+    activation = config.text("mlp_hidden_act") or "relu2"
+    bias, mlp_bias = config.flag("use_bias", False), config.flag("mlp_bias", False)
+    layers = []
     for layer, kind in enumerate(kinds):
-        prefix = f"backbone.layers.{layer}.mixer."
+        at = f"backbone.layers.{layer}.mixer."
         if kind == FULL:
-            caches.append(shape.cache(layer, Full()))
-            tensors += attention_tensors(prefix, shape)
+            mixer: Mixer = attention(
+                at, shape, shape.cache(layer, Full()), rope=None, bias=config.flag("attention_bias", False)
+            )
         elif kind == LINEAR and mamba:
-            caches.append(mamba.cache(layer))
-            bias = config.flag("use_bias", False)
-            conv_bias = config.flag("use_conv_bias", True)
-            tensors += mamba.tensors(prefix, shape.hidden, in_bias=bias, out_bias=bias, conv_bias=conv_bias)
+            mixer = mamba.mixer(
+                at, shape.hidden, layer, norms.eps, in_bias=bias, out_bias=bias,
+                conv_bias=config.flag("use_conv_bias", True), norms_groups=True, dt_limits=read_dt_limits(config),
+            )  # fmt: skip
         elif kind == "mlp":
-            width, bias = config.integer("intermediate_size"), config.flag("mlp_bias", False)
-            tensors += mlp_tensors(prefix, shape.hidden, width, bias=bias, gated=False)
+            mixer = _mlp(at, shape, config.integer("intermediate_size"), activation, mlp_bias)
         else:
-            tensors += _experts(prefix, config, shape)
-        tensors += norms(f"backbone.layers.{layer}.", ("norm",), shape.hidden)
-    tensors += norms("backbone.", ("norm_f",), shape.hidden)
-    return model_spec(
-        config,
-        config,
-        shape,
-        name=name,
-        family="nemotron_h",
-        widest_mlp=_widest(config, kinds),
-        caches=caches,
-        tensors=tensors,
+            mixer = _experts(at, config, shape, layer, activation)
+        layers.append((Block(mixer, before=norms(f"backbone.layers.{layer}.norm")),))
+    table, *head = embeddings("backbone.", shape, table="embeddings")
+    described = Decoder(
+        table,
+        tuple(Layer(blocks) for blocks in layers),
+        norms("backbone.norm_f"),
+        Projection.of(head) if head else None,
     )
+    latent = _latent(config, shape, kinds)
+    return described_spec(
+        config, config, shape, name=name, family="nemotron_h", decoder=described, towers=latent,
+        planned_only="its experts work on projections of their inputs (moe_latent_size)" if latent else "",
+    )  # fmt: skip
 
 
 def _kinds(config: Config) -> tuple[str, ...]:
@@ -100,34 +101,40 @@ def _mamba(config: Config) -> Mamba:
     )
 
 
-def _experts(prefix: str, config: Config, shape: Shape) -> list[TensorSpec]:
-    experts, width = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
-    bias = config.flag("mlp_bias", False)
-    routed_input = shape.hidden
-    latent: list[TensorSpec] = []
-    if config.has("moe_latent_size"):
-        routed_input = config.integer("moe_latent_size")
-        latent = [
-            whole(f"{prefix}fc1_latent_proj.weight", routed_input, shape.hidden, linear=True),
-            whole(f"{prefix}fc2_latent_proj.weight", shape.hidden, routed_input, linear=True),
+def _mlp(prefix: str, shape: Shape, width: int, activation: str, bias: bool) -> GatedMLP:
+    tensors = mlp_tensors(prefix, shape.hidden, width, bias=bias, gated=False)
+    return gated_mlp("", shape, width, activation, tensors=tensors)
+
+
+def _experts(prefix: str, config: Config, shape: Shape, layer: int, activation: str) -> Mixer:
+    count, width = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    inputs = config.integer("moe_latent_size") if config.has("moe_latent_size") else shape.hidden
+    router = Router(
+        whole(f"{prefix}gate.weight", count, shape.hidden),
+        experts_per_token(config, count),
+        scoring=SIGMOID,
+        correction=whole(f"{prefix}gate.e_score_correction_bias", count),
+        renormalizes=config.flag("norm_topk_prob", True),
+        multiplier=config.number("routed_scaling_factor", 1.0),
+        groups=config.integer("n_group", 1),
+        chosen_groups=config.integer("topk_group", 1),
+    )
+    tensors = separate_experts(f"{prefix}experts.", count, inputs, width, gated=False)
+    routed = experts(layer, router, tensors, activation)
+    shared_width = config.integer("moe_shared_expert_intermediate_size")
+    return beside(
+        routed, _mlp(f"{prefix}shared_experts.", shape, shared_width, activation, config.flag("mlp_bias", False))
+    )
+
+
+def _latent(config: Config, shape: Shape, kinds: tuple[str, ...]) -> list[TensorSpec]:
+    """Projections in front of routed experts and behind them, which no lowering has."""
+    if not config.has("moe_latent_size"):
+        return []
+    width, found = config.integer("moe_latent_size"), []
+    for prefix in (f"backbone.layers.{layer}.mixer." for layer, kind in enumerate(kinds) if kind == "moe"):
+        found += [
+            whole(f"{prefix}fc1_latent_proj.weight", width, shape.hidden, linear=True),
+            whole(f"{prefix}fc2_latent_proj.weight", shape.hidden, width, linear=True),
         ]
-    return [
-        whole(f"{prefix}gate.weight", experts, shape.hidden),
-        whole(f"{prefix}gate.e_score_correction_bias", experts),
-        *separate_experts(f"{prefix}experts.", experts, routed_input, width, gated=False),
-        *mlp_tensors(f"{prefix}shared_experts.", shape.hidden, _shared_width(config), bias=bias, gated=False),
-        *(with_biases(latent) if bias else latent),
-    ]
-
-
-def _shared_width(config: Config) -> int:
-    return config.integer("moe_shared_expert_intermediate_size")
-
-
-def _widest(config: Config, kinds: tuple[str, ...]) -> int:
-    widths = [config.integer("intermediate_size")] if "mlp" in kinds else []
-    if "moe" in kinds:
-        visited = experts_per_token(config, config.integer("n_routed_experts"))
-        routed = visited * config.integer("moe_intermediate_size")
-        widths.append(routed + _shared_width(config))
-    return max(widths)
+    return with_biases(found) if config.flag("mlp_bias", False) else found

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.caches import StateCache, StatePart
 from windowpane.kv.retention import Full
+from windowpane.models.blocks import GatedDeltaNet, Mixer, Norm, Projection, Router
+from windowpane.models.building import Norms, attention, beside, decoder, described_spec, experts, gated_mlp
 from windowpane.models.config import Config, ModelError, every
 from windowpane.models.families import towers
 from windowpane.models.parts import (
     FULL,
     LINEAR,
-    attention_tensors,
+    Shape,
     by_columns,
     by_rows,
-    embeddings,
     experts_per_token,
     fused_experts,
-    mlp_tensors,
-    model_spec,
-    norms,
     read_shape,
     separate_experts,
     sparse_layers,
     whole,
 )
+from windowpane.models.rope import read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
@@ -96,38 +95,35 @@ def read(config: Config, name: str) -> ModelSpec:
     sparse = sparse_layers(text, shape.layers) if has_experts else frozenset()
     delta = _gated_delta(text)
     prefix = "model.language_model." if nested else "model."
-
-    caches: list[TokenCache | StateCache] = []
-    tensors: list[TensorSpec] = embeddings(prefix, shape)
+    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6), adds_one=True)
+    activation = text.text("hidden_act") or "silu"
+    rope = read_rope(text, shape.head_dim, shape.max_position, partial=0.25)
+    # Unquantized Qwen3.5 checkpoints fuse the experts of a layer; Qwen3-Next and quantized ones do not.
+    fused = not is_next and not config.has("quantization_config")
+    renormalizes = not is_next or text.flag("norm_topk_prob", True)
+    layers = []
     for layer, kind in enumerate(kinds):
-        layer_prefix = f"{prefix}layers.{layer}."
+        at = f"{prefix}layers.{layer}."
         if kind == FULL:
-            caches.append(shape.cache(layer, Full()))
-            bias = text.flag("attention_bias", False)
-            tensors += attention_tensors(f"{layer_prefix}self_attn.", shape, bias=bias, qk_norm=True, gated=True)
+            mixer: Mixer = attention(
+                f"{at}self_attn.",
+                shape,
+                shape.cache(layer, Full()),
+                rope=rope,
+                bias=text.flag("attention_bias", False),
+                head_norms=block_norms.of_heads(shape.head_dim),
+                gated=True,
+            )
         else:
-            caches.append(delta.cache(layer))
-            tensors += _linear_attention(f"{layer_prefix}linear_attn.", delta, shape.hidden, fused=is_next)
+            mixer = _linear_attention(f"{at}linear_attn.", delta, layer, shape.hidden, block_norms.eps, fused=is_next)
         if layer in sparse:
-            # Unquantized Qwen3.5 checkpoints fuse the experts of a layer; Qwen3-Next and quantized ones do not.
-            fused = not is_next and not config.has("quantization_config")
-            tensors += _experts(f"{layer_prefix}mlp.", text, shape.hidden, fused)
+            mlp: Mixer = _experts(f"{at}mlp.", text, shape, layer, activation, fused=fused, renormalizes=renormalizes)
         else:
-            tensors += mlp_tensors(f"{layer_prefix}mlp.", shape.hidden, text.integer("intermediate_size"))
-        tensors += norms(layer_prefix, ("input_layernorm", "post_attention_layernorm"), shape.hidden)
-    tensors += norms(prefix, ("norm",), shape.hidden)
-    if nested and config.has("vision_config"):
-        tensors += towers.qwen3_5(config)
-    return model_spec(
-        config,
-        text,
-        shape,
-        name=name,
-        family="qwen3_next",
-        widest_mlp=_widest(text, shape.layers, sparse),
-        caches=caches,
-        tensors=tensors,
-    )
+            mlp = gated_mlp(f"{at}mlp.", shape, text.integer("intermediate_size"), activation)
+        layers.append(block_norms.pre(at, mixer, mlp))
+    described = decoder(prefix, shape, layers, block_norms(f"{prefix}norm"))
+    seen = towers.qwen3_5(config) if nested and config.has("vision_config") else ()
+    return described_spec(config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen)
 
 
 def _gated_delta(text: Config) -> GatedDelta:
@@ -147,53 +143,52 @@ def _gated_delta(text: Config) -> GatedDelta:
     return delta
 
 
-def _linear_attention(prefix: str, delta: GatedDelta, hidden: int, fused: bool) -> list[TensorSpec]:
+def _linear_attention(
+    prefix: str, delta: GatedDelta, layer: int, hidden: int, eps: float, *, fused: bool
+) -> GatedDeltaNet:
     """Qwen3-Next fuses q, k, v and the gate by key head; later models only q|k|v, one after another."""
     qkv = Shard(0, delta.qkv_sections)
     qkv_rows = sum(length for length, _ in delta.qkv_sections)
     heads = Shard(0, ((delta.value_heads, delta.value_heads),))
     if fused:
-        projections = [
+        inputs = [
             by_rows(f"{prefix}in_proj_qkvz.weight", qkv_rows + delta.values, hidden, delta.key_heads, "state"),
             by_rows(f"{prefix}in_proj_ba.weight", 2 * delta.value_heads, hidden, delta.key_heads, "state"),
         ]
     else:
-        projections = [
+        inputs = [
             TensorSpec(f"{prefix}in_proj_qkv.weight", (qkv_rows, hidden), qkv, linear=True, part="state"),
             by_rows(f"{prefix}in_proj_z.weight", delta.values, hidden, delta.value_heads, "state"),
             by_rows(f"{prefix}in_proj_b.weight", delta.value_heads, hidden, delta.value_heads, "state"),
             by_rows(f"{prefix}in_proj_a.weight", delta.value_heads, hidden, delta.value_heads, "state"),
         ]
-    return [
-        *projections,
-        TensorSpec(f"{prefix}conv1d.weight", (qkv_rows, 1, delta.kernel), qkv, part="state"),
-        TensorSpec(f"{prefix}dt_bias", (delta.value_heads,), heads, part="state"),
-        TensorSpec(f"{prefix}A_log", (delta.value_heads,), heads, part="state"),
-        whole(f"{prefix}norm.weight", delta.value_dim),
-        by_columns(f"{prefix}out_proj.weight", hidden, delta.values, delta.value_heads, "state"),
-    ]
-
-
-def _experts(prefix: str, text: Config, hidden: int, fused: bool) -> list[TensorSpec]:
-    experts, width = text.integer("num_experts"), text.integer("moe_intermediate_size", 512)
-    shared = text.integer("shared_expert_intermediate_size", 512)
-    routed = (
-        fused_experts(f"{prefix}experts.", experts, hidden, width, transposed=False)
-        if fused
-        else separate_experts(f"{prefix}experts.", experts, hidden, width)
+    out = by_columns(f"{prefix}out_proj.weight", hidden, delta.values, delta.value_heads, "state")
+    return GatedDeltaNet(
+        layer,
+        delta.cache(layer),
+        Projection.of(inputs),
+        conv=TensorSpec(f"{prefix}conv1d.weight", (qkv_rows, 1, delta.kernel), qkv, part="state"),
+        a_log=TensorSpec(f"{prefix}A_log", (delta.value_heads,), heads, part="state"),
+        dt_bias=TensorSpec(f"{prefix}dt_bias", (delta.value_heads,), heads, part="state"),
+        norm=Norm(eps, whole(f"{prefix}norm.weight", delta.value_dim)),
+        out=Projection.of([out]),
+        by_key_head=fused,
     )
-    return [
-        whole(f"{prefix}gate.weight", experts, hidden),
-        *routed,
-        *mlp_tensors(f"{prefix}shared_expert.", hidden, shared),
-        whole(f"{prefix}shared_expert_gate.weight", 1, hidden),
-    ]
 
 
-def _widest(text: Config, layers: int, sparse: frozenset[int]) -> int:
-    widths = [text.integer("intermediate_size")] if len(sparse) < layers else []
-    if sparse:
-        visited = experts_per_token(text, text.integer("num_experts"))
-        routed = visited * text.integer("moe_intermediate_size", 512)
-        widths.append(routed + text.integer("shared_expert_intermediate_size", 512))
-    return max(widths)
+def _experts(
+    prefix: str, text: Config, shape: Shape, layer: int, activation: str, *, fused: bool, renormalizes: bool
+) -> Mixer:
+    count, width = text.integer("num_experts"), text.integer("moe_intermediate_size", 512)
+    sizes = f"{prefix}experts.", count, shape.hidden, width
+    tensors = fused_experts(*sizes, transposed=False) if fused else separate_experts(*sizes)
+    router = Router(
+        whole(f"{prefix}gate.weight", count, shape.hidden),
+        experts_per_token(text, count),
+        renormalizes=renormalizes,
+    )
+    shared = gated_mlp(
+        f"{prefix}shared_expert.", shape, text.integer("shared_expert_intermediate_size", 512), activation
+    )
+    gate = Projection.of([whole(f"{prefix}shared_expert_gate.weight", 1, shape.hidden)])
+    return beside(experts(layer, router, tensors, activation), replace(shared, out_gate=gate))

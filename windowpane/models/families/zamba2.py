@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
+from windowpane.models.blocks import tensors_of
 from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mamba import Mamba
 from windowpane.models.parts import (
@@ -53,7 +54,8 @@ def read(config: Config, name: str) -> ModelSpec:
                 uses = range(use, len(hybrid), blocks)
                 tensors += _shared_block(f"{prefix}shared_transformer.", config, shape, width, uses)
         caches.append(mamba.cache(layer))
-        tensors += mamba.tensors(f"{own}mamba.", hidden, in_bias=bias, out_bias=bias)
+        mixer = mamba.mixer(f"{own}mamba.", hidden, layer, 1e-5, in_bias=bias, out_bias=bias)
+        tensors += tensors_of(mixer).values()
         tensors += norms(own, ("input_layernorm",), hidden)
     tensors += norms("model.", ("final_layernorm",), hidden)
     return model_spec(
