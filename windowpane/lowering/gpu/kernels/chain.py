@@ -174,7 +174,7 @@ def run_chain(
     last layer; and the residual stream [1, width] that `hidden` becomes.
 
     `cooperative` launches raise RuntimeError where the card cannot hold all programs at once. They do not overlap the
-    launch before them, which costs some 8 µs, so steps do without (`try_chain`). Both are the same code: they differ in
+    launch before them, which costs some 3 µs, so steps do without (`try_chain`). Both are the same code: they differ in
     launch attributes alone, and the instructions of PDL do nothing in a launch without that attribute.
     """
     assert scratch.results.shape[1] == 2 * hidden.shape[1] + links.down.inputs, "scratch is for layers of other widths"
