@@ -137,6 +137,10 @@ LAYERS = {
 
 @pytest.fixture
 def recorder(monkeypatch) -> Recorder:
+    return record_chain(monkeypatch)
+
+
+def record_chain(monkeypatch) -> Recorder:
     """Keeps launches on an H200."""
     found = Recorder(CHAIN_KERNEL)
     monkeypatch.setattr(chain, "chain_kernel", found)

@@ -10,7 +10,7 @@ import struct
 
 import torch
 
-from tests.kernels.test_chain import H200, compiled_chain, links
+from tests.kernels.test_chain import H200, compiled_from, launch, links, record_chain
 from tests.kernels.test_formats_compile import CPU, ints, numbers, record
 from tests.kernels.test_hopper_compiles import LAYERS
 from windowpane.attention.scores import Scores
@@ -49,7 +49,9 @@ def test_all_launches_of_a_sliding_layer_fit_the_instruction_cache(monkeypatch):
     )  # fmt: skip
     layer = PagedLayer(arena, view, table, QUERY_HEADS, mask, Scores(0.1))
     decoding.decode(q, k, v, layer, ints(1), ints(1), ints(2), scratch, torch.zeros_like(q), pdl=True)
-    compiled = [*(kernel.compiled for kernel in kernels), compiled_chain(links(), monkeypatch, most_following=18432)]
+    chained = record_chain(monkeypatch)
+    launch(links(), most_following=18432)
+    compiled = [*(kernel.compiled for kernel in kernels), compiled_from(chained)]
     sizes = [code_bytes(kernel.asm["cubin"]) for kernel in compiled]
     assert all(size > 1000 for size in sizes)
     assert sum(sizes) <= INSTRUCTION_CACHE_BYTES, sizes
