@@ -51,6 +51,8 @@ def read(config: Config, name: str) -> ModelSpec:
 
 def _experts(config: Config, shape: Shape, at: str, layer: int, activation: str) -> Mixer:
     count, width = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    config.choice("scoring_func", ("sigmoid",))
+    config.choice("topk_method", ("noaux_tc",))
     groups = config.integer("n_group", 1)
     if count % groups:
         raise ModelError(f"{config.where}n_group is {groups}, which does not divide {count} experts")

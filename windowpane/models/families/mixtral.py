@@ -71,6 +71,7 @@ def _check_minimax(config: Config, layers: int) -> None:
     if shared := config.integer("shared_intermediate_size", 0, minimum=0):
         raise ModelError(f"shared_intermediate_size is {shared}; MiniMax M2 is known without shared experts (0)")
     config.choice("qk_norm_type", ("per_layer",))
+    config.choice("scoring_func", ("sigmoid",))
 
 
 def _norms_across_heads(prefix: str, shape: Shape, eps: float) -> list[Norm]:
