@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from tests.running.harness import Knobs, Run, generate_by, generate_with
-from tests.running.small_models import QUANTIZED, WITH_EXPERTS, reference, spec_of
+from tests.running.small_models import QUANTIZED, save, spec_of
 from windowpane.kv.caches import Cache
 from windowpane.kv.layout import Layout
 from windowpane.models.spec import ModelSpec
@@ -37,11 +36,7 @@ class Model:
         path = directory / name.replace(" ", "-")
         if not path.exists():
             path.mkdir()
-            if name in WITH_EXPERTS:
-                reference(name).save_pretrained(path)
-            else:
-                state = {key: tensor.contiguous() for key, tensor in reference(name).state_dict().items()}
-                save_file(state, path / "model.safetensors")
+            save(name, path)
         return cls(spec_of(name), path)
 
     def job(self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False) -> RankJob:

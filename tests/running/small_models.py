@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from windowpane.lowering.linear import Weights
@@ -353,8 +355,9 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         **_MAMBA,
         "model_type": "granitemoehybrid",
         "architectures": ["GraniteMoeHybridForCausalLM"],
-        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "layer_types": ["mamba", "attention", "attention", "mamba"],
         "hidden_size": 128,
+        "mamba_expand": 1,
         "shared_intermediate_size": 96,
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -369,8 +372,9 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         **_MAMBA,
         "model_type": "granitemoehybrid",
         "architectures": ["GraniteMoeHybridForCausalLM"],
-        "layer_types": ["mamba", "mamba", "mamba", "attention"],
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
         "hidden_size": 128,
+        "mamba_expand": 1,
         "shared_intermediate_size": 96,
         "num_local_experts": 0,
         "position_embedding_type": "rope",
@@ -525,12 +529,21 @@ def spec_of(name: str) -> ModelSpec:
     return from_config((CONFIGS | WIDE_CONFIGS | QUANTIZED | WIDE_QUANTIZED)[name], name)
 
 
+def save(name: str, directory: str | Path) -> None:
+    """Write a checkpoint: with the tensors of its files where transformers has other ones in its modules."""
+    if name in WITH_EXPERTS | WITH_STATES and name not in AS_IN_MODULES:
+        reference(name).save_pretrained(directory)
+        return
+    state = {key: tensor.contiguous() for key, tensor in reference(name).state_dict().items()}
+    save_file(state, Path(directory) / "model.safetensors")
+
+
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
     if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
-    if name in WITH_EXPERTS | WITH_STATES and name not in AS_IN_MODULES:
+    if name in WITH_EXPERTS | WITH_STATES:
         with tempfile.TemporaryDirectory() as directory:
-            reference(name).save_pretrained(directory)
+            save(name, directory)
             return load_weights(directory, spec_of(name), dtype=dtype, device=device)
     state = reference(name).state_dict()
     return {key: tensor.detach().to(device, dtype, copy=True) for key, tensor in state.items()}

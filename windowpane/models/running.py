@@ -1,4 +1,4 @@
-"""Which models run: those whose blocks every lowering has. The others can be planned."""
+"""Which models run: those whose blocks the lowering of the device has. The others can be planned."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
     """What this model computes; a ModelError where it cannot be run yet, or not on a GPU."""
     decoder = spec.decoder
     if decoder is None:
+        if spec.planned_only:
+            raise ModelError(f"{spec.name} can be planned but not run yet: {spec.planned_only}")
         if any(t.part == "experts" for t in spec.tensors):
             raise ModelError(
                 f"{spec.name} ({spec.architecture}) has experts of a family that can be planned but not run yet; "
@@ -40,8 +42,6 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
                 f"{spec.name} ({spec.architecture}) has recurrent states of a family that can be planned but not run "
                 f"yet; families that run: {', '.join(FAMILIES)}"
             )
-        if spec.planned_only:
-            raise ModelError(f"{spec.name} can be planned but not run yet: {spec.planned_only}")
         raise ModelError(
             f"{spec.name} ({spec.architecture}) can be planned but not run yet; "
             f"families that run: {', '.join(FAMILIES)}"
@@ -62,9 +62,20 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
             problems.append(f"layer {mixer.layer} has its recurrent state behind another block")
     if problems or not all(norm is None or norm.weight for norm in _block_norms(decoder)):
         raise ModelError(f"{spec.name} cannot be run yet: {(*problems, 'a norm between blocks has no weight')[0]}")
-    if on_gpu and decoder.state_mixers:
-        raise ModelError(f"{spec.name} has recurrent states, which run on CPUs only so far: use --device cpu")
+    if on_gpu and (lacking := _lacking_on_gpus(decoder)):
+        raise ModelError(f"{spec.name} has {lacking}, which run on CPUs only so far: use --device cpu")
     return decoder
+
+
+def _lacking_on_gpus(decoder: Decoder) -> str | None:
+    """What the lowering for GPUs does not have."""
+    if decoder.state_mixers:
+        return "recurrent states"
+    if any(attention.gated for attention in decoder.attentions):
+        return "gates behind its attention"
+    if any(not mlp.has_gate or mlp.gate_multiplier != 1.0 for mlp in each(decoder.layers, GatedMLP)):
+        return "MLPs without a gate, or with a multiplied one"
+    return None
 
 
 def _problem(attention: Attention, decoder: Decoder) -> str | None:

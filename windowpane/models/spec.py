@@ -23,7 +23,7 @@ class ModelSpec:
     visits. `query_heads` must divide evenly over tensor-parallel ranks. `weight_scheme` (int4, int8, fp8, mxfp4) and
     `kv_cache_scheme` (fp8_e4m3, else the config's own words) are what the checkpoint's quantization says, None where it
     says nothing. `decoder` is what the model computes, None where it can be planned only; `planned_only` then says what
-    no lowering has, unless that is experts or states. `text` is the config of the text model. `shared_caches` are those
+    no lowering has. `text` is the config of the text model. `shared_caches` are those
     that layers which share KV do without. `notes` are doubts to tell a user.
     """
 

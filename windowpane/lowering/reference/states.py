@@ -169,9 +169,13 @@ class Mamba2Mixer:
         return self._normed(y * gates, norm.eps)
 
     def _normed(self, y: torch.Tensor, eps: float) -> torch.Tensor:
-        groups = self.described.groups if self.described.norms_groups else 1
-        parts = y.unflatten(1, (groups, -1))
-        normed = F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(1)
+        """Ranks hold equal parts of what is normed together, unless each has groups of its own."""
+        described, group = self.described, self._context.group
+        parts = y.unflatten(1, (described.groups if described.norms_groups else 1, -1))
+        means = parts.square().mean(-1, keepdim=True)
+        if not described.norms_groups:
+            means = group.all_reduce(means) / group.place.ranks
+        normed = (parts * torch.rsqrt(means + eps)).flatten(1)
         return normed if self.norm is None else normed * self.norm
 
     def _read(self, made: torch.Tensor, state: StepState) -> torch.Tensor:

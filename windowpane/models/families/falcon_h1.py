@@ -79,7 +79,7 @@ def _mamba(config: Config, at: str, shape: Shape, layer: int, mamba: Mamba, eps:
         conv_bias=config.flag("mamba_conv_bias", True),
         norm=config.flag("mamba_rms_norm", False),
         norms_first=config.flag("mamba_norm_before_gate", True),
-        norms_groups=True,
+        norms_groups=mamba.groups > 1,
         dt_limits=read_dt_limits(config),
         multipliers=tuple(inputs * section for section in sections),
     )

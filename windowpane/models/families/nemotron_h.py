@@ -50,7 +50,8 @@ def read(config: Config, name: str) -> ModelSpec:
         elif kind == LINEAR and mamba:
             mixer = mamba.mixer(
                 at, shape.hidden, layer, norms.eps, in_bias=bias, out_bias=bias,
-                conv_bias=config.flag("use_conv_bias", True), norms_groups=True, dt_limits=read_dt_limits(config),
+                conv_bias=config.flag("use_conv_bias", True), norms_groups=mamba.groups > 1,
+                dt_limits=read_dt_limits(config),
             )  # fmt: skip
         elif kind == "mlp":
             mixer = _mlp(at, shape, config.integer("intermediate_size"), activation, mlp_bias)
