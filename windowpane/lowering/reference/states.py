@@ -175,7 +175,7 @@ class Mamba2Mixer:
         means = parts.square().mean(-1, keepdim=True)
         if not described.norms_groups:
             means = group.all_reduce(means) / group.place.ranks
-        normed = (parts * torch.rsqrt(means + eps)).flatten(1)
+        normed: torch.Tensor = (parts * torch.rsqrt(means + eps)).flatten(1)
         return normed if self.norm is None else normed * self.norm
 
     def _read(self, made: torch.Tensor, state: StepState) -> torch.Tensor:
