@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from windowpane.kv.caches import ShardingError
+from windowpane.models.blocks import Mamba2, each
 from windowpane.models.quantization import STORED_BYTES
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import TensorSpec
@@ -52,6 +53,9 @@ def sharding_problem(spec: ModelSpec, ranks: int) -> str | None:
         return f"{ranks} tensor-parallel ranks"
     if spec.query_heads % ranks:
         return f"{spec.name} has {spec.query_heads} query heads, which do not divide over {ranks} tensor-parallel ranks"
+    for mixer in each(spec.decoder.layers, Mamba2) if spec.decoder is not None else ():
+        if mixer.norms_groups and 1 < mixer.groups < ranks:
+            return f"{spec.name} norms its states in {mixer.groups} groups, which {ranks} ranks cannot share"
     for tensor in text_tensors(spec):
         if tensor.shard is None:
             continue
