@@ -245,10 +245,11 @@ def test_schemes_that_are_only_planned_with(case: str, load_format: str, tmp_pat
         load_weights(tmp_path, spec, dtype=torch.float16, device=CPU, load_format=load_format)
 
 
-def test_quantized_experts_are_refused(tmp_path: Path) -> None:
-    fields = small("qwen3 moe", quantization_config={"quant_method": "fp8"})
+def test_experts_with_sorted_inputs_are_refused(tmp_path: Path) -> None:
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    fields = small("qwen3 moe", moe_intermediate_size=32, quantization_config=scheme)
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(WeightsError, match="quantized experts are not run yet"):
+    with pytest.raises(WeightsError, match="experts whose inputs are sorted by group"):
         load_weights(tmp_path, load(tmp_path), dtype=torch.float16, device=CPU)
 
 
