@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +16,7 @@ from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
 from windowpane.models.blocks import Experts, each
 from windowpane.models.spec import ModelSpec
-from windowpane.models.tensors import TensorSpec
-from windowpane.models.weights import text_tensors
+from windowpane.models.weights import loaded_bytes, text_tensors
 from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 
@@ -131,7 +129,7 @@ def read_weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
 
     Embeddings are looked up, unless the output layer is one.
     """
-    tensors = text_tensors(spec)
+    tensors, name = text_tensors(spec), str(dtype).removeprefix("torch.")
     head = next((t.name for t in tensors if t.name.endswith("lm_head.weight")), None)
     read = [
         t
@@ -139,17 +137,10 @@ def read_weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
         if t.part != "embedding" or (t.name == head if head else t.name.endswith("embed_tokens.weight"))
     ]
     of_experts, others = (
-        sum(_held_bytes(spec, t, dtype) for t in read if (t.part == "experts") == is_expert)
+        sum(loaded_bytes(spec, t, name) for t in read if (t.part == "experts") == is_expert)
         for is_expert in (True, False)
     )
     return others, of_experts
-
-
-def _held_bytes(spec: ModelSpec, tensor: TensorSpec, dtype: torch.dtype) -> int:
-    form = spec.quantization.held(tensor) if spec.quantization else None
-    if form is None:
-        return tensor.elements * dtype.itemsize
-    return prod(tensor.shape[:-2]) * form.held_bytes(str(dtype).removeprefix("torch."))
 
 
 def roof_bytes_per_second(device: torch.device) -> float:

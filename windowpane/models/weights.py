@@ -80,6 +80,14 @@ def parameter_count(spec: ModelSpec, towers: bool = False) -> int:
     return sum(tensor.elements for tensor in spec.tensors if towers or tensor.tower is None)
 
 
+def loaded_bytes(spec: ModelSpec, tensor: TensorSpec, dtype: str) -> int:
+    """Bytes of one tensor of a model that runs, where `dtype` is what is computed in."""
+    form = spec.quantization.held(tensor) if spec.quantization else None
+    if form is None:
+        return tensor.elements * STORED_BYTES[tensor.dtype or dtype]
+    return prod(tensor.shape[:-2]) * form.held_bytes(dtype)
+
+
 def held_bytes(spec: ModelSpec, tensor: TensorSpec) -> int:
     """Bytes of one tensor in memory."""
     form = spec.quantization.held(tensor) if spec.quantization else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from math import prod
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from windowpane.models.gguf import is_gguf
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK, RankPlace, RankSlice, TensorSpec
-from windowpane.models.weights import text_tensors
+from windowpane.models.weights import loaded_bytes, text_tensors
 from windowpane.native.build import start_building, why_not
 from windowpane.weights.checkpoint import (
     Checkpoint,
@@ -139,7 +138,8 @@ def _make(
     progress: Progress | None,
 ) -> LoadedWeights:
     wanted = text_tensors(spec)
-    sizes = [_held_bytes(tensor.on_rank(place.ranks), spec, dtype) for tensor in wanted]
+    name = str(dtype).removeprefix("torch.")
+    sizes = [loaded_bytes(spec, tensor.on_rank(place.ranks), name) for tensor in wanted]
     total_bytes, done_bytes = sum(sizes), 0
     out: LoadedWeights = {}
     for tensor, size_bytes in zip(wanted, sizes, strict=True):
@@ -148,13 +148,6 @@ def _make(
         if progress is not None:
             progress(tensor.name, done_bytes, total_bytes)
     return out
-
-
-def _held_bytes(tensor: TensorSpec, spec: ModelSpec, dtype: torch.dtype) -> int:
-    form = spec.quantization.held(tensor) if spec.quantization else None
-    if form is None:
-        return tensor.elements * held_dtype(tensor, dtype).itemsize
-    return prod(tensor.shape[:-2]) * form.held_bytes(str(dtype).removeprefix("torch."))
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, cut: RankSlice | None, device: torch.device) -> torch.Tensor:
