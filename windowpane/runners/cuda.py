@@ -94,19 +94,12 @@ class CudaRunner:
     def rehearse(self, tokens: int) -> None:
         """Run the largest step once, over pages that nobody holds yet, and measure its activations.
 
-        What happens once (compiling kernels, workspaces) has then happened before the first request. So the step has a
-        small chunk as well as large ones, which begin within a page: other kernels take those.
+        What happens once (compiling kernels, workspaces) has then happened before the first request.
         """
-        longest = self._max_model_len
-        sizes = [min(longest, tokens - at) - 1 for at in range(0, tokens, longest)]
-        chunks = [PromptChunk(0, 0, np.zeros(1, dtype=np.int32), samples=True)]
-        chunks += [PromptChunk(0, 1, np.zeros(size, dtype=np.int32), samples=True) for size in sizes if size]
-        nobody = np.zeros(0, dtype=np.int64)
-        batch = Batch(0, nobody, nobody, chunks, np.zeros(0, dtype=np.int8), NO_CHANGES)
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.forward(batch)
+        self.forward(rehearsal(tokens, self._max_model_len))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.activation_bytes = peak + self.model.prefill_scratch_bytes
@@ -150,3 +143,15 @@ class CudaRunner:
             return self.graphs.replay(rows)
         slots, positions = self._inputs[:, :rows]
         return self.model.forward(DeviceStep(positions=positions, slots=slots), self._sampled[slots])
+
+
+def rehearsal(tokens: int, longest: int) -> Batch:
+    """The largest step, of so many tokens in sequences of at most `longest`.
+
+    It has a small chunk as well as large ones, which begin within a page: other kernels take those.
+    """
+    sizes = [min(longest, tokens - at) - 1 for at in range(0, tokens, longest)]
+    chunks = [PromptChunk(0, 0, np.zeros(1, dtype=np.int32), samples=True)]
+    chunks += [PromptChunk(0, 1, np.zeros(size, dtype=np.int32), samples=True) for size in sizes if size]
+    nobody = np.zeros(0, dtype=np.int64)
+    return Batch(0, nobody, nobody, chunks, np.zeros(len(chunks), dtype=np.int8), NO_CHANGES)
