@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,11 @@ from triton.runtime.errors import OutOfResources
 
 from bench.gpu_checks.fused import ALLOWED, CUDA, Checks, nans, values
 from bench.timing import microseconds
-from windowpane.lowering.gpu.kernels.experts import Few, Grouped, plan_experts, run_experts
+from windowpane.lowering.gpu.kernels.experts import Boxed, Few, Grouped, Launches, plan_experts, run_experts
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
-from windowpane.lowering.gpu.kernels.experts_grouped import grouped_product, sort_pairs
+from windowpane.lowering.gpu.kernels.experts_grouped import Sorted, grouped_product, sort_pairs
+from windowpane.lowering.gpu.kernels.experts_hopper import STAGES, boxed_product, gather_rows, takes_boxes
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
@@ -113,17 +115,19 @@ def checks() -> Checks:
 
 def agrees(layer: Layer) -> str:
     case, worst = Case(layer), (0.0, 0.0)
-    forms: list[tuple[int, tuple[Few, Few] | tuple[Grouped, Grouped] | None]]
+    forms: list[tuple[int, Launches | None]]
     forms = [(rows, None) for rows in (1, 3, 8, 9, 40, 300, 2000)]
     forms += [(33, (Grouped(size, 128, 128, 4, 2),) * 2) for size in (16, 32, 64, 128)]
     if layer.kind == "plain":
         forms += [(33, (Grouped(size, 128, 64, 4, 3, tma=True),) * 2) for size in (16, 128)]
+    if takes_boxes(case.gate_up, BF16):
+        forms += [(rows, (Boxed(size),) * 2) for rows in (5, 33, 400) for size in STAGES]
     for rows, launches in forms:
         worst = max(worst, compare(case, rows, launches))
     return f"{worst[0]:.1e} (torch {worst[1]:.1e})"
 
 
-def compare(case: Case, rows: int, launches: tuple[Few, Few] | tuple[Grouped, Grouped] | None) -> tuple[float, float]:
+def compare(case: Case, rows: int, launches: Launches | None) -> tuple[float, float]:
     layer, x, routing = case.layer, values(rows, case.layer.hidden), case.routing(rows)
     out = nans(rows, layer.hidden)
     run_experts(x, routing, case.gate_up, case.down, **case.options, out=out, launches=launches)
@@ -322,12 +326,13 @@ def sweep(all_rows: list[int], warm: tuple[int, int] | None = None) -> None:
         torch.cuda.empty_cache()
 
 
-def candidates(layer: Layer, rows: int) -> list[Few | Grouped]:
+def candidates(layer: Layer, rows: int) -> list[Few | Grouped | Boxed]:
     few, grouped = (FEW_PLAIN, GROUPED_PLAIN) if layer.kind == "plain" else (FEW_PACKED, GROUPED_PACKED)
     per_expert = rows * layer.chosen / layer.experts
     sizes = (16,) if per_expert < 6 else (16, 32) if per_expert < 20 else (32, 64) if per_expert < 50 else (64, 128)
     fitting = [launch for launch in grouped if launch.rows in (sizes if per_expert < 200 else (128,))]
-    return [*few] if rows <= 2 else [*few[1::2], *fitting] if rows <= 16 else [*fitting]
+    boxed = [Boxed(size) for size in STAGES if size in sizes] if layer.kind == "mxfp4" else []
+    return [*few] if rows <= 2 else [*few[1::2], *boxed, *fitting] if rows <= 16 else [*boxed, *fitting]
 
 
 class Products:
@@ -339,7 +344,7 @@ class Products:
         self.x, self.inner = values(rows, layer.hidden), values(pairs, layer.width)
         self.results, self.out = nans(pairs, layer.hidden), nans(rows, layer.hidden)
 
-    def step(self, product: str, launch: Few | Grouped) -> Callable[[], None]:
+    def step(self, product: str, launch: Few | Grouped | Boxed) -> Callable[[], None]:
         layer, is_first = self.case.layer, product == "gate_up"
         weight = self.case.gate_up if is_first else self.case.down
         x = self.x if is_first else self.inner
@@ -354,12 +359,21 @@ class Products:
         out = self.inner if is_first else self.results
         made = [(routing, sort_pairs(routing, 0, layer.experts, launch.rows, pdl=False)) for routing in self.routings]
         both = cycle(made)
+        if isinstance(launch, Boxed):
+            gathered = [gather_rows(x, s, r, pdl=False) if is_first else x for r, s in made]
+            all_three = cycle([(rows, by_expert) for rows, (_, by_expert) in zip(gathered, made, strict=True)])
+            return lambda: boxed_product(*_boxed_arguments(next(all_three), weight, out), launch=launch, **common)
 
         def grouped() -> None:
             routing, by_expert = next(both)
             grouped_product(x, weight, None, routing, by_expert, out, weighted=False, launch=launch, **common)
 
         return grouped
+
+
+def _boxed_arguments(turn: tuple[torch.Tensor, Sorted], weight: PackedWeight, out: torch.Tensor) -> tuple[Any, ...]:
+    rows, by_expert = turn
+    return rows, weight, None, by_expert, out
 
 
 def torch_grouped(case: Case, x: torch.Tensor, routing: Routing) -> float:
@@ -451,7 +465,9 @@ def _route(x: torch.Tensor, router: torch.Tensor, chosen: int) -> None:
     route(x, router, None, None, None, chosen=chosen, scoring="softmax", renormalize=True, pdl=True)
 
 
-def short(launch: Few | Grouped) -> str:
+def short(launch: Few | Grouped | Boxed) -> str:
+    if isinstance(launch, Boxed):
+        return f"boxes {launch.rows}"
     if isinstance(launch, Few):
         return f"few {launch.outputs} w{launch.warps} s{launch.stages}"
     return f"{launch.outputs}×{launch.rows}×{launch.step} w{launch.warps} s{launch.stages}{' tma' * launch.tma}"

@@ -1,8 +1,9 @@
 """A layer of experts: each row goes through those that routing chose for it, and their results are added by shares.
 
 Few rows: `experts_few`, two launches that read the weights of every pair. More rows: `experts_grouped`, where pairs are
-sorted by expert and each expert's weights are read once. All weights of a projection are one weight of experts ×
-outputs rows, plain or packed. Nothing waits for the host, so that a graph can hold it.
+sorted by expert and each expert's weights are read once; `experts_hopper` has another product for MXFP4 on Hopper. All
+weights of a projection are one weight of experts × outputs rows, plain or packed. Nothing waits for the host, so that a
+graph can hold it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ import triton
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, RELU2, code_of
 from windowpane.lowering.gpu.kernels.experts_few import Few, few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import Grouped, add_pairs, grouped_product, sort_pairs
+from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, gather_rows, takes_boxes
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
 
 # Up to these, every pair reads its expert's weights by itself; packed ones leave more time for that.
 FEW_ROWS, FEW_ROWS_OF_PACKED = 2, 4
 
+Launches = tuple[Few, Few] | tuple[Grouped, Grouped] | tuple[Boxed, Boxed]
+
 
 def run_experts(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, *, experts: int, activation: str,
     gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, limit: float | None = None,
     alpha: float = 1.702, weighs_inputs: bool = False, first_expert: int = 0, local_experts: int | None = None,
-    out: torch.Tensor | None = None, launches: tuple[Few, Few] | tuple[Grouped, Grouped] | None = None,
-    pdl: bool = False,
+    out: torch.Tensor | None = None, launches: Launches | None = None, pdl: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """out [rows, hidden] = Σ share · expert(x), added in float32 in the order of `routing`.
 
@@ -46,7 +49,7 @@ def run_experts(
     if not rows:
         return out
     if launches is None:
-        launches = plan_experts(rows, chosen, experts, x.dtype, *weights)
+        launches = plan_experts(rows, chosen, experts, x.dtype, *weights, weighs_inputs=weighs_inputs)
     inner = x.new_empty(rows * chosen, width)
     common: dict[str, Any] = {"limit": float(limit or 0.0), "alpha": float(alpha), "local": local, "pdl": pdl}
     first, second = launches
@@ -60,31 +63,41 @@ def run_experts(
             weighted=not weighs_inputs, launch=second, **common,
         )  # fmt: skip
         return out
-    assert isinstance(first, Grouped) and isinstance(second, Grouped) and first.rows == second.rows
+    assert not isinstance(first, Few) and not isinstance(second, Few) and first.rows == second.rows
     by_expert = sort_pairs(routing, first_expert, local, first.rows, pdl=pdl)
-    grouped_product(
-        x, weights[0], gate_up_bias, routing, by_expert, inner, activation=code, weighted=weighs_inputs, launch=first,
-        **common,
-    )  # fmt: skip
     results = x.new_empty(rows * chosen, hidden)
-    grouped_product(
-        inner, weights[1], down_bias, routing, by_expert, results, activation=NO_ACTIVATION.value, weighted=False,
-        launch=second, **common,
-    )  # fmt: skip
+    if isinstance(first, Boxed) and isinstance(second, Boxed):
+        assert isinstance(weights[0], PackedWeight) and isinstance(weights[1], PackedWeight)
+        gathered = gather_rows(x, by_expert, routing, pdl=pdl)
+        boxed_product(gathered, weights[0], gate_up_bias, by_expert, inner, activation=code, launch=first, **common)
+        boxed_product(
+            inner, weights[1], down_bias, by_expert, results, activation=NO_ACTIVATION.value, launch=second, **common
+        )
+    elif isinstance(first, Grouped) and isinstance(second, Grouped):
+        grouped_product(
+            x, weights[0], gate_up_bias, routing, by_expert, inner, activation=code, weighted=weighs_inputs,
+            launch=first, **common,
+        )  # fmt: skip
+        grouped_product(
+            inner, weights[1], down_bias, routing, by_expert, results, activation=NO_ACTIVATION.value, weighted=False,
+            launch=second, **common,
+        )  # fmt: skip
     add_pairs(results, routing, out, first=first_expert, local=local, weighted=not weighs_inputs, pdl=pdl)
     return out
 
 
 def plan_experts(
     rows: int, chosen: int, experts: int, dtype: torch.dtype, gate_up: torch.Tensor | PackedWeight,
-    down: torch.Tensor | PackedWeight,
-) -> tuple[Few, Few] | tuple[Grouped, Grouped]:  # fmt: skip
+    down: torch.Tensor | PackedWeight, *, weighs_inputs: bool = False,
+) -> Launches:  # fmt: skip
     """By the number of rows alone, never by where they go."""
     if rows <= (FEW_ROWS_OF_PACKED if isinstance(gate_up, PackedWeight) else FEW_ROWS):
         return _plan_few(gate_up), _plan_few(down)
     # Most experts then have one block, or their last block is mostly full.
     per_expert = rows * chosen / experts
     block = min(128, max(16, triton.next_power_of_2(int(1.25 * per_expert) + 1)))
+    if takes_boxes(gate_up, dtype) and takes_boxes(down, dtype) and not weighs_inputs:
+        return Boxed(block), Boxed(block)
     return _plan_grouped(block, gate_up, dtype), _plan_grouped(block, down, dtype)
 
 

@@ -91,7 +91,7 @@ def is_described(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> bo
         and weight.scales.shape[1] > 1
         and x.dtype in DTYPES
         and out.dtype == x.dtype
-        and all(_is_copied(tensor) for tensor in (x, weight.units, weight.scales, out))
+        and all(is_copied(tensor) for tensor in (x, weight.units, weight.scales, out))
     )
 
 
@@ -110,22 +110,22 @@ def hopper_product(
     # Two flags to a tile.
     assert 2 * shares.work // shares.blocks <= FLAGS, f"a product with {shares.work // shares.blocks} tiles"
     int4_kernel[(shares.programs,)](
-        _described(x, [main, BLOCK_INPUTS], 128),
-        _described(x, [extra or main, BLOCK_INPUTS], 128),
-        _described(weight.units, [TILE_OUTPUTS, BLOCK_UNITS], 64),
-        _described(weight.scales, [TILE_OUTPUTS, 8], 0),
-        _described(out, [main // 2, 64], 128),
+        described(x, [main, BLOCK_INPUTS], 128),
+        described(x, [extra or main, BLOCK_INPUTS], 128),
+        described(weight.units, [TILE_OUTPUTS, BLOCK_UNITS], 64),
+        described(weight.scales, [TILE_OUTPUTS, 8], 0),
+        described(out, [main // 2, 64], 128),
         out, sums, flags_of(x.device), bias, shares.tiles, shares.blocks, shares.work, rows, outputs, out.stride(0),
         ROWS=main, EXTRA=extra, STAGES=shares.stages, DTYPE=DTYPES[x.dtype], PDL=pdl,
         num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _described(rows: torch.Tensor, box: list[int], swizzle_bytes: int) -> TensorDescriptor:
+def described(rows: torch.Tensor, box: list[int], swizzle_bytes: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, box, gl.NVMMASharedLayout(swizzle_bytes, 16, rank=2))
 
 
-def _is_copied(tensor: torch.Tensor) -> bool:
+def is_copied(tensor: torch.Tensor) -> bool:
     """Whether TMA can copy boxes of it."""
     aligned = tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
     return aligned and tensor.stride(1) == 1 and tensor.shape[0] > 0

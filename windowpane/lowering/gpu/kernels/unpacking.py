@@ -33,8 +33,12 @@ fma.rn.{kind} ${span}, t, bias, none;
 """
 
 
-def _mxfp4_asm(kind: str, mantissa: int, bias: str) -> str:
-    """`mantissa`: bits of it."""
+# As an operand times a scale, which lies in both halves of a register.
+_TIMES_SCALE = "mul.rn.{kind} ${span}, ${span}, ${scale};\n"
+
+
+def _mxfp4_asm(kind: str, mantissa: int, bias: str, *, scaled: bool = False) -> str:
+    """`mantissa`: bits of it. `scaled`: four scales for two units each come behind the units."""
     mask = 7 << (mantissa - 1)
     spans = []
     for span in range(4):
@@ -45,10 +49,13 @@ def _mxfp4_asm(kind: str, mantissa: int, bias: str) -> str:
                 kind=kind, span=span,
             )
         )  # fmt: skip
+        if scaled:
+            spans.append(_TIMES_SCALE.format(kind=kind, span=span, scale=5 + 2 * span))
     return "{ .reg .b32 t, s, bias, none; mov.b32 bias, " + bias + "; mov.b32 none, 0x80008000;" + "".join(spans) + "}"
 
 
 _MXFP4_BFLOAT16 = tl.constexpr(_mxfp4_asm("bf16x2", 7, "0x7e807e80"))
+TAKE_MXFP4_BFLOAT16 = _mxfp4_asm("bf16x2", 7, "0x7e807e80", scaled=True)
 _MXFP4_FLOAT16 = tl.constexpr(_mxfp4_asm("f16x2", 10, "0x74007400"))
 # Turns the exponent of E2M1 (bias 1) into that of bfloat16 and float32.
 _MXFP4_BIAS = tl.constexpr(2.0**126)

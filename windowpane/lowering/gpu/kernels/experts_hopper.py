@@ -1,0 +1,93 @@
+"""Experts of many rows with MXFP4 weights on Hopper, from the host's side: which ones, and what is launched."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.kv.retention import ceil_div
+from windowpane.lowering.gpu.kernels.experts_activation import is_gated
+from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS, Sorted
+from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel
+from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.reference.routing import Routing
+from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
+
+HALF_OUTPUTS = 128
+# Blocks of inputs that are on their way or being multiplied, as many as fit into shared memory, by the pairs of a tile.
+STAGES = {16: 10, 32: 8, 64: 6, 128: 4}
+
+
+class Boxed(NamedTuple):
+    """Pairs of a tile."""
+
+    rows: int
+
+
+def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> bool:
+    return (
+        isinstance(weight, PackedWeight)
+        and weight.kind == "mxfp4"
+        and dtype == torch.bfloat16
+        and weight.inputs % 8 == 0
+        and is_hopper(weight.device)
+        and is_copied(weight.units)
+    )
+
+
+def gather_rows(x: torch.Tensor, by_expert: Sorted, routing: Routing, *, pdl: bool) -> torch.Tensor:
+    """The row of each pair, by expert."""
+    pairs, (_, inputs) = routing.ids.numel(), x.shape
+    out = x.new_empty(pairs, inputs)
+    gather_kernel[(pairs,)](
+        x, *by_expert, out, x.stride(0), inputs, CHOSEN=routing.ids.shape[1],
+        BLOCK=min(4096, triton.next_power_of_2(inputs)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def boxed_product(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, by_expert: Sorted, out: torch.Tensor, *,
+    local: int, activation: int, limit: float, alpha: float, launch: Boxed, pdl: bool,
+) -> None:  # fmt: skip
+    """`x` [pairs by expert, inputs]. With an `activation`, out [pairs by expert, width]; else out [pairs, outputs]."""
+    outputs, gated = len(weight) // local, is_gated(activation)
+    width = outputs // 2 if gated else outputs
+    tiles, blocks = ceil_div(outputs, 2 * HALF_OUTPUTS), ceil_div(weight.inputs, BLOCK_INPUTS)
+    if gated:
+        tiles = ceil_div(width, HALF_OUTPUTS)
+    programs = min(_processors(x.device), len(by_expert.blocks) * tiles)
+    mxfp4_experts_kernel[(programs,)](
+        described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
+        weight.scales.view(torch.int32), out, bias, *by_expert, tiles, blocks, outputs, width, out.stride(0),
+        float(limit), float(alpha), ROWS=launch.rows, STAGES=STAGES[launch.rows], ACTIVATION=activation,
+        GROUP_BLOCKS=GROUP_BLOCKS, PDL=pdl, num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+@triton.jit
+def gather_kernel(
+    X, PAIRS, BLOCKS, COUNT, OUT, x_stride, inputs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """One pair. Those of other ranks' experts are not among the sorted ones, which end where the last block ends."""
+    wait_if_overlapped(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    count = tl.load(COUNT, cache_modifier=".cg")
+    if at >= tl.load(BLOCKS + count * 3 - 1, mask=count > 0, other=0, cache_modifier=".cg"):
+        return
+    row = tl.load(PAIRS + at, cache_modifier=".cg").to(tl.int64) // CHOSEN
+    for start in tl.range(0, inputs, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        values = tl.load(X + row * x_stride + k, mask=k < inputs, cache_modifier=".cg")
+        tl.store(OUT + at * inputs + k, values, mask=k < inputs)

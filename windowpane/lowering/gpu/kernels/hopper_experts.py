@@ -1,0 +1,249 @@
+"""Experts of many rows with MXFP4 weights on Hopper (Gluon).
+
+A tile is 256 outputs of one expert by a block of its pairs, 128 of the outputs to each of two warp groups: 64 of a gate
+and the 64 that it gates, so that both are in the same thread's registers. One warp brings units by TMA, another one the
+inputs, which lie by expert. A warp group turns the units of 64 outputs into an operand in registers while the tensor
+cores multiply the one before it. Programs, one to a multiprocessor, take every so manieth tile, and what they need for
+the next one is brought while they end the last.
+
+Scales are read by the threads that need them, a step ahead: a word has those of a block for one output, and the words
+of the next blocks lie in the same sector.
+"""
+
+# mypy: disable-error-code="assignment,misc"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, is_gated
+from windowpane.lowering.gpu.kernels.unpacking import TAKE_MXFP4_BFLOAT16, four_of
+
+# The second half of a tile, where it is not what the first one gates.
+_HALF = gl.constexpr(128)
+# A product with the scale is exact: it is a power of two.
+_DECODE = gl.constexpr(TAKE_MXFP4_BFLOAT16)
+# The four scales of a word as bfloat16, each in both halves of a register: byte e becomes the bits e << 7.
+_SPREAD = gl.constexpr("""{
+.reg .b32 high, low;
+shr.u32 high, $4, 1;
+and.b32 high, high, 0x7f7f7f7f;
+and.b32 low, $4, 0x01010101;
+shl.b32 low, low, 7;
+prmt.b32 $0, low, high, 0x4040;
+prmt.b32 $1, low, high, 0x5151;
+prmt.b32 $2, low, high, 0x6262;
+prmt.b32 $3, low, high, 0x7373;
+}""")
+
+
+@gluon.jit
+def _place(item, count, tiles, GROUP_BLOCKS: gl.constexpr):
+    """The block and tile of an item. Neighbouring blocks, mostly of one expert, take the same weights in turn."""
+    group = item // (GROUP_BLOCKS * tiles)
+    within = item - group * GROUP_BLOCKS * tiles
+    size = gl.minimum(count - group * GROUP_BLOCKS, GROUP_BLOCKS)
+    return group * GROUP_BLOCKS + within % size, within // size
+
+
+@gluon.jit
+def _fresh(at):
+    """What an earlier kernel has written, past an L1 cache that may hold what was there before."""
+    return gl.load(at, cache_modifier=".cg")
+
+
+@gluon.jit
+def _bring_weights(units, unit_tiles, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    outputs, width = shape
+    STAGES: gl.constexpr = unit_tiles.type.shape[0] // 2
+    if PDL:
+        gdc_wait()
+    count = _fresh(COUNT)
+    item = gl.program_id(0)
+    i = 0
+    while item < count * tiles:
+        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
+        first = _fresh(BLOCKS + block * 3) * outputs + tile * (_HALF if GATED else 2 * _HALF)
+        second = first + (width if GATED else _HALF)
+        for step in range(blocks):
+            buf = i % STAGES
+            mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
+            mbarrier.expect(full.index(buf), 256 * 64)
+            tma.async_copy_global_to_shared(units, [first, step * 32], full.index(buf), unit_tiles.index(2 * buf))
+            tma.async_copy_global_to_shared(units, [second, step * 32], full.index(buf), unit_tiles.index(2 * buf + 1))
+            i += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    ROWS: gl.constexpr = x_tiles.type.shape[1]
+    if PDL:
+        gdc_wait()
+    count = _fresh(COUNT)
+    item = gl.program_id(0)
+    i = 0
+    while item < count * tiles:
+        block, _tile = _place(item, count, tiles, GROUP_BLOCKS)
+        row = _fresh(BLOCKS + block * 3 + 1)
+        for step in range(blocks):
+            buf = i % STAGES
+            mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
+            mbarrier.expect(full.index(buf), ROWS * 128 * 2)
+            tma.async_copy_global_to_shared(x, [row, step * 128], full.index(buf), x_tiles.index(buf))
+            i += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _operand(units, tile, word, ROWS: gl.constexpr):
+    """64 outputs by 128 inputs: what units [64, 32] and a word of scales for each output mean."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]), 2)
+    u = units.index(tile).load(operand)
+    spread = gl.inline_asm_elementwise(
+        _SPREAD, "=&r,=&r,=&r,=&r,r", [word], dtype=four_of(gl.int32), is_pure=True, pack=1
+    )
+    s0, _u = gl.broadcast(gl.expand_dims(spread[0], 1), u)
+    s1, _u = gl.broadcast(gl.expand_dims(spread[1], 1), u)
+    s2, _u = gl.broadcast(gl.expand_dims(spread[2], 1), u)
+    s3, _u = gl.broadcast(gl.expand_dims(spread[3], 1), u)
+    w = gl.inline_asm_elementwise(
+        _DECODE, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [u, s0, s1, s2, s3], dtype=four_of(gl.bfloat16), is_pure=True,
+        pack=2,
+    )  # fmt: skip
+    # Input 32 · span + unit: registers change their names, nothing moves.
+    spans = gl.join(gl.join(w[0], w[1]), gl.join(w[2], w[3]))
+    return gl.convert_layout(gl.reshape(gl.permute(spans, (0, 3, 2, 1)), [64, 128]), operand)
+
+
+@gluon.jit
+def _gated(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
+    """As `experts_activation.gate_values`."""
+    if ACTIVATION == CLAMPED:
+        gate = gl.minimum(gate, limit)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        return gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
+    elif ACTIVATION == GELU:  # noqa: RET505 - all branches are compiled unless one is chosen here
+        return gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+    else:
+        return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _store(OUT, sums, m, width, row, is_pair, out_stride):
+    to = OUT + row.to(gl.int64)[None, :] * out_stride + m[:, None]
+    gl.store(to, sums.to(OUT.dtype.element_ty), mask=(m < width)[:, None] & is_pair[None, :])
+
+
+@gluon.jit
+def _multiply(
+    which: gl.constexpr, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """64 outputs of either half of the program's tiles."""
+    OUT, BIAS, PAIRS = results
+    unit_tiles, x_tiles = tiles_of
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    outputs, width = shape
+    out_stride, limit, alpha = numbers
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    ROWS: gl.constexpr = x_tiles.type.shape[1]
+    GATED: gl.constexpr = is_gated(ACTIVATION)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    of_outputs: gl.constexpr = gl.SliceLayout(1, layout)
+    of_words: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2))
+    units = unit_tiles._reinterpret(gl.int16, [STAGES * 4, 64, 32], gl.NVMMASharedLayout(64, 16, rank=2))
+    if PDL:
+        gdc_wait()
+    count = _fresh(COUNT)
+    item = gl.program_id(0)
+    i = 0
+    zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
+    m = which * 64 + gl.arange(0, 64, of_outputs)
+    of_word = which * 64 + gl.arange(0, 64, of_words)
+    while item < count * tiles:
+        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
+        expert = _fresh(BLOCKS + block * 3)
+        begin = _fresh(BLOCKS + block * 3 + 1)
+        end = _fresh(BLOCKS + block * 3 + 2)
+        tile_first = tile * (_HALF if GATED else 2 * _HALF)
+        SECOND = width if GATED else _HALF
+        # Beyond the last output the last one's are read, and what they give is not stored.
+        word0 = gl.minimum(tile_first + of_word, (width if GATED else outputs) - 1)
+        word1 = gl.minimum(tile_first + SECOND + of_word, outputs - 1)
+        at0 = SCALES + (expert * outputs + word0) * blocks
+        at1 = SCALES + (expert * outputs + word1) * blocks
+        s0 = gl.load(at0)
+        s1 = gl.load(at1)
+        sums0 = zero
+        sums1 = zero
+        mbarrier.wait(full.index(i % STAGES), i // STAGES % 2)
+        w0 = _operand(units, i % STAGES * 4 + which, s0, ROWS)
+        for step in range(blocks):
+            # One product is in flight while the operand of the next is made ready.
+            buf = i % STAGES
+            following = gl.minimum(step + 1, blocks - 1)
+            next_s0 = gl.load(at0 + following)
+            next_s1 = gl.load(at1 + following)
+            x = x_tiles.index(buf).permute((1, 0))
+            product0 = warpgroup_mma(w0, x, sums0, is_async=True)
+            w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
+            product1 = warpgroup_mma(w1, x, sums1, is_async=True)
+            sums0, w0 = warpgroup_mma_wait(1, deps=[product0, w0])
+            i += 1
+            # After the last block, what was there before is decoded and never used.
+            mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=step + 1 < blocks)
+            w0 = _operand(units, i % STAGES * 4 + which, next_s0, ROWS)
+            sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
+            mbarrier.arrive(empty.index(buf), count=1)
+            s1 = next_s1
+        at = begin + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        is_pair = at < end
+        own = tile_first + m
+        if BIAS is not None:
+            biases = BIAS + expert * outputs
+            sums0 += gl.load(biases + own, mask=own < width, other=0.0).to(gl.float32)[:, None]
+            sums1 += gl.load(biases + own + SECOND, mask=own + SECOND < outputs, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            _store(OUT, _gated(sums0, sums1, limit, alpha, ACTIVATION), own, width, at, is_pair, out_stride)
+        else:
+            row = gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg")
+            _store(OUT, sums0, own, outputs, row, is_pair, out_stride)
+            _store(OUT, sums1, own + _HALF, outputs, row, is_pair, out_stride)
+        item += gl.num_programs(0)
+
+
+# Shapes compile to nothing better, and each would take seconds.
+@gluon.jit(do_not_specialize=["tiles", "blocks", "outputs", "width", "out_stride", "limit", "alpha"])
+def mxfp4_experts_kernel(
+    x, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`tiles`: of outputs. `blocks`: of 128 inputs. `width`: results of a pair, outputs where nothing is gated."""
+    if PDL:
+        gdc_launch_dependents()
+    unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, 128, 32], units.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)  # weights and inputs
+        mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
+    share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
+    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles)
+    GATED: gl.constexpr = is_gated(ACTIVATION)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_multiply, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_bring_weights, (units, unit_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
+            (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
