@@ -53,6 +53,8 @@ CHECKED = {
     "256 dims, a window shorter than a tile": Layer(8, 4, 256, window_tokens=41),
     "256 dims, a window of whole tiles, 64-token blocks": Layer(8, 2, 256, window_tokens=513, block_tokens=64),
     "128 dims, 16 query heads, window, 3 stripes": Layer(2, 16, 128, window_tokens=333, stripes=3),
+    "gpt-oss window, sinks": Layer(8, 8, 64, window_tokens=128, has_sinks=True),
+    "gpt-oss full, sinks": Layer(8, 8, 64, has_sinks=True),
     "128 dims, window, 64-token blocks": Layer(8, 4, 128, window_tokens=1000, block_tokens=64),
 }
 ENGINE_CHUNKS = (1100, 37, 1500, 1024)
@@ -71,6 +73,9 @@ TIMED = (
     ("E4B full, pair, 1 x 8,192 over 16,384", LAYERS["E4B full, pair"], 1, 8192, 16_384),
     ("E4B full, pair, 8 x 1,024", LAYERS["E4B full, pair"], 8, 1024, 0),
     ("E4B window, 1 x 8,192 over 30,000", LAYERS["E4B window"], 1, 8192, 30_000),
+    ("gpt-oss full, 1 x 8,192", Layer(8, 8, 64, has_sinks=True), 1, 8192, 0),
+    ("gpt-oss full, 1 x 8,192 over 16,384", Layer(8, 8, 64, has_sinks=True), 1, 8192, 16_384),
+    ("gpt-oss window, 1 x 8,192 over 16,384", Layer(8, 8, 64, window_tokens=128, has_sinks=True), 1, 8192, 16_384),
     ("Qwen3, 1 x 8,192", QWEN3, 1, 8192, 0),
     ("Qwen3, 4 x 2,048", QWEN3, 4, 2048, 0),
 )

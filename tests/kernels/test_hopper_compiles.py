@@ -40,6 +40,7 @@ LAYERS = {
     "31B window": (LayerView(16, 256, 16, 65, True, (0, 131_072), 0, 1, BF16), 32, Mask(Window(1024))),
     "31B full, latent": (LayerView(4, 512, 16, 80, False, (0,), 0, 1, BF16), 32, CAUSAL),
     "E4B full, pair": (LayerView(2, 512, 16, 80, False, (0, 32_768), 1, 2, BF16), 8, CAUSAL),
+    "gpt-oss window, sinks": (LayerView(8, 64, 16, 24, True, (0, 16_384), 0, 1, BF16), 64, Mask(Window(128))),
     "Qwen3": (LayerView(8, 128, 16, 80, False, (0, 32_768), 0, 1, BF16), 16, CAUSAL),
 }
 
@@ -89,7 +90,8 @@ def test_a_launch_compiles_for_hopper_within_its_memory(name, monkeypatch, tmp_p
     heads = heads_of(view, query_heads, mask)
     rope = (torch.zeros(4096, 64), torch.zeros(4096, 64), torch.zeros(512)) if view.latent else None
     arena, table = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(2, view.columns, view.stripes, dtype=torch.int32)
-    layer = PagedLayer(arena, view, table, query_heads, mask, Scores(0.1), rope)
+    sinks = torch.zeros(query_heads) if "sinks" in name else None
+    layer = PagedLayer(arena, view, table, query_heads, mask, Scores(0.1, sinks=sinks), rope)
     attention = hopper.HopperPrefill(layer, heads, PrefillScratch([heads], 4096, CPU))
     q = torch.zeros(1000, query_heads, view.dim, dtype=BF16)
     k = torch.zeros(1100, view.kv_heads, view.dim, dtype=BF16)

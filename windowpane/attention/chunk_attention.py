@@ -18,7 +18,7 @@ from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, pr
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.widen import PastPlan, plain_view, plan_past, widen
 from windowpane.device.transfer import to_device
-from windowpane.kv.hopper_scratch import CAPABILITY, ROTARY_DIMS, Heads
+from windowpane.kv.hopper_scratch import CAPABILITY, ROTARY_DIMS, WIDE_DIM, Heads
 from windowpane.kv.layout import BLOCK_CHOICES
 
 
@@ -51,8 +51,9 @@ class ChunkAttention:
         self._large = None
         heads = heads_of(view, layer.query_heads, layer.mask)
         rotates = layer.rope is None or layer.rope[0].shape[1] * 2 == ROTARY_DIMS
-        # The Hopper kernels know neither soft-cap nor sinks.
-        has_kernel = has_rows_for_hopper(view) and heads.has_kernel and rotates and layer.scores.are_plain
+        # The Hopper kernels know no soft-cap, and that of the widest heads no sinks.
+        knows_scores = layer.scores.softcap is None and (layer.scores.sinks is None or view.dim != WIDE_DIM)
+        has_kernel = has_rows_for_hopper(view) and heads.has_kernel and rotates and knows_scores
         if scratch is not None and has_kernel:
             # Gluon's Hopper part is imported only where it can run.
             from windowpane.attention.hopper.prefill import HopperPrefill

@@ -12,8 +12,8 @@ ROTARY_DIMS = 128  # of a latent's 512, rotated once per segment
 ELEMENT_TYPE = "bfloat16"
 ELEMENT_BYTES = 2
 WIDE_DIM = 512
-TILE_TOKENS = {128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
-PROGRAM_ROWS = {128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads of a KV head
+TILE_TOKENS = {64: 128, 128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
+PROGRAM_ROWS = {64: 128, 128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads of a KV head
 # A launch takes one segment: with fewer programs than this it leaves multiprocessors idle (an H200 has 132), and such a
 # segment goes to the plain kernel, which takes all that are left in one launch.
 LEAST_PROGRAMS = 128

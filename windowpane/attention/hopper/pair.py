@@ -1,4 +1,4 @@
-"""Prefill attention for pairs of 128 and 256 dims on Hopper (Gluon): past from pages, present from activations.
+"""Prefill attention for pairs of 64, 128 and 256 dims on Hopper (Gluon): past from pages, present from activations.
 
 One program owns 128 rows: the query heads of one KV head times as many tokens as that leaves. Each of two warp groups
 owns 64 of the rows with all their output (128 registers a thread at 256 dims) and runs on its own: while one computes
@@ -19,6 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from windowpane.attention.hopper.tiles import copy_from_pages, load_entries
+from windowpane.attention.triton.view import LOG2E
+
+_LOG2E = gl.constexpr(LOG2E)
 
 
 @gluon.jit
@@ -82,7 +85,7 @@ def _softmax(s, m, norm, position, first_query, j, window, scale_log2, TOKENS: g
 
 
 @gluon.jit
-def _attend(q_box, out, tiles, bars, head, first_token, first_query, seen):
+def _attend(q_box, out, SINKS, tiles, bars, head, first_token, first_query, seen):
     """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
 
     The first is token `first_token` of those that ask, at position `first_query`.
@@ -102,8 +105,13 @@ def _attend(q_box, out, tiles, bars, head, first_token, first_query, seen):
 
     q = q_box._reinterpret(gl.bfloat16, [1, 64, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
     position = first_query + gl.arange(0, 64, score_row) // GROUP
-    m = gl.full([64], -1e30, gl.float32, score_row)
-    norm = gl.full([64], 0.0, gl.float32, score_row)
+    if SINKS is not None:
+        # A score that every query sees, and that has no value.
+        m = gl.load(SINKS + head * GROUP + gl.arange(0, 64, score_row) % GROUP) * _LOG2E
+        norm = gl.full([64], 1.0, gl.float32, score_row)
+    else:
+        m = gl.full([64], -1e30, gl.float32, score_row)
+        norm = gl.full([64], 0.0, gl.float32, score_row)
     zero = gl.full([64, TILE], 0.0, gl.float32, score)
     o = gl.full([64, DIM], 0.0, gl.float32, output)
     mbarrier.wait(q_full, 0)
@@ -148,8 +156,8 @@ def _attend(q_box, out, tiles, bars, head, first_token, first_query, seen):
     do_not_specialize_on_alignment=["TABLE"],
 )  # fmt: skip
 def pair_kernel(
-    q, out, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count, edge_tile,
-    table_stride, stripe, columns, kv_heads, window, scale_log2, GROUP: gl.constexpr, DIM: gl.constexpr,
+    q, out, SINKS, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count,
+    edge_tile, table_stride, stripe, columns, kv_heads, window, scale_log2, GROUP: gl.constexpr, DIM: gl.constexpr,
     TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -182,10 +190,11 @@ def pair_kernel(
     keys, values = (k_arena, k_edges, k_present, k_tiles), (v_arena, v_edges, v_present, v_tiles)
     place = (head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns)
     tiles, seen = (k_tiles, v_tiles), (first_tile, n_tiles, window, scale_log2)
+    second = first_token + TOKENS, first_query + TOKENS
     gl.warp_specialize(
         [
-            (_attend, (q_boxes.index(0), out, tiles, bars, head, first_token, first_query, seen)),
-            (_attend, (q_boxes.index(1), out, tiles, bars, head, first_token + TOKENS, first_query + TOKENS, seen)),
+            (_attend, (q_boxes.index(0), out, SINKS, tiles, bars, head, first_token, first_query, seen)),
+            (_attend, (q_boxes.index(1), out, SINKS, tiles, bars, head, second[0], second[1], seen)),
             (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
         ],
         [4, 1], [240, 24],

@@ -55,9 +55,10 @@ class HopperPrefill:
         table = (layer.table.stride(0), view.stripe, view.columns, view.kv_heads)
         if view.dim != WIDE_DIM:
             pair_kernel[(blocks * view.kv_heads,)](
-                *asked, *self._sources, *fresh, layer.table, *place, window_edge(segment, layer.mask, self._tile),
-                *table, layer.reach_tokens, layer.scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile,
-                BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, num_warps=4, maxnreg=REGISTERS,
+                *asked, layer.scores.sinks, *self._sources, *fresh, layer.table, *place,
+                window_edge(segment, layer.mask, self._tile), *table, layer.reach_tokens, layer.scale_log2, GROUP=group,
+                DIM=view.dim, TILE=self._tile, BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, num_warps=4,
+                maxnreg=REGISTERS,
             )  # fmt: skip
             return
         rotated, w = self._rotated, layer.table
