@@ -83,4 +83,5 @@ def copy_from_pages(arena, entries, row, bar, tiles, buf, BLOCK_TOKENS: gl.const
         for c in gl.static_range(COLUMNS):
             box = boxes.index((buf * COLUMNS + c) * PAGES + page)
             # a table entry counts 256 bytes, a row of the arena descriptor is DIM x 2 bytes
-            tma.async_copy_global_to_shared(arena, [entries[page] // (DIM // 128) + row, c * 64], bar, box)
+            first = entries[page] * 2 if DIM == 64 else entries[page] // (DIM // 128)
+            tma.async_copy_global_to_shared(arena, [first + row, c * 64], bar, box)

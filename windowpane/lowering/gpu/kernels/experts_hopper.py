@@ -25,10 +25,9 @@ STAGES = {16: 10, 32: 8, 64: 6, 128: 4}
 
 
 class Boxed(NamedTuple):
-    """Pairs of a tile, and blocks of inputs that are multiplied in one round of the kernel's loop."""
+    """Pairs of a tile."""
 
     rows: int
-    unroll: int = 2
 
 
 def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> bool:
@@ -68,7 +67,7 @@ def boxed_product(
         described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
         weight.scales.view(torch.int32), out, bias, *by_expert, tiles, blocks, outputs, width, out.stride(0),
         float(limit), float(alpha), ROWS=launch.rows, STAGES=STAGES[launch.rows], ACTIVATION=activation,
-        GROUP_BLOCKS=GROUP_BLOCKS, UNROLL=launch.unroll, PDL=pdl, num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
+        GROUP_BLOCKS=GROUP_BLOCKS, PDL=pdl, num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
 
 

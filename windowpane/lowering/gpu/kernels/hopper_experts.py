@@ -62,7 +62,7 @@ def _fresh(at):
 
 @gluon.jit
 def _bring_weights(units, unit_tiles, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
-    full, empty, tiles, steps, BLOCKS, COUNT = share
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
     STAGES: gl.constexpr = unit_tiles.type.shape[0] // 2
     if PDL:
@@ -74,7 +74,7 @@ def _bring_weights(units, unit_tiles, share, shape, GATED: gl.constexpr, GROUP_B
         block, tile = _place(item, count, tiles, GROUP_BLOCKS)
         first = _fresh(BLOCKS + block * 3) * outputs + tile * (_HALF if GATED else 2 * _HALF)
         second = first + (width if GATED else _HALF)
-        for step in range(steps):
+        for step in range(blocks):
             buf = i % STAGES
             mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
             mbarrier.expect(full.index(buf), 256 * 64)
@@ -86,7 +86,7 @@ def _bring_weights(units, unit_tiles, share, shape, GATED: gl.constexpr, GROUP_B
 
 @gluon.jit
 def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
-    full, empty, tiles, steps, BLOCKS, COUNT = share
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     if PDL:
@@ -97,7 +97,7 @@ def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constex
     while item < count * tiles:
         block, _tile = _place(item, count, tiles, GROUP_BLOCKS)
         row = _fresh(BLOCKS + block * 3 + 1)
-        for step in range(steps):
+        for step in range(blocks):
             buf = i % STAGES
             mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
             mbarrier.expect(full.index(buf), ROWS * 128 * 2)
@@ -149,14 +149,14 @@ def _store(OUT, sums, m, width, row, is_pair, out_stride):
 @gluon.jit
 def _multiply(
     which: gl.constexpr, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
-    GROUP_BLOCKS: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 outputs of either half of the program's tiles."""
     OUT, BIAS, PAIRS = results
     unit_tiles, x_tiles = tiles_of
-    full, empty, tiles, steps, BLOCKS, COUNT = share
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
-    out_stride, limit, alpha, blocks = numbers
+    out_stride, limit, alpha = numbers
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     GATED: gl.constexpr = is_gated(ACTIVATION)
@@ -190,29 +190,24 @@ def _multiply(
         sums1 = zero
         mbarrier.wait(full.index(i % STAGES), i // STAGES % 2)
         w0 = _operand(units, i % STAGES * 4 + which, s0, ROWS)
-        for first_step in range(0, steps, UNROLL):
-            # An operand is made while the other half's product is in flight. But for the last of a round it is taken by
-            # the product behind it, so that no compiler can move it beyond the next wait.
-            for u in gl.static_range(UNROLL):
-                buf = i % STAGES
-                following = gl.minimum(first_step + u + 1, blocks - 1)
-                next_s0 = gl.load(at0 + following)
-                next_s1 = gl.load(at1 + following)
-                x = x_tiles.index(buf).permute((1, 0))
-                product0 = warpgroup_mma(w0, x, sums0, is_async=True)
-                if u > 0:
-                    sums1, w1 = warpgroup_mma_wait(1, deps=[product1, w1])  # noqa: F821 - of the step before
-                    mbarrier.arrive(empty.index((i - 1) % STAGES), count=1)
-                w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
-                product1 = warpgroup_mma(w1, x, sums1, is_async=True)
-                sums0, w0 = warpgroup_mma_wait(1, deps=[product0, w0])
-                i += 1
-                # After the last block, what was there before is decoded and never used.
-                mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=first_step + u + 1 < steps)
-                w0 = _operand(units, i % STAGES * 4 + which, next_s0, ROWS)
-                s1 = next_s1
+        for step in range(blocks):
+            # One product is in flight while the operand of the next is made ready.
+            buf = i % STAGES
+            following = gl.minimum(step + 1, blocks - 1)
+            next_s0 = gl.load(at0 + following)
+            next_s1 = gl.load(at1 + following)
+            x = x_tiles.index(buf).permute((1, 0))
+            product0 = warpgroup_mma(w0, x, sums0, is_async=True)
+            w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
+            product1 = warpgroup_mma(w1, x, sums1, is_async=True)
+            sums0, w0 = warpgroup_mma_wait(1, deps=[product0, w0])
+            i += 1
+            # After the last block, what was there before is decoded and never used.
+            mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=step + 1 < blocks)
+            w0 = _operand(units, i % STAGES * 4 + which, next_s0, ROWS)
             sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
-            mbarrier.arrive(empty.index((i - 1) % STAGES), count=1)
+            mbarrier.arrive(empty.index(buf), count=1)
+            s1 = next_s1
         at = begin + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         is_pair = at < end
         own = tile_first + m
@@ -234,12 +229,9 @@ def _multiply(
 def mxfp4_experts_kernel(
     x, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
     ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr,
-    UNROLL: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """`tiles`: of outputs. `blocks`: of 128 inputs, UNROLL in a round; beyond the last, units and inputs are 0.
-
-    `width`: results of a pair, outputs where nothing is gated.
-    """
+    """`tiles`: of outputs. `blocks`: of 128 inputs. `width`: results of a pair, outputs where nothing is gated."""
     if PDL:
         gdc_launch_dependents()
     unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, 128, 32], units.layout)
@@ -249,14 +241,13 @@ def mxfp4_experts_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)  # weights and inputs
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
-    steps = (blocks + UNROLL - 1) // UNROLL * UNROLL
-    share, shape = (full, empty, tiles, steps, BLOCKS, COUNT), (outputs, width)
-    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha, blocks), (unit_tiles, x_tiles)
+    share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
+    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles)
     GATED: gl.constexpr = is_gated(ACTIVATION)
     gl.warp_specialize(
         [
-            (_multiply, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, UNROLL, PDL)),
-            (_multiply, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, UNROLL, PDL)),
+            (_multiply, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_multiply, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
             (_bring_weights, (units, unit_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
             (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
         ],
