@@ -30,7 +30,7 @@ from windowpane.lowering.gpu.kernels.experts import Boxed, Few, Grouped, Launche
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import Sorted, grouped_product, sort_pairs
-from windowpane.lowering.gpu.kernels.experts_hopper import STAGES, boxed_product, gather_rows, takes_boxes
+from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, gather_rows, takes_boxes
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
@@ -120,8 +120,13 @@ def agrees(layer: Layer) -> str:
     forms += [(33, (Grouped(size, 128, 128, 4, 2),) * 2) for size in (16, 32, 64, 128)]
     if layer.kind == "plain":
         forms += [(33, (Grouped(size, 128, 64, 4, 3, tma=True),) * 2) for size in (16, 128)]
-    if takes_boxes(case.gate_up, BF16):
-        forms += [(rows, (Boxed(size),) * 2) for rows in (5, 33, 400) for size in STAGES]
+    has_boxes = layer.activation != "relu2"
+    sizes = [
+        size
+        for size in STAGES
+        if has_boxes and takes_boxes(case.gate_up, BF16, size) and takes_boxes(case.down, BF16, size)
+    ]
+    forms += [(rows, (Boxed(size),) * 2) for rows in (5, 33, 400) for size in sizes]
     for rows, launches in forms:
         worst = max(worst, compare(case, rows, launches))
     return f"{worst[0]:.1e} (torch {worst[1]:.1e})"
@@ -331,7 +336,8 @@ def candidates(layer: Layer, rows: int) -> list[Few | Grouped | Boxed]:
     per_expert = rows * layer.chosen / layer.experts
     sizes = (16,) if per_expert < 6 else (16, 32) if per_expert < 20 else (32, 64) if per_expert < 50 else (64, 128)
     fitting = [launch for launch in grouped if launch.rows in (sizes if per_expert < 200 else (128,))]
-    boxed = [Boxed(size) for size in STAGES if size in sizes] if layer.kind == "mxfp4" else []
+    kernels = {"mxfp4": list(STAGES), "plain": [PLAIN_ROWS]}.get(layer.kind, [])
+    boxed = [Boxed(size) for size in kernels if size in sizes]
     return [*few] if rows <= 2 else [*few[1::2], *boxed, *fitting] if rows <= 16 else [*boxed, *fitting]
 
 
@@ -371,7 +377,7 @@ class Products:
         return grouped
 
 
-def _boxed_arguments(turn: tuple[torch.Tensor, Sorted], weight: PackedWeight, out: torch.Tensor) -> tuple[Any, ...]:
+def _boxed_arguments(turn: tuple[torch.Tensor, Sorted], weight: Any, out: torch.Tensor) -> tuple[Any, ...]:
     rows, by_expert = turn
     return rows, weight, None, by_expert, out
 

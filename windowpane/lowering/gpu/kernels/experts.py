@@ -1,9 +1,9 @@
 """A layer of experts: each row goes through those that routing chose for it, and their results are added by shares.
 
 Few rows: `experts_few`, two launches that read the weights of every pair. More rows: `experts_grouped`, where pairs are
-sorted by expert and each expert's weights are read once; `experts_hopper` has another product for MXFP4 on Hopper. All
-weights of a projection are one weight of experts × outputs rows, plain or packed. Nothing waits for the host, so that a
-graph can hold it.
+sorted by expert and each expert's weights are read once; `experts_hopper` has other products for Hopper. All weights
+of a projection are one weight of experts × outputs rows, plain or packed. Nothing waits for the host, so that a graph
+can hold it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def run_experts(
     if not rows:
         return out
     if launches is None:
-        launches = plan_experts(rows, chosen, experts, x.dtype, *weights, weighs_inputs=weighs_inputs)
+        has_boxes = code != RELU2.value and not weighs_inputs
+        launches = plan_experts(rows, chosen, experts, x.dtype, *weights, has_boxes=has_boxes)
     inner = x.new_empty(rows * chosen, width)
     common: dict[str, Any] = {"limit": float(limit or 0.0), "alpha": float(alpha), "local": local, "pdl": pdl}
     first, second = launches
@@ -65,11 +66,12 @@ def run_experts(
         return out
     assert not isinstance(first, Few) and not isinstance(second, Few) and first.rows == second.rows
     by_expert = sort_pairs(routing, first_expert, local, first.rows, pdl=pdl)
-    results = x.new_empty(rows * chosen, hidden)
     if isinstance(first, Boxed) and isinstance(second, Boxed):
-        assert isinstance(weights[0], PackedWeight) and isinstance(weights[1], PackedWeight)
-        gathered = gather_rows(x, by_expert, routing, pdl=pdl)
-        boxed_product(gathered, weights[0], gate_up_bias, by_expert, inner, activation=code, launch=first, **common)
+        rows_by_expert = gather_rows(x, by_expert, routing, pdl=pdl)
+        boxed_product(
+            rows_by_expert, weights[0], gate_up_bias, by_expert, inner, activation=code, launch=first, **common
+        )
+        results = rows_by_expert  # as large, and no longer needed
         boxed_product(
             inner, weights[1], down_bias, by_expert, results, activation=NO_ACTIVATION.value, launch=second, **common
         )
@@ -78,6 +80,7 @@ def run_experts(
             x, weights[0], gate_up_bias, routing, by_expert, inner, activation=code, weighted=weighs_inputs,
             launch=first, **common,
         )  # fmt: skip
+        results = x.new_empty(rows * chosen, hidden)
         grouped_product(
             inner, weights[1], down_bias, routing, by_expert, results, activation=NO_ACTIVATION.value, weighted=False,
             launch=second, **common,
@@ -88,15 +91,17 @@ def run_experts(
 
 def plan_experts(
     rows: int, chosen: int, experts: int, dtype: torch.dtype, gate_up: torch.Tensor | PackedWeight,
-    down: torch.Tensor | PackedWeight, *, weighs_inputs: bool = False,
+    down: torch.Tensor | PackedWeight, *, has_boxes: bool = True,
 ) -> Launches:  # fmt: skip
-    """By the number of rows alone, never by where they go."""
+    """By the number of rows alone, never by where they go. `has_boxes`: what stands between the products has a kernel
+    in `experts_hopper`.
+    """
     if rows <= (FEW_ROWS_OF_PACKED if isinstance(gate_up, PackedWeight) else FEW_ROWS):
         return _plan_few(gate_up), _plan_few(down)
     # Most experts then have one block, or their last block is mostly full.
     per_expert = rows * chosen / experts
     block = min(128, max(16, triton.next_power_of_2(int(1.25 * per_expert) + 1)))
-    if takes_boxes(gate_up, dtype) and takes_boxes(down, dtype) and not weighs_inputs:
+    if has_boxes and takes_boxes(gate_up, dtype, block) and takes_boxes(down, dtype, block):
         return Boxed(block), Boxed(block)
     return _plan_grouped(block, gate_up, dtype), _plan_grouped(block, down, dtype)
 

@@ -1,4 +1,4 @@
-"""Experts of many rows with MXFP4 weights on Hopper, from the host's side: which ones, and what is launched."""
+"""Experts of many rows on Hopper from the host's side: which ones, and what is launched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import is_gated
 from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS, Sorted
-from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel
+from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel, plain_experts_kernel
 from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.packed import PackedWeight
@@ -22,6 +22,8 @@ from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 HALF_OUTPUTS = 128
 # Blocks of inputs that are on their way or being multiplied, as many as fit into shared memory, by the pairs of a tile.
 STAGES = {16: 10, 32: 8, 64: 6, 128: 4}
+# Weights in bf16 have smaller blocks. With fewer pairs, memory is the limit, and other kernels reach it.
+PLAIN_INPUTS, PLAIN_ROWS, PLAIN_STAGES = 64, 128, 4
 
 
 class Boxed(NamedTuple):
@@ -30,15 +32,14 @@ class Boxed(NamedTuple):
     rows: int
 
 
-def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> bool:
-    return (
-        isinstance(weight, PackedWeight)
-        and weight.kind == "mxfp4"
-        and dtype == torch.bfloat16
-        and weight.inputs % 8 == 0
-        and is_hopper(weight.device)
-        and is_copied(weight.units)
-    )
+def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype, rows: int) -> bool:
+    """For tiles of so many pairs."""
+    if isinstance(weight, PackedWeight):
+        has_kernel, copied = weight.kind == "mxfp4", weight.units
+    else:
+        has_kernel, copied = rows == PLAIN_ROWS, weight
+    has_rows = dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
+    return has_kernel and has_rows and is_hopper(weight.device) and is_copied(copied)
 
 
 def gather_rows(x: torch.Tensor, by_expert: Sorted, routing: Routing, *, pdl: bool) -> torch.Tensor:
@@ -53,21 +54,29 @@ def gather_rows(x: torch.Tensor, by_expert: Sorted, routing: Routing, *, pdl: bo
 
 
 def boxed_product(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, by_expert: Sorted, out: torch.Tensor, *,
-    local: int, activation: int, limit: float, alpha: float, launch: Boxed, pdl: bool,
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, by_expert: Sorted,
+    out: torch.Tensor, *, local: int, activation: int, limit: float, alpha: float, launch: Boxed, pdl: bool,
 ) -> None:  # fmt: skip
     """`x` [pairs by expert, inputs]. With an `activation`, out [pairs by expert, width]; else out [pairs, outputs]."""
     outputs, gated = len(weight) // local, is_gated(activation)
     width = outputs // 2 if gated else outputs
-    tiles, blocks = ceil_div(outputs, 2 * HALF_OUTPUTS), ceil_div(weight.inputs, BLOCK_INPUTS)
-    if gated:
-        tiles = ceil_div(width, HALF_OUTPUTS)
+    tiles = ceil_div(width, HALF_OUTPUTS) if gated else ceil_div(outputs, 2 * HALF_OUTPUTS)
     programs = min(_processors(x.device), len(by_expert.blocks) * tiles)
-    mxfp4_experts_kernel[(programs,)](
-        described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
-        weight.scales.view(torch.int32), out, bias, *by_expert, tiles, blocks, outputs, width, out.stride(0),
-        float(limit), float(alpha), ROWS=launch.rows, STAGES=STAGES[launch.rows], ACTIVATION=activation,
-        GROUP_BLOCKS=GROUP_BLOCKS, PDL=pdl, num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
+    sizes = outputs, width, out.stride(0), float(limit), float(alpha)
+    common = {
+        "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4,
+        "maxnreg": REGISTERS, "launch_pdl": pdl,
+    }  # fmt: skip
+    if isinstance(weight, PackedWeight):
+        mxfp4_experts_kernel[(programs,)](
+            described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
+            weight.scales.view(torch.int32), out, bias, *by_expert, tiles, ceil_div(weight.inputs, BLOCK_INPUTS),
+            *sizes, STAGES=STAGES[launch.rows], **common,
+        )  # fmt: skip
+        return
+    plain_experts_kernel[(programs,)](
+        described(x, [launch.rows, PLAIN_INPUTS], 128), described(weight, [HALF_OUTPUTS, PLAIN_INPUTS], 128), out, bias,
+        *by_expert, tiles, ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, STAGES=PLAIN_STAGES, **common,
     )  # fmt: skip
 
 

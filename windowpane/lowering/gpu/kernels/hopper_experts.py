@@ -1,13 +1,13 @@
-"""Experts of many rows with MXFP4 weights on Hopper (Gluon).
+"""Experts of many rows on Hopper (Gluon): MXFP4 weights, and bf16 ones where rows are many.
 
 A tile is 256 outputs of one expert by a block of its pairs, 128 of the outputs to each of two warp groups: 64 of a gate
-and the 64 that it gates, so that both are in the same thread's registers. One warp brings units by TMA, another one the
-inputs, which lie by expert. A warp group turns the units of 64 outputs into an operand in registers while the tensor
-cores multiply the one before it. Programs, one to a multiprocessor, take every so manieth tile, and what they need for
+and the 64 that it gates, so that both are in the same thread's registers. One warp brings weights by TMA, another one
+the inputs, which lie by expert. Programs, one to a multiprocessor, take every so manieth tile, and what they need for
 the next one is brought while they end the last.
 
-Scales are read by the threads that need them, a step ahead: a word has those of a block for one output, and the words
-of the next blocks lie in the same sector.
+Of MXFP4, a warp group turns the units of 64 outputs into an operand in registers while the tensor cores multiply the
+one before it. Scales are read by the threads that need them, a step ahead: a word has those of a block for one output,
+and the words of the next blocks lie in the same sector.
 """
 
 # mypy: disable-error-code="assignment,misc"
@@ -61,10 +61,12 @@ def _fresh(at):
 
 
 @gluon.jit
-def _bring_weights(units, unit_tiles, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
+def _bring_weights(weights, w_tiles, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
+    """Both halves of each tile, [128, columns] at a time."""
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
-    STAGES: gl.constexpr = unit_tiles.type.shape[0] // 2
+    STAGES: gl.constexpr = w_tiles.type.shape[0] // 2
+    COLUMNS: gl.constexpr = w_tiles.type.shape[2]
     if PDL:
         gdc_wait()
     count = _fresh(COUNT)
@@ -77,9 +79,10 @@ def _bring_weights(units, unit_tiles, share, shape, GATED: gl.constexpr, GROUP_B
         for step in range(blocks):
             buf = i % STAGES
             mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
-            mbarrier.expect(full.index(buf), 256 * 64)
-            tma.async_copy_global_to_shared(units, [first, step * 32], full.index(buf), unit_tiles.index(2 * buf))
-            tma.async_copy_global_to_shared(units, [second, step * 32], full.index(buf), unit_tiles.index(2 * buf + 1))
+            mbarrier.expect(full.index(buf), 256 * COLUMNS * 2)
+            column = step * COLUMNS
+            tma.async_copy_global_to_shared(weights, [first, column], full.index(buf), w_tiles.index(2 * buf))
+            tma.async_copy_global_to_shared(weights, [second, column], full.index(buf), w_tiles.index(2 * buf + 1))
             i += 1
         item += gl.num_programs(0)
 
@@ -89,6 +92,7 @@ def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constex
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
+    COLUMNS: gl.constexpr = x_tiles.type.shape[2]
     if PDL:
         gdc_wait()
     count = _fresh(COUNT)
@@ -100,8 +104,8 @@ def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constex
         for step in range(blocks):
             buf = i % STAGES
             mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
-            mbarrier.expect(full.index(buf), ROWS * 128 * 2)
-            tma.async_copy_global_to_shared(x, [row, step * 128], full.index(buf), x_tiles.index(buf))
+            mbarrier.expect(full.index(buf), ROWS * COLUMNS * 2)
+            tma.async_copy_global_to_shared(x, [row, step * COLUMNS], full.index(buf), x_tiles.index(buf))
             i += 1
         item += gl.num_programs(0)
 
@@ -147,21 +151,43 @@ def _store(OUT, sums, m, width, row, is_pair, out_stride):
 
 
 @gluon.jit
-def _multiply(
+def _finish(results, sums0, sums1, place, first, shape, numbers, ACTIVATION: gl.constexpr):
+    """Adds the biases of outputs from `first` on and of those half a tile on, applies the activation, and stores."""
+    OUT, BIAS, PAIRS = results
+    expert, begin, end = place
+    outputs, width = shape
+    out_stride, limit, alpha = numbers
+    layout: gl.constexpr = sums0.type.layout
+    GATED: gl.constexpr = is_gated(ACTIVATION)
+    SECOND = width if GATED else _HALF
+    at = begin + gl.arange(0, sums0.type.shape[1], gl.SliceLayout(0, layout))
+    is_pair = at < end
+    m = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    if BIAS is not None:
+        biases = BIAS + expert * outputs
+        sums0 += gl.load(biases + m, mask=m < width, other=0.0).to(gl.float32)[:, None]
+        sums1 += gl.load(biases + m + SECOND, mask=m + SECOND < outputs, other=0.0).to(gl.float32)[:, None]
+    if GATED:
+        _store(OUT, _gated(sums0, sums1, limit, alpha, ACTIVATION), m, width, at, is_pair, out_stride)
+    else:
+        row = gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg")
+        _store(OUT, sums0, m, outputs, row, is_pair, out_stride)
+        _store(OUT, sums1, m + _HALF, outputs, row, is_pair, out_stride)
+
+
+@gluon.jit
+def _multiply_units(
     which: gl.constexpr, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 outputs of either half of the program's tiles."""
-    OUT, BIAS, PAIRS = results
     unit_tiles, x_tiles = tiles_of
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
-    out_stride, limit, alpha = numbers
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
     GATED: gl.constexpr = is_gated(ACTIVATION)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    of_outputs: gl.constexpr = gl.SliceLayout(1, layout)
     of_words: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2))
     units = unit_tiles._reinterpret(gl.int16, [STAGES * 4, 64, 32], gl.NVMMASharedLayout(64, 16, rank=2))
     if PDL:
@@ -170,13 +196,11 @@ def _multiply(
     item = gl.program_id(0)
     i = 0
     zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
-    m = which * 64 + gl.arange(0, 64, of_outputs)
     of_word = which * 64 + gl.arange(0, 64, of_words)
     while item < count * tiles:
         block, tile = _place(item, count, tiles, GROUP_BLOCKS)
-        expert = _fresh(BLOCKS + block * 3)
-        begin = _fresh(BLOCKS + block * 3 + 1)
-        end = _fresh(BLOCKS + block * 3 + 2)
+        place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
+        expert = place[0]
         tile_first = tile * (_HALF if GATED else 2 * _HALF)
         SECOND = width if GATED else _HALF
         # Beyond the last output the last one's are read, and what they give is not stored.
@@ -208,19 +232,44 @@ def _multiply(
             sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
             mbarrier.arrive(empty.index(buf), count=1)
             s1 = next_s1
-        at = begin + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-        is_pair = at < end
-        own = tile_first + m
-        if BIAS is not None:
-            biases = BIAS + expert * outputs
-            sums0 += gl.load(biases + own, mask=own < width, other=0.0).to(gl.float32)[:, None]
-            sums1 += gl.load(biases + own + SECOND, mask=own + SECOND < outputs, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            _store(OUT, _gated(sums0, sums1, limit, alpha, ACTIVATION), own, width, at, is_pair, out_stride)
-        else:
-            row = gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg")
-            _store(OUT, sums0, own, outputs, row, is_pair, out_stride)
-            _store(OUT, sums1, own + _HALF, outputs, row, is_pair, out_stride)
+        _finish(results, sums0, sums1, place, tile_first + which * 64, shape, numbers, ACTIVATION)
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _multiply_plain(
+    which: gl.constexpr, results, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `_multiply_units`; both warp groups take turns at the tensor cores."""
+    w_tiles, x_tiles = tiles_of
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    ROWS: gl.constexpr = x_tiles.type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES * 4, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    if PDL:
+        gdc_wait()
+    count = _fresh(COUNT)
+    item = gl.program_id(0)
+    i = 0
+    zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
+    while item < count * tiles:
+        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
+        place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
+        sums0 = zero
+        sums1 = zero
+        for _ in range(blocks):
+            buf = i % STAGES
+            mbarrier.wait(full.index(buf), i // STAGES % 2)
+            x = x_tiles.index(buf).permute((1, 0))
+            product0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
+            product1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
+            sums0, sums1 = warpgroup_mma_wait(0, deps=[product0, product1])
+            mbarrier.arrive(empty.index(buf), count=1)
+            i += 1
+        first = tile * (_HALF if is_gated(ACTIVATION) else 2 * _HALF) + which * 64
+        _finish(results, sums0, sums1, place, first, shape, numbers, ACTIVATION)
         item += gl.num_programs(0)
 
 
@@ -246,9 +295,38 @@ def mxfp4_experts_kernel(
     GATED: gl.constexpr = is_gated(ACTIVATION)
     gl.warp_specialize(
         [
-            (_multiply, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
-            (_multiply, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_multiply_units, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_multiply_units, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
             (_bring_weights, (units, unit_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
+            (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tiles", "blocks", "outputs", "width", "out_stride", "limit", "alpha"])
+def plain_experts_kernel(
+    x, weights, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `mxfp4_experts_kernel`, for weights in bf16; `blocks` of 64 inputs."""
+    if PDL:
+        gdc_launch_dependents()
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 128, 64], weights.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
+    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles)
+    GATED: gl.constexpr = is_gated(ACTIVATION)
+    gl.warp_specialize(
+        [
+            (_multiply_plain, (0, results, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_multiply_plain, (1, results, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_bring_weights, (weights, w_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
             (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
         ],
         [4, 1, 1], [240, 24, 24],
