@@ -1,4 +1,6 @@
-"""Checks of Gated DeltaNet's kernels against the reference, for a process with TRITON_INTERPRET=1; named by arguments."""
+"""Checks of Gated DeltaNet's kernels against the reference, for a process with TRITON_INTERPRET=1; its arguments name
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from windowpane.schedule.step import Segment
 
 EPS, WIDTH, PAGES = 1e-5, 4, 24
 UNIT = OFFSET_UNIT_BYTES // 4
+SHAPE = DeltaShape(2, 4, 16, 32, WIDTH)
 
 Part = tuple[torch.Tensor, torch.Tensor]  # convolution tail [channels, width - 1], matrices [heads, key dim, value dim]
 
@@ -29,7 +32,7 @@ Part = tuple[torch.Tensor, torch.Tensor]  # convolution tail [channels, width - 
 class Layer:
     """A layer of few, small heads with an arena of random pages."""
 
-    shape: DeltaShape = DeltaShape(2, 4, 16, 32, WIDTH)
+    shape: DeltaShape = SHAPE
     weight: torch.Tensor | None = field(default_factory=lambda: torch.rand(32) + 0.5)
 
     def __post_init__(self) -> None:
@@ -71,9 +74,7 @@ class Layer:
         mixed, tail = causal_convolution(qkv, before[0][None], self.conv, None)
         q, k, v = (
             part.unflatten(-1, (-1, dim))
-            for part, dim in zip(
-                F.silu(mixed).split(self.widths, dim=-1), (key_dim, key_dim, value_dim), strict=True
-            )
+            for part, dim in zip(F.silu(mixed).split(self.widths, dim=-1), (key_dim, key_dim, value_dim), strict=True)
         )
         q, k = (part.repeat_interleave(heads // key_heads, dim=2) for part in (q, k))
         log_decays = -self.decay * F.softplus(a + self.dt_bias)
@@ -113,7 +114,7 @@ def ints(*values: int) -> torch.Tensor:
 def decoding() -> None:
     """Begun, new and padding rows, with a head's values in one program or several, and with one value head a key."""
     for shape, launch, weighted in (
-        (DeltaShape(2, 4, 16, 32, WIDTH), None, True),
+        (SHAPE, None, True),
         (DeltaShape(2, 6, 32, 16, WIDTH), DecodeLaunch(1, 4), False),
         (DeltaShape(2, 2, 16, 64, WIDTH), DecodeLaunch(4, 4), True),
     ):
@@ -145,7 +146,7 @@ class Prompts:
     decoding: int = 2
 
     def __post_init__(self) -> None:
-        ends = [self.decoding, *accumulate(self.lengths, initial=self.decoding)][1:]
+        ends = list(accumulate(self.lengths, initial=self.decoding))
         self.segments = [
             Segment(slot, start, start + length, row, row, length)
             for slot, (start, length, row) in enumerate(zip(self.starts, self.lengths, ends, strict=False))

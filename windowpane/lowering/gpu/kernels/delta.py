@@ -119,29 +119,26 @@ def softplus(x):
 
 
 @triton.jit
-def _past_taps(BEFORE, AFTER, CONV, dims, reads, writes, WIDTH: tl.constexpr):
-    """What the remembered inputs of some channels add to the convolution; all but the oldest are remembered on."""
-    total = tl.zeros(dims.shape, tl.float32)
-    at = dims * (WIDTH - 1)
+def _past_taps(BEFORE, AFTER, CONV, channels, reads, writes, WIDTH: tl.constexpr):
+    """What remembered inputs add to the convolution of `channels`; all but the oldest are remembered on.
+
+    BEFORE and AFTER are those of each channel.
+    """
+    total = tl.zeros(channels.shape, tl.float32)
     for tap in tl.static_range(WIDTH - 1):
-        x = tl.load(BEFORE + at + tap, mask=reads, other=0.0, cache_modifier=".cg")
-        total += x.to(tl.float32) * tl.load(CONV + dims * WIDTH + tap)
+        x = tl.load(BEFORE + tap, mask=reads, other=0.0, cache_modifier=".cg")
+        total += x.to(tl.float32) * tl.load(CONV + channels * WIDTH + tap)
         if tap > 0:
-            tl.store(AFTER + at + (tap - 1), x, mask=writes)
+            tl.store(AFTER + (tap - 1), x, mask=writes)
     return total
 
 
 @triton.jit
-def _present_tap(past, X, AFTER, CONV, dims, is_row, writes, WIDTH: tl.constexpr, PAST_L1: tl.constexpr):
-    """SiLU of the convolution with this row's input."""
-    x = tl.load(X + dims, mask=is_row, other=0.0, cache_modifier=PAST_L1)
-    tl.store(AFTER + dims * (WIDTH - 1) + (WIDTH - 2), x.to(AFTER.dtype.element_ty), mask=writes)
-    return silu(past + x.to(tl.float32) * tl.load(CONV + dims * WIDTH + (WIDTH - 1)))
-
-
-@triton.jit
-def _unit(x):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + UNIT_EPS)
+def _present_tap(past, X, AFTER, CONV, channels, is_row, writes, WIDTH: tl.constexpr, PAST_L1: tl.constexpr):
+    """SiLU of the convolution with this row's input, which is remembered as the latest."""
+    x = tl.load(X + channels, mask=is_row, other=0.0, cache_modifier=PAST_L1)
+    tl.store(AFTER + (WIDTH - 2), x.to(AFTER.dtype.element_ty), mask=writes)
+    return silu(past + x.to(tl.float32) * tl.load(CONV + channels * WIDTH + (WIDTH - 1)))
 
 
 @triton.jit
@@ -181,36 +178,34 @@ def _decode_kernel(
     after = tl.load(AFTER + row).to(tl.int64)
     at = head * (K * V) + k_dims[:, None] * V + v_dims[None, :]
     state_at = MATRIX + before * matrix_unit + matrix_first + at
-    state = tl.load(state_at, mask=has_state, other=0.0, cache_modifier=".cg", eviction_policy="evict_first")
-    # Value heads of a key head all convolve its queries and keys: the first of them remembers the inputs.
+    state = tl.load(state_at, mask=has_state, other=0.0, eviction_policy="evict_first")
+    # Value heads of a key head all convolve its queries and keys: the first of them remembers the inputs. Both are one
+    # tile, so that each thread has a few channels.
+    is_key = tl.arange(0, 2)[:, None] == 1
+    qk_channels = tl.where(is_key, KEYS, 0) + key_head * K + k_dims[None, :]
+    qk_tails = tl.where(is_key, k_first, q_first) + (key_head * K + k_dims[None, :]) * (WIDTH - 1)
+    v_channels = 2 * KEYS + head * V + v_dims
+    v_tails = v_first + (head * V + v_dims) * (WIDTH - 1)
+    tails_before = TAILS + before * tail_unit
+    tails_after = TAILS + after * tail_unit
     writes_keys = is_row & (head % GROUP == 0) & (part == 0)
-    q_before = TAILS + before * tail_unit + q_first + key_head * (K * (WIDTH - 1))
-    k_before = TAILS + before * tail_unit + k_first + key_head * (K * (WIDTH - 1))
-    v_before = TAILS + before * tail_unit + v_first + head * (V * (WIDTH - 1))
-    q_after = TAILS + after * tail_unit + q_first + key_head * (K * (WIDTH - 1))
-    k_after = TAILS + after * tail_unit + k_first + key_head * (K * (WIDTH - 1))
-    v_after = TAILS + after * tail_unit + v_first + head * (V * (WIDTH - 1))
-    q_conv = CONV + key_head * (K * WIDTH)
-    k_conv = CONV + (KEYS + key_head * K) * WIDTH
-    v_conv = CONV + (2 * KEYS + head * V) * WIDTH
-    q = _past_taps(q_before, q_after, q_conv, k_dims, has_state, writes_keys, WIDTH)
-    k = _past_taps(k_before, k_after, k_conv, k_dims, has_state, writes_keys, WIDTH)
-    v = _past_taps(v_before, v_after, v_conv, v_dims, has_state, is_row, WIDTH)
+    qk = _past_taps(tails_before + qk_tails, tails_after + qk_tails, CONV, qk_channels, has_state, writes_keys, WIDTH)
+    v = _past_taps(tails_before + v_tails, tails_after + v_tails, CONV, v_channels, has_state, is_row, WIDTH)
     rate_of_decay = tl.load(DECAY + head)
     dt_bias = tl.load(DT_BIAS + head)
     if PDL:
         gdc_wait()
     x = MADE + row * made_stride
-    q = _present_tap(q, x + key_head * K, q_after, q_conv, k_dims, is_row, writes_keys, WIDTH, PAST_L1)
-    k = _present_tap(k, x + KEYS + key_head * K, k_after, k_conv, k_dims, is_row, writes_keys, WIDTH, PAST_L1)
-    v = _present_tap(v, x + 2 * KEYS + head * V, v_after, v_conv, v_dims, is_row, is_row, WIDTH, PAST_L1)
+    qk = _present_tap(qk, x, tails_after + qk_tails, CONV, qk_channels, is_row, writes_keys, WIDTH, PAST_L1)
+    v = _present_tap(v, x, tails_after + v_tails, CONV, v_channels, is_row, is_row, WIDTH, PAST_L1)
     gates = x + BEHIND + VALUE_HEADS * V + head
     rate = sigmoid(tl.load(gates, mask=is_row, other=0.0, cache_modifier=PAST_L1).to(tl.float32))
     step = tl.load(gates + VALUE_HEADS, mask=is_row, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
     decay = tl.exp(-rate_of_decay * softplus(step + dt_bias))
 
-    q = _unit(q) * (K**-0.5)
-    k = _unit(k)
+    qk *= tl.rsqrt(tl.sum(qk * qk, 1) + UNIT_EPS)[:, None]
+    q = tl.sum(tl.where(is_key, 0.0, qk), 0) * (K**-0.5)
+    k = tl.sum(tl.where(is_key, qk, 0.0), 0)
     state = state.to(tl.float32) * decay
     learned = (v - tl.sum(state * k[:, None], 0)) * rate
     o = tl.sum(state * q[:, None], 0) + tl.sum(k * q, 0) * learned

@@ -64,8 +64,7 @@ def _pieces(shape: DeltaShape, dtype: torch.dtype, chunks: int) -> dict[str, tup
         # One is read in a strip, the other written: both may belong to segments of that strip.
         "carried": ((2, heads, shape.key_dim, shape.value_dim), torch.float32),
         "totals": ((heads, tokens), torch.float32),  # logs of the decay since the chunk's first token
-        "queries": ((tokens, shape.key_heads, shape.key_dim), dtype),
-        "keys": ((tokens, shape.key_heads, shape.key_dim), dtype),
+        "pairs": ((2, tokens, shape.key_heads, shape.key_dim), dtype),  # queries and keys
         "values": ((tokens, heads, shape.value_dim), dtype),  # then what is learned from an empty state
         "known": ((tokens, heads, shape.key_dim), dtype),
         "inside": ((tokens, heads, CHUNK_TOKENS), dtype),
@@ -79,8 +78,7 @@ def _aligned(size_bytes: int) -> int:
 class _Workspace(NamedTuple):
     carried: torch.Tensor
     totals: torch.Tensor
-    queries: torch.Tensor
-    keys: torch.Tensor
+    pairs: torch.Tensor
     values: torch.Tensor
     known: torch.Tensor
     inside: torch.Tensor
@@ -154,17 +152,18 @@ def chunk_delta(
         many = strip.last - strip.first
         # A plain launch: its cached reads see what was written before.
         convolve_kernel[(many, 2 * key_heads + heads)](
-            made, table, *places, tails[0].arena, conv, snapshots, room.queries, room.keys, room.values,
-            made.stride(0), *(tail.first for tail in tails), tails[0].unit, count, first_sequence, strip.first, kept,
+            made, table, *places, tails[0].arena, conv, snapshots, room.pairs, room.values,
+            made.stride(0), *(tail.first for tail in tails), tails[0].unit, count, first_sequence, strip.first,
+            chunks * CHUNK_TOKENS, kept,
             **fixed, WIDTH=shape.width, num_warps=launch.convolve_warps,
         )  # fmt: skip
         solve_kernel[(many, heads)](
-            made, table, room.queries, room.keys, room.values, room.known, room.inside, room.totals, decay, dt_bias,
+            made, table, room.pairs, room.values, room.known, room.inside, room.totals, decay, dt_bias,
             made.stride(0), count, strip.first, chunks * CHUNK_TOKENS, **fixed, **precision, PDL=pdl,
             num_warps=launch.solve_warps, num_stages=launch.solve_stages, launch_pdl=pdl,
         )  # fmt: skip
         pass_kernel[(shape.value_dim // values, heads, strip.end - strip.begin)](
-            table, *places, matrix.arena, snapshots, room.queries, room.keys, room.values, room.known, room.inside,
+            table, *places, matrix.arena, snapshots, room.pairs, room.values, room.known, room.inside,
             room.totals, room.carried, out, out.stride(0), matrix.first, matrix.unit, count, first_sequence,
             strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, kept, **fixed, **precision,
             VALUES=values, STAGES=launch.pass_stages, PDL=pdl, num_warps=launch.pass_warps, launch_pdl=pdl,
@@ -215,8 +214,8 @@ def _store_tail(X, stride, BEFORE, TO, dims, behind, has_past, WIDTH: tl.constex
 
 
 @triton.jit
-def _convolved(X, stride, BEFORE, CONV, dims, first, tokens, has_past, WIDTH: tl.constexpr):
-    """SiLU of the convolution of a chunk's tokens [CHUNK, dims]; zeros behind the last token."""
+def _convolved(X, stride, CONV, dims, first, tokens, WIDTH: tl.constexpr):
+    """SiLU of the convolution of a chunk's tokens [CHUNK, dims], from the segment's inputs; zeros behind the last."""
     token = first + tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK, dims.shape[0]], tl.float32)
     for tap in tl.static_range(WIDTH):
@@ -224,19 +223,49 @@ def _convolved(X, stride, BEFORE, CONV, dims, first, tokens, has_past, WIDTH: tl
         mask = (at >= 0) & (token < tokens)
         x = tl.load(X + at.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask[:, None], other=0.0)
         total += x.to(tl.float32) * tl.load(CONV + dims * WIDTH + tap)[None, :]
-    if first == 0 and has_past:
-        for tap in tl.static_range(WIDTH - 1):
-            at = token + tap
-            mask = (at < WIDTH - 1) & (token < tokens)
-            x = tl.load(BEFORE + dims[None, :] * (WIDTH - 1) + at[:, None], mask=mask[:, None], other=0.0)
-            total += x.to(tl.float32) * tl.load(CONV + dims * WIDTH + tap)[None, :]
     return silu(total)
+
+
+@triton.jit
+def _convolved_token(X, stride, BEFORE, CONV, dims, token, WIDTH: tl.constexpr):
+    """SiLU of the convolution of one of a segment's first tokens, which sees what is remembered."""
+    total = tl.zeros(dims.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        at = token + (tap - WIDTH + 1)
+        x = tl.load(X + at * stride + dims, mask=at >= 0, other=0.0).to(tl.float32)
+        x += tl.load(BEFORE + dims * (WIDTH - 1) + (token + tap), mask=at < 0, other=0.0).to(tl.float32)
+        total += x * tl.load(CONV + dims * WIDTH + tap)
+    return silu(total)
+
+
+@triton.jit
+def _convolve_head(
+    X, stride, TAIL, page, CONV, TO, first, tokens, has_past, scale, HEADS: tl.constexpr, DIM: tl.constexpr,
+    IS_UNIT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the convolution of a head's tokens in a chunk; IS_UNIT: of unit length, times `scale`."""
+    dims = tl.arange(0, DIM)
+    i = tl.arange(0, CHUNK)
+    STRIDE: tl.constexpr = HEADS * DIM
+    y = _convolved(X, stride, CONV, dims, first, tokens, WIDTH)
+    if IS_UNIT:
+        y *= (tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS) * scale)[:, None]
+    sees_past = has_past & (first == 0)
+    mask = (sees_past == 0) | (i >= WIDTH - 1)
+    tl.store(TO + i[:, None] * STRIDE + dims[None, :], y.to(TO.dtype.element_ty), mask=mask[:, None])
+    if sees_past:
+        for token in tl.static_range(WIDTH - 1):
+            one = _convolved_token(X, stride, TAIL + page, CONV, dims, token, WIDTH)
+            if IS_UNIT:
+                one *= tl.rsqrt(tl.sum(one * one, 0) + UNIT_EPS) * scale
+            one = tl.where(token < tokens, one, 0.0)
+            tl.store(TO + token * STRIDE + dims, one.to(TO.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count", "first_sequence", "first_chunk", "snapshots"])
 def convolve_kernel(
-    MADE, SEGMENTS, BEFORE, AFTER, STARTS, TAILS, CONV, SNAPSHOTS, QUERIES, KEYS, VALUES,
-    made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, snapshots,
+    MADE, SEGMENTS, BEFORE, AFTER, STARTS, TAILS, CONV, SNAPSHOTS, PAIRS, VALUES,
+    made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, strip_tokens, snapshots,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -249,43 +278,37 @@ def convolve_kernel(
     has_past = tl.load(STARTS + sequence) > 0
     page = tl.load(BEFORE + sequence).to(tl.int64) * tail_unit
     next_page = tl.load(AFTER + sequence).to(tl.int64) * tail_unit
-    to_row = (index * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)[:, None]
+    to_row = index.to(tl.int64) * CHUNK
     if kind_head < 2 * KEY_HEADS:
         is_key = kind_head >= KEY_HEADS
         head = kind_head % KEY_HEADS
-        dims = tl.arange(0, K)
-        tail = tl.where(is_key, k_first, q_first) + head * (K * (WIDTH - 1))
+        tail = TAILS + tl.where(is_key, k_first, q_first) + head * (K * (WIDTH - 1))
         x = MADE + row * made_stride + kind_head * K
-        conv = CONV + kind_head * (K * WIDTH)
-        y = _convolved(x, made_stride, TAILS + page + tail, conv, dims, first, tokens, has_past, WIDTH)
-        y *= (tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS) * tl.where(is_key, 1.0, K**-0.5))[:, None]
-        to = (head * K + dims)[None, :] + to_row * (KEY_HEADS * K)
-        if is_key:
-            tl.store(KEYS + to, y.to(KEYS.dtype.element_ty))
-        else:
-            tl.store(QUERIES + to, y.to(QUERIES.dtype.element_ty))
-        _remember(x, made_stride, TAILS + tail, page, next_page, dims, first, start, tokens, has_past, sequence,
-                  SNAPSHOTS, snapshots, tail_unit, WIDTH)  # fmt: skip
+        to = PAIRS + (tl.where(is_key, strip_tokens, 0) + to_row) * (KEY_HEADS * K) + head * K
+        scale = tl.where(is_key, 1.0, K**-0.5)
+        _convolve_head(x, made_stride, tail, page, CONV + kind_head * (K * WIDTH), to, first, tokens, has_past, scale,
+                       KEY_HEADS, K, True, WIDTH)  # fmt: skip
+        _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
+                  snapshots, tail_unit, K, WIDTH)  # fmt: skip
     else:
         head = kind_head - 2 * KEY_HEADS
-        dims = tl.arange(0, V)
-        tail = v_first + head * (V * (WIDTH - 1))
         channel = 2 * KEY_HEADS * K + head * V
+        tail = TAILS + v_first + head * (V * (WIDTH - 1))
         x = MADE + row * made_stride + channel
-        conv = CONV + channel * WIDTH
-        y = _convolved(x, made_stride, TAILS + page + tail, conv, dims, first, tokens, has_past, WIDTH)
-        to = (head * V + dims)[None, :] + to_row * (VALUE_HEADS * V)
-        tl.store(VALUES + to, y.to(VALUES.dtype.element_ty))
-        _remember(x, made_stride, TAILS + tail, page, next_page, dims, first, start, tokens, has_past, sequence,
-                  SNAPSHOTS, snapshots, tail_unit, WIDTH)  # fmt: skip
+        to = VALUES + to_row * (VALUE_HEADS * V) + head * V
+        _convolve_head(x, made_stride, tail, page, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
+                       VALUE_HEADS, V, False, WIDTH)  # fmt: skip
+        _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
+                  snapshots, tail_unit, V, WIDTH)  # fmt: skip
 
 
 @triton.jit
 def _remember(
-    X, stride, TAIL, page, next_page, dims, first, start, tokens, has_past, sequence, SNAPSHOTS, snapshots, unit,
-    WIDTH: tl.constexpr,
+    X, stride, TAIL, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS, snapshots, unit,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Store the tails whose last input this chunk has: that of the segment's end, and those of snapshots."""
+    dims = tl.arange(0, DIM)
     if first + CHUNK >= tokens:
         _store_tail(X, stride, TAIL + page, TAIL + next_page, dims, tokens, has_past, WIDTH)
     if SNAPSHOTS is not None:
@@ -301,10 +324,20 @@ def _remember(
 
 
 @triton.jit
+def _joined(solved, system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of twice the size from those of neighbours: −T₂ A₂₁ T₁ joins T₁ and T₂."""
+    i = tl.arange(0, CHUNK)[:, None] // SIZE
+    j = tl.arange(0, CHUNK)[None, :] // SIZE
+    below = tl.where((i // 2 == j // 2) & (i > j), system, 0.0)
+    below = tl.dot(solved, below, input_precision=PRECISION)
+    return solved - tl.dot(below, solved, input_precision=PRECISION)
+
+
+@triton.jit
 def _inverse(products, total, rate, PRECISION: tl.constexpr):
     """(I + A)⁻¹ of A = tril(rate · products · decay between tokens, -1); `products` are symmetric.
 
-    Diagonal blocks are solved row by row, all at once; then two neighbours become one: −T₂ A₂₁ T₁ joins T₁ and T₂.
+    Diagonal blocks are solved row by row, all at once, and then joined.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     i = tl.arange(0, CHUNK)[:, None]
@@ -326,17 +359,13 @@ def _inverse(products, total, rate, PRECISION: tl.constexpr):
     solved = tl.reshape(solved, [CHUNK, CHUNK])
     decays = tl.exp(tl.where(i > j, total[:, None] - total[None, :], float("-inf")))
     system = products * decays * rate[:, None]
-    for level in tl.static_range(2):
-        SIZE: tl.constexpr = BLOCK * 2**level
-        is_below = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
-        below = tl.dot(solved, tl.where(is_below, system, 0.0), input_precision=PRECISION)
-        solved -= tl.dot(below, solved, input_precision=PRECISION)
-    return solved
+    solved = _joined(solved, system, BLOCK, PRECISION)
+    return _joined(solved, system, 2 * BLOCK, PRECISION)
 
 
 @triton.jit(do_not_specialize=["count", "first_chunk"])
 def solve_kernel(
-    MADE, SEGMENTS, QUERIES, KEYS, VALUES, KNOWN, INSIDE, TOTALS, DECAY, DT_BIAS,
+    MADE, SEGMENTS, PAIRS, VALUES, KNOWN, INSIDE, TOTALS, DECAY, DT_BIAS,
     made_stride, count, first_chunk, strip_tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -346,7 +375,7 @@ def solve_kernel(
     """
     wait_if_overlapped(PDL)
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
-    DTYPE: tl.constexpr = KEYS.dtype.element_ty
+    DTYPE: tl.constexpr = PAIRS.dtype.element_ty
     index = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -364,9 +393,9 @@ def solve_kernel(
 
     k_dims = tl.arange(0, K)[None, :]
     v_dims = tl.arange(0, V)[None, :]
-    key_at = at[:, None] * (KEY_HEADS * K) + key_head * K + k_dims
-    k = tl.load(KEYS + key_at, cache_modifier=PAST_L1)
-    q = tl.load(QUERIES + key_at, cache_modifier=PAST_L1)
+    pairs = PAIRS + key_head * K + k_dims
+    k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+    q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
     transposed = tl.trans(k)
     decays = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
     inside = tl.dot(q, transposed, input_precision=PRECISION) * decays
@@ -387,7 +416,7 @@ def solve_kernel(
 
 @triton.jit(do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"])
 def pass_kernel(
-    SEGMENTS, BEFORE, AFTER, STARTS, MATRIX, SNAPSHOTS, QUERIES, KEYS, LEARNED, KNOWN, INSIDE, TOTALS, CARRIED, OUT,
+    SEGMENTS, BEFORE, AFTER, STARTS, MATRIX, SNAPSHOTS, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, CARRIED, OUT,
     out_stride, matrix_first, matrix_unit, count, first_sequence, begin, first_chunk, last_chunk, turn, strip_tokens,
     snapshots,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
@@ -396,7 +425,7 @@ def pass_kernel(
     """Program (part of the value dims, value head, segment): the state [K, VALUES] through the chunks of a strip."""
     wait_if_overlapped(PDL)
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
-    DTYPE: tl.constexpr = KEYS.dtype.element_ty
+    DTYPE: tl.constexpr = PAIRS.dtype.element_ty
     part = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -422,13 +451,13 @@ def pass_kernel(
     for chunk in tl.range(tl.maximum(segment_begin, first_chunk), tl.minimum(segment_end, last_chunk),
                           num_stages=STAGES):  # fmt: skip
         at = ((chunk - first_chunk) * CHUNK + i).to(tl.int64)
-        key_at = at[:, None] * (KEY_HEADS * K) + key_head * K + k_dims[None, :]
         head_at = at[:, None] * VALUE_HEADS + head
         known = tl.load(KNOWN + head_at * K + k_dims[None, :], cache_modifier=PAST_L1)
         fresh = tl.load(LEARNED + head_at * V + v_dims[None, :], cache_modifier=PAST_L1)
-        q = tl.load(QUERIES + key_at, cache_modifier=PAST_L1)
+        pairs = PAIRS + key_head * K + k_dims[None, :]
+        q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
         inside = tl.load(INSIDE + head_at * CHUNK + i[None, :], cache_modifier=PAST_L1)
-        k = tl.load(KEYS + key_at, cache_modifier=PAST_L1)
+        k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
         totals = TOTALS + head * strip_tokens + (chunk - first_chunk) * CHUNK
         total = tl.load(totals + i, cache_modifier=PAST_L1)
         last = tl.load(totals + (CHUNK - 1), cache_modifier=PAST_L1)
