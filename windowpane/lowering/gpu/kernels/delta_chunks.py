@@ -49,7 +49,7 @@ class ChunkLaunch(NamedTuple):
 
 # In float32 a stage of the pass over the states takes 120 KiB of shared memory.
 LAUNCH = ChunkLaunch()
-WIDE_LAUNCH = ChunkLaunch(solve_warps=8, pass_stages=1)
+WIDE_LAUNCH = ChunkLaunch(convolve_warps=8, solve_warps=8, pass_warps=8, pass_stages=1)
 
 
 def delta_workspace_bytes(shape: DeltaShape, dtype: torch.dtype, tokens: int = STRIP_TOKENS) -> int:
