@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from windowpane.attention.segments import ChunkQueries
+from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, sigmoid, silu, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
@@ -54,7 +55,7 @@ WIDE_LAUNCH = ChunkLaunch(convolve_warps=8, solve_warps=8, pass_warps=8, pass_st
 
 def delta_workspace_bytes(shape: DeltaShape, dtype: torch.dtype, tokens: int = STRIP_TOKENS) -> int:
     """What strips of so many tokens take; that of one chunk is the least."""
-    chunks = max(1, triton.cdiv(tokens, CHUNK_TOKENS))
+    chunks = max(1, ceil_div(tokens, CHUNK_TOKENS))
     return sum(_aligned(prod(size) * kind.itemsize) for size, kind in _pieces(shape, dtype, chunks).values())
 
 
@@ -72,7 +73,7 @@ def _pieces(shape: DeltaShape, dtype: torch.dtype, chunks: int) -> dict[str, tup
 
 
 def _aligned(size_bytes: int) -> int:
-    return triton.cdiv(size_bytes, _ALIGNED_BYTES) * _ALIGNED_BYTES
+    return ceil_div(size_bytes, _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 class _Workspace(NamedTuple):
@@ -110,7 +111,7 @@ class _Strip(NamedTuple):
 
 
 def _strips(segments: Sequence[Segment], chunks: int) -> Iterator[_Strip]:
-    counts = [triton.cdiv(s.stop - s.start, CHUNK_TOKENS) for s in segments]
+    counts = [ceil_div(s.stop - s.start, CHUNK_TOKENS) for s in segments]
     ends = [0, *accumulate(counts)]
 
     def row_of(chunk: int) -> int:
@@ -168,7 +169,7 @@ def chunk_delta(
             strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, kept, **fixed, **precision,
             VALUES=values, STAGES=launch.pass_stages, PDL=pdl, num_warps=launch.pass_warps, launch_pdl=pdl,
         )  # fmt: skip
-        gated_norm_kernel[(triton.cdiv(strip.rows, _NORM_TOKENS), heads)](
+        gated_norm_kernel[(ceil_div(strip.rows, _NORM_TOKENS), heads)](
             out, made, norm_weight, out.stride(0), made.stride(0), strip.row, strip.rows, eps, **shape.fixed,
             TOKENS=_NORM_TOKENS, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
