@@ -56,7 +56,11 @@ PROMPTS = {
     "40 of 2 to 80": (tuple(range(2, 82, 2)), tuple(i % 3 for i in range(40))),
 }
 TIMED_PROMPTS = {"1 × 8192": (8192,), "8 × 1024": (1024,) * 8, "1 × 1024": (1024,), "64 × 128": (128,) * 64}
-DECODE_LAUNCHES = [DecodeLaunch(split, warps) for split in (1, 2, 4) for warps in (2, 4, 8, 16) if split * warps > 2]
+DECODE_LAUNCHES = [
+    *(DecodeLaunch(1, warps) for warps in (4, 8, 16)), DecodeLaunch(1, 8, 128), DecodeLaunch(2, 4),
+    DecodeLaunch(2, 4, 128), DecodeLaunch(2, 8), DecodeLaunch(4, 2), DecodeLaunch(4, 4), DecodeLaunch(4, 8),
+    DecodeLaunch(8, 2), DecodeLaunch(8, 4),
+]  # fmt: skip
 SWEEPS: dict[str, list[ChunkLaunch]] = {
     "convolve": [LAUNCH._replace(convolve_warps=warps) for warps in (2, 4, 8)],
     "solve": [LAUNCH._replace(solve_warps=warps) for warps in (1, 2, 4, 8)],
@@ -411,7 +415,7 @@ def timings() -> None:
         for rows in ROWS:
             steps = Decoding(shape, rows)
             took = microseconds(steps.step(None), repeat=steps.sets)
-            beside = "" if fla is None else f"{fla_decode(fla, shape, rows):8.1f}"
+            beside = by_fla(partial(fla_decode, fla, shape, rows), fla)
             speed = steps.bytes_moved / took / 1e3
             launch = plan_decode(rows, shape)
             print(
@@ -426,7 +430,7 @@ def timings() -> None:
             prompts = Prompts(Layer(shape, 2 * len(lengths)), lengths, (0,) * len(lengths))
             step = prompts.step(nans(len(prompts.made), prompts.layer))
             took = microseconds(step)
-            beside = "" if fla is None else f"{fla_chunks(fla, shape, lengths):8.1f}"
+            beside = by_fla(partial(fla_chunks, fla, shape, lengths), fla)
             speed = operations(shape, sum(lengths)) / took / 1e6
             parts = ", ".join(f"{kernel} {spent:.0f}" for kernel, spent in by_kernel(step))
             print(f"{name:18} {about:>9} {took:8.1f} {speed:7.1f} {beside:8}  {parts}", flush=True)
@@ -519,6 +523,16 @@ def find_fla() -> Any:
         print(f"fla-core is not timed: {error}")
         return None
     return gated_delta_rule
+
+
+def by_fla(time: Callable[[], float], fla: Any) -> str:
+    """Its microseconds, or why there are none."""
+    if fla is None:
+        return ""
+    try:
+        return f"{time():8.1f}"
+    except Exception as error:
+        return type(error).__name__
 
 
 def fla_inputs(shape: DeltaShape, batch: int, tokens: int) -> dict[str, torch.Tensor]:
