@@ -63,29 +63,30 @@ DECODE_LAUNCHES = [
 ]  # fmt: skip
 SWEEPS: dict[str, list[ChunkLaunch]] = {
     "convolve": [LAUNCH._replace(convolve_warps=warps) for warps in (2, 4, 8)],
-    "solve": [LAUNCH._replace(solve_warps=warps) for warps in (1, 2, 4, 8)],
+    "solve": [LAUNCH._replace(solve_warps=warps) for warps in (2, 4, 8)],
     "pass": [
         LAUNCH._replace(values=values, pass_warps=warps, pass_stages=stages)
-        for values in (16, 32, 64, 128)
-        for warps in (2, 4, 8)
-        for stages in (1, 2, 3)
+        for values, warps, stages in ((32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3),
+                                      (128, 8, 2))
     ],
-}
+}  # fmt: skip
 STRIPS = (512, 1024, 2048, 4096, 8192)
 L2_BYTES = 50 * 2**20
 
 
 def checks() -> Checks:
+    first, second = LAYERS.values()
     return [
-        *((f"delta decode {name}", partial(decodes, shape)) for name, shape in LAYERS.items()),
-        ("delta decode float32", partial(decodes, LAYERS["Qwen3.5-35B-A3B"], F32)),
+        ("delta decode 16/32 heads, each launch", partial(decodes, first, DECODE_LAUNCHES)),
+        ("delta decode 16/48 heads", partial(decodes, second, [])),
+        ("delta decode float32", partial(decodes, first, [], F32)),
         ("delta decode in a graph of dependent launches", in_a_graph),
         *(
-            (f"delta prompts {name}, {about}", partial(prefills, shape, *given))
-            for name, shape in LAYERS.items()
+            (f"delta prompts 16/32 heads, {about}", partial(prefills, first, *given))
             for about, given in PROMPTS.items()
         ),
-        ("delta prompts float32, mixed", partial(prefills, LAYERS["Qwen3.5-35B-A3B"], *PROMPTS["mixed"], F32)),
+        ("delta prompts 16/48 heads, mixed", partial(prefills, second, *PROMPTS["mixed"])),
+        ("delta prompts float32, mixed", partial(prefills, first, *PROMPTS["mixed"], F32)),
         ("delta prompts alone and in strips", alone),
         ("delta prompts by each launch", each_launch),
         ("delta snapshots", snapshots),
@@ -213,11 +214,11 @@ def compare(layer: Layer, what: str, cases: list[tuple[torch.Tensor, tuple[torch
     return worst
 
 
-def decodes(shape: DeltaShape, dtype: torch.dtype = BF16) -> str:
-    """Rows that go on, begin and are padding, by the planned launch; eight rows by every launch."""
+def decodes(shape: DeltaShape, launches: list[DecodeLaunch], dtype: torch.dtype = BF16) -> str:
+    """Rows that go on, begin and are padding, by the planned launch; eight rows by each of `launches`."""
     layer, worst = Layer(shape, 2 * max(ROWS) + 8, dtype), [0.0, 0.0]
     forms: list[tuple[int, DecodeLaunch | None]] = [(rows, None) for rows in ROWS]
-    forms += [(8, launch) for launch in DECODE_LAUNCHES]
+    forms += [(8, launch) for launch in launches]
     for rows, launch in forms:
         layer.renew()
         starts = [5] if rows == 1 else [(7, 0, -1, 1, 30000)[row % 5] for row in range(rows)]
@@ -387,7 +388,7 @@ def each_launch() -> str:
 
 def snapshots() -> str:
     """States in front of positions within segments, and at their ends."""
-    prompts = Prompts(Layer(LAYERS["Qwen3.5-27B"], 16), (500, 3), (10, 0))
+    prompts = Prompts(Layer(LAYERS["Qwen3.5-35B-A3B"], 16), (500, 3), (10, 0))
     layer, plain = prompts.layer, prompts.run()
     wanted = [(3, 11), (3, 74), (3, 333), (3, 510), (4, 2)]
     pages = layer.take(len(wanted)).tolist()
