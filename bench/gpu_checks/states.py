@@ -66,8 +66,8 @@ SWEEPS: dict[str, list[ChunkLaunch]] = {
     "solve": [LAUNCH._replace(solve_warps=warps) for warps in (2, 4, 8)],
     "pass": [
         LAUNCH._replace(values=values, pass_warps=warps, pass_stages=stages)
-        for values, warps, stages in ((32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3),
-                                      (128, 8, 2))
+        for values, warps, stages in ((32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2),
+                                      (64, 8, 3), (128, 8, 2))
     ],
 }  # fmt: skip
 STRIPS = (512, 1024, 2048, 4096, 8192)
