@@ -17,9 +17,21 @@ import traceback
 
 import torch
 
-from bench.gpu_checks import attention, chain, engine, experts, formats, fused, hopper, overlap, parallel, quantized
+from bench.gpu_checks import (
+    attention,
+    chain,
+    engine,
+    experts,
+    formats,
+    fused,
+    hopper,
+    overlap,
+    parallel,
+    quantized,
+    states,
+)
 
-MODULES = (attention, overlap, hopper, fused, quantized, experts, chain, engine, formats, parallel)
+MODULES = (attention, overlap, hopper, fused, quantized, experts, states, chain, engine, formats, parallel)
 
 
 def main() -> None:
@@ -34,7 +46,7 @@ def main() -> None:
     else:
         failed = run_checks(arguments.words, *map(int, arguments.share.split("/")))
     if arguments.timings:
-        for module in (attention, hopper, fused, quantized, experts, chain, formats):
+        for module in (attention, hopper, fused, quantized, experts, states, chain, formats):
             module.timings()
     sys.exit(bool(failed))
 
