@@ -65,6 +65,8 @@ class GpuModel:
             for index, (layer, norm) in enumerate(zip(decoder.layers, following, strict=True))
         ]
         self._attentions = context.attentions
+        self._tables = tables
+        self._state_groups = tuple(dict.fromkeys(stored.group for stored in pages.states.values()))
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
         if use_hopper and use_chain and group.place.ranks == 1:
@@ -81,14 +83,18 @@ class GpuModel:
 
     def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """The normed output of the last layer for the wanted rows; what `logits` takes."""
-        # Attention looks up plans and positions before the launch ahead of it has ended. Whatever makes those has a
-        # plain launch behind it, which waits for it.
-        plans = self._plan(step)
+        # Mixers look up plans, positions and pages of states before the launch ahead of them has ended. Whatever makes
+        # those has a plain launch behind it, which waits for it.
+        plans, sequences = self._plan(step), step.sequences
+        state_pages = {
+            group: self._tables.state_pages(group, sequences.slots, sequences.state_slots)
+            for group in self._state_groups
+        }
         hidden = look_up(self.embedding, tokens, self._group)
         if self.decoder.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
-        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer)
+        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages)
         normed = self._first_norm(hidden)
         for layer in self.layers:
             if state.narrowed and not len(hidden):

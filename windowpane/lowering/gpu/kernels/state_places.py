@@ -1,0 +1,30 @@
+"""Where the states of a step's sequences lie in the arena, as kernels read it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class StatePlaces(NamedTuple):
+    """Of each sequence of a step: the decoding ones, one row each, then those of segments.
+
+    `before` and `after` are page offsets (units of OFFSET_UNIT_BYTES) of the state that is read and the one that is
+    written; `starts` is the position of the sequence's first row in this step: 0 begins with zeros whatever the page
+    holds, -1 is a padding row, which reads and writes nothing.
+    """
+
+    before: torch.Tensor  # int32 [sequences]
+    after: torch.Tensor
+    starts: torch.Tensor
+
+
+class StatePart(NamedTuple):
+    """One part of a layer's state in every page: [heads, elements] from element `first` of a page on."""
+
+    arena: torch.Tensor  # flat, in the part's dtype
+    first: int
+    unit: int  # elements between two page offsets
+    heads: int
+    elements: int
