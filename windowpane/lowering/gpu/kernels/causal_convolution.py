@@ -143,8 +143,9 @@ def _convolution_kernel(
         tl.store(OUT + (at - first_row) * out_stride + c[None, :], total.to(OUT.dtype.element_ty), mask=kept)
         if tile == 0 and start >= 0:
             for tap in tl.static_range(KEPT):
-                token = count + tap - KEPT
-                x = _input(MADE, (row + token) * made_stride + c, by, inside & (token >= 0), section, SHORT)
-                remembered = inside & (token < 0) & (start > 0)
-                x += tl.load(old + token + KEPT, mask=remembered, other=0.0).to(tl.float32)
-                tl.store(new + tap, x.to(TAILS.dtype.element_ty), mask=inside)
+                from_end = count + tap - KEPT
+                here_too = inside & (from_end >= 0)
+                value = _input(MADE, (row + from_end) * made_stride + c, by, here_too, section, SHORT)
+                remembered = inside & (from_end < 0) & (start > 0)
+                value += tl.load(old + from_end + KEPT, mask=remembered, other=0.0).to(tl.float32)
+                tl.store(new + tap, value.to(TAILS.dtype.element_ty), mask=inside)

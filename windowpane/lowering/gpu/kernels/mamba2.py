@@ -22,6 +22,8 @@ from windowpane.models.blocks import Mamba2
 # Programs that keep a GPU busy: with fewer rows, a head's state is shared out.
 ENOUGH_PROGRAMS = 256
 LEAST_BLOCK = 16  # of a tensor-core product
+# Values of a state that a program has in registers: more of them spill. Several programs then share a head.
+DECODE_VALUES, SCAN_VALUES = 16384, 4096
 CHUNK_TOKENS, FLOAT32_CHUNK_TOKENS = 64, 16  # float32 has no tensor cores
 
 
@@ -59,11 +61,19 @@ class Mamba2Layer:
             return 0
         return self.described.heads // (self.described.groups if self.described.norms_groups else 1)
 
+    @property
+    def state_block(self) -> int:
+        return max(LEAST_BLOCK, triton.next_power_of_2(self.described.state_dim))
+
+    def block(self, values: int) -> int:
+        """Dims of a head whose states are at most so many values."""
+        return max(LEAST_BLOCK, min(triton.next_power_of_2(self.described.head_dim), values // self.state_block))
+
     def sizes(self, block: int) -> dict[str, Any]:
         described = self.described
         return {
             "HEADS": described.heads, "DIM": described.head_dim, "BLOCK": block, "GROUPS": described.groups,
-            "STATE": described.state_dim, "STATE_BLOCK": max(LEAST_BLOCK, triton.next_power_of_2(described.state_dim)),
+            "STATE": described.state_dim, "STATE_BLOCK": self.state_block,
             "GATES": self.gates_first,
         }  # fmt: skip
 
@@ -81,10 +91,10 @@ def decode_mamba2(
     """out [rows, heads × dim] of `made` [rows, z | x | B | C | dt], a row of each sequence; their states go on."""
     rows, described = len(made), layer.described
     heads, dim = described.heads, described.head_dim
-    block = max(LEAST_BLOCK, triton.next_power_of_2(dim))
+    block = layer.block(DECODE_VALUES)
     while block > LEAST_BLOCK and rows * heads * triton.cdiv(dim, block) < ENOUGH_PROGRAMS:
         block //= 2
-    sizes, parts = layer.sizes(block), triton.cdiv(dim, block)
+    parts = triton.cdiv(dim, block)
     norms = heads // layer.norm_heads if layer.norm_heads else 0
     assert rows * norms <= FLAGS
     (x_tail, bc_tail), matrix, norm = layer.tails, layer.matrix, described.norm
@@ -93,8 +103,8 @@ def decode_mamba2(
         layer.norm, out, flags_of(made.device) if norms else None, made.stride(0), out.stride(0), x_tail.first,
         bc_tail.first, matrix.first, *described.dt_limits, norm.eps if norm else 0.0, *layer.multipliers,
         TAIL_UNIT=x_tail.unit, MATRIX_UNIT=matrix.unit, WIDTH=layer.conv.shape[1], SHARERS=layer.norm_heads * parts,
-        PDL=pdl, num_warps=min(max(block * sizes["STATE_BLOCK"] // 2048, 1), 8), launch_pdl=pdl, **sizes,
-        **layer.norming,
+        PDL=pdl, num_warps=min(max(block * layer.state_block // 2048, 1), 8), launch_pdl=pdl,
+        **layer.sizes(block), **layer.norming,
     )  # fmt: skip
 
 
@@ -111,15 +121,13 @@ def chunk_mamba2(
         made, inner, places, segments, longest, first_row, layer.tails, layer.conv, layer.conv_bias,
         (conv_by[0], conv_by[1], conv_by[2]), (inner, inner + states), mixed, pdl=pdl,
     )  # fmt: skip
-    block = max(LEAST_BLOCK, triton.next_power_of_2(described.head_dim))
-    while block > LEAST_BLOCK and len(segments) * heads * triton.cdiv(described.head_dim, block) < ENOUGH_PROGRAMS // 2:
-        block //= 2
-    matrix, sizes = layer.matrix, layer.sizes(block)
+    block = layer.block(SCAN_VALUES)
+    matrix = layer.matrix
     _scan_kernel[(len(segments), heads, triton.cdiv(described.head_dim, block))](
         mixed, made, *places, segments, matrix.arena, layer.rates, layer.dt_bias, layer.skip, out, mixed.stride(0),
         made.stride(0), out.stride(0), matrix.first, first_row, *described.dt_limits, z_by, dt_by,
         MATRIX_UNIT=matrix.unit, TOKENS=CHUNK_TOKENS if made.dtype.itemsize == 2 else FLOAT32_CHUNK_TOKENS, PDL=pdl,
-        num_warps=8 if block * sizes["STATE_BLOCK"] > 8192 else 4, num_stages=2, launch_pdl=pdl, **sizes,
+        num_warps=4, num_stages=2, launch_pdl=pdl, **layer.sizes(block),
     )  # fmt: skip
     if layer.norm is not None:
         norm_segments(made, layer, out, first_row, pdl=pdl)
@@ -279,36 +287,43 @@ def _scan_kernel(
     row = tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 3).to(tl.int64)
     count = tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 2) - tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 1)
     rate, bias, skip = tl.load(RATES + head), tl.load(DT_BIAS + head), tl.load(SKIP + head)
-    at = matrix_first + (head * DIM + p)[:, None] * STATE + n[None, :]
-    inside = in_head[:, None] & in_state[None, :]
+    # The state is [STATE, dims] here, so that every product has at least 64 rows.
+    at = matrix_first + (head * DIM + p)[None, :] * STATE + n[:, None]
+    inside = in_head[None, :] & in_state[:, None]
     before = tl.load(BEFORE + segment).to(tl.int64) * MATRIX_UNIT
     state = tl.load(MATRIX + before + at, mask=inside & (start > 0), other=0.0).to(tl.float32)
     group = INNER + head // (HEADS // GROUPS) * STATE
     for first in tl.range(0, count, TOKENS):
         here = first + t < count
-        mixed = MIXED + (row + first + t - first_row)[:, None] * mixed_stride
-        made = MADE + (row + first + t) * made_stride
-        step = rounded(tl.load(made + 2 * INNER + 2 * GROUPS * STATE + head, mask=here, other=0.0), dt_by, DTYPE)
+        # Offsets within a chunk have 32 bits: 64 would take most of the registers.
+        mixed, t_mixed = MIXED + (row + first - first_row) * mixed_stride, t[:, None] * mixed_stride
+        made = MADE + (row + first) * made_stride
+        step = rounded(
+            tl.load(made + (t * made_stride + 2 * INNER + 2 * GROUPS * STATE + head), mask=here, other=0.0),
+            dt_by,
+            DTYPE,
+        )
         step = tl.where(here, tl.minimum(tl.maximum(_softplus(step + bias), low), high), 0.0)
         total = tl.cumsum(-rate * step, 0)
         last = tl.sum(-rate * step, 0)
         x_mask = here[:, None] & in_head[None, :]
-        x = tl.load(mixed + head * DIM + p[None, :], mask=x_mask, other=0.0).to(tl.float32)
+        x = tl.load(mixed + (t_mixed + head * DIM + p[None, :]), mask=x_mask, other=0.0).to(tl.float32)
         state_mask = here[:, None] & in_state[None, :]
-        b = tl.load(mixed + group + n[None, :], mask=state_mask, other=0.0)
-        c = tl.load(mixed + group + GROUPS * STATE + n[None, :], mask=state_mask, other=0.0)
+        b = tl.load(mixed + (t_mixed + group + n[None, :]), mask=state_mask, other=0.0)
+        c = tl.load(mixed + (t_mixed + group + GROUPS * STATE + n[None, :]), mask=state_mask, other=0.0)
         sees = t[:, None] >= t[None, :]
         between = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0))
         scores = tl.where(sees, tl.dot(c, tl.trans(b), input_precision="ieee") * between, 0.0)
         weighted = x * step[:, None]
-        y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), input_precision="ieee")
-        y += tl.dot(c, tl.trans(state).to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
-        gained = tl.trans((weighted * tl.exp(last - total)[:, None]).to(DTYPE))
-        state = state * tl.exp(last) + tl.dot(gained, b, input_precision="ieee")
+        y = tl.dot(c, state.to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), y, input_precision="ieee")
+        gained = (weighted * tl.exp(last - total)[:, None]).to(DTYPE)
+        state = tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")
         y += skip * x
         if GATES:
-            z = tl.load(made[:, None] + head * DIM + p[None, :], mask=x_mask, other=0.0)
+            z = tl.load(made + (t[:, None] * made_stride + head * DIM + p[None, :]), mask=x_mask, other=0.0)
             y *= silu(rounded(z, z_by, DTYPE))
-        tl.store(OUT + (row + first + t)[:, None] * out_stride + head * DIM + p[None, :], y.to(DTYPE), mask=x_mask)
+        to = OUT + (row + first) * out_stride + head * DIM
+        tl.store(to + (t[:, None] * out_stride + p[None, :]), y.to(DTYPE), mask=x_mask)
     after = tl.load(AFTER + segment).to(tl.int64) * MATRIX_UNIT
     tl.store(MATRIX + after + at, state.to(MATRIX.dtype.element_ty), mask=inside)
