@@ -14,13 +14,25 @@ import traceback
 
 import torch
 
-from bench.gpu_checks import attention, chain, engine, experts, formats, fused, hopper, overlap, parallel, quantized
+from bench.gpu_checks import (
+    attention,
+    chain,
+    engine,
+    experts,
+    formats,
+    fused,
+    hopper,
+    overlap,
+    parallel,
+    quantized,
+    states,
+)
 
 
 def main() -> None:
     words = [w for w in sys.argv[1:] if not w.startswith("-")]
     torch.manual_seed(time.time_ns() % 2**31)
-    modules = (attention, overlap, hopper, fused, quantized, experts, chain, engine, formats, parallel)
+    modules = (attention, overlap, hopper, fused, quantized, experts, chain, engine, formats, parallel, states)
     checks = [check for module in modules for check in module.checks()]
     failed = []
     for name, check in checks:
@@ -38,7 +50,7 @@ def main() -> None:
         print(f"\n{name}\n{trace[-1500:]}")
     print(f"{len(failed)} failed")
     if "--timings" in sys.argv:
-        for module in (attention, hopper, fused, quantized, experts, chain, formats):
+        for module in (attention, hopper, fused, quantized, experts, chain, formats, states):
             module.timings()
     sys.exit(bool(failed))
 

@@ -1,0 +1,229 @@
+"""Gated DeltaNet, one token of each sequence: from the input projection to what the output projection reads.
+
+One launch convolves, normalises, advances the state by the gated delta rule, reads it, and applies the gated norm. A
+state is read once and written once; nothing else of its size moves.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.reference.recurrence import L2_EPS
+
+UNIT_EPS = tl.constexpr(L2_EPS)
+# So many programs fill an H200: with fewer, a head's value dims are shared out.
+_FULL_PROGRAMS = 128
+
+
+class DecodeLaunch(NamedTuple):
+    """So many programs share the value dims of a head; the last of them to finish applies the norm."""
+
+    split: int
+    warps: int
+
+
+class DeltaShape(NamedTuple):
+    """Heads and dims of a layer, as its weights and its state tell them."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # taps of the convolution
+
+    @classmethod
+    def of(cls, tails: list[StatePart], matrix: StatePart, conv: torch.Tensor, key_heads: int) -> DeltaShape:
+        remembered = conv.shape[1] - 1
+        shape = cls(key_heads, matrix.heads, tails[0].elements // remembered, tails[2].elements // remembered,
+                    remembered + 1)  # fmt: skip
+        if shape.key_dim & (shape.key_dim - 1) or shape.value_dim & (shape.value_dim - 1):
+            raise ValueError(
+                f"delta heads of {shape.key_dim} × {shape.value_dim} have no kernel: both must be powers of two"
+            )
+        return shape
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """What compiles into every kernel."""
+        return {"KEY_HEADS": self.key_heads, "VALUE_HEADS": self.value_heads, "K": self.key_dim, "V": self.value_dim}
+
+
+def plan_decode(rows: int, shape: DeltaShape) -> DecodeLaunch:
+    split = 1
+    while split < 4 and rows * shape.value_heads * split * 2 <= _FULL_PROGRAMS * 2 and shape.value_dim // split > 32:
+        split *= 2
+    return DecodeLaunch(split, 8 if split == 1 else 4)
+
+
+def decode_delta(
+    made: torch.Tensor, places: StatePlaces, tails: list[StatePart], matrix: StatePart, conv: torch.Tensor,
+    decay: torch.Tensor, dt_bias: torch.Tensor, norm_weight: torch.Tensor | None, out: torch.Tensor,
+    *, key_heads: int, eps: float, launch: DecodeLaunch | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """out [rows, value heads × dim] of `made` [rows or more, q | k | v | z | b | a]; the states move on by a token.
+
+    `conv` is [channels, width], `decay` is exp(A_log), both float32 like `dt_bias` and `norm_weight` (to which a norm
+    that adds one has added it). The pages that are written must not be those that are read. Padding rows leave zeros.
+
+    `pdl` lets the launch begin while the one before it ends, and read places, tails and states by then: between
+    whoever wrote those and this there must be a plain launch.
+    """
+    rows, shape = len(out), DeltaShape.of(tails, matrix, conv, key_heads)
+    split, warps = launch or plan_decode(rows, shape)
+    programs = rows * shape.value_heads
+    if split > 1 and programs > FLAGS:
+        raise ValueError(f"{programs:,} heads of rows cannot be split: at most {FLAGS:,} can")
+    partial = flags = None
+    if split > 1:
+        partial, flags = torch.empty(programs * shape.value_dim, device=out.device), flags_of(out.device)
+    _decode_kernel[(shape.value_heads * split, rows)](
+        made, *places, tails[0].arena, matrix.arena, conv, decay, dt_bias, norm_weight, out, partial, flags,
+        made.stride(0), out.stride(0), *(tail.first for tail in tails), tails[0].unit, matrix.first, matrix.unit, eps,
+        **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """max(x, 0) + log1p(e^-|x|), the logarithm as 2 artanh(y / (2 + y)): exact to float32 also where it is tiny."""
+    y = tl.exp(-tl.abs(x))
+    z = y / (2.0 + y)
+    square = z * z
+    series = 1.0 / 15.0 + square * (1.0 / 17.0)
+    series = 1.0 / 13.0 + square * series
+    series = 1.0 / 11.0 + square * series
+    series = 1.0 / 9.0 + square * series
+    series = 1.0 / 7.0 + square * series
+    series = 1.0 / 5.0 + square * series
+    series = 1.0 / 3.0 + square * series
+    return tl.maximum(x, 0.0) + 2.0 * z * (1.0 + square * series)
+
+
+@triton.jit
+def _past_taps(BEFORE, AFTER, CONV, channels, reads, writes, WIDTH: tl.constexpr):
+    """What remembered inputs add to the convolution of `channels`; all but the oldest are remembered on.
+
+    BEFORE and AFTER are those of each channel.
+    """
+    total = tl.zeros(channels.shape, tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        x = tl.load(BEFORE + tap, mask=reads, other=0.0, cache_modifier=".cg")
+        total += x.to(tl.float32) * tl.load(CONV + channels * WIDTH + tap)
+        if tap > 0:
+            tl.store(AFTER + (tap - 1), x, mask=writes)
+    return total
+
+
+@triton.jit
+def _present_tap(past, X, AFTER, CONV, channels, is_row, writes, WIDTH: tl.constexpr, PAST_L1: tl.constexpr):
+    """SiLU of the convolution with this row's input, which is remembered as the latest."""
+    x = tl.load(X + channels, mask=is_row, other=0.0, cache_modifier=PAST_L1)
+    tl.store(AFTER + (WIDTH - 2), x.to(AFTER.dtype.element_ty), mask=writes)
+    return silu(past + x.to(tl.float32) * tl.load(CONV + channels * WIDTH + (WIDTH - 1)))
+
+
+@triton.jit
+def _gated_norm(o, Z, WEIGHT, dims, is_row, eps, PAST_L1: tl.constexpr):
+    y = o * tl.rsqrt(tl.sum(o * o, 0) / o.shape[0] + eps)
+    if WEIGHT is not None:
+        y *= tl.load(WEIGHT + dims)
+    return y * silu(tl.load(Z + dims, mask=is_row, other=0.0, cache_modifier=PAST_L1).to(tl.float32))
+
+
+@triton.jit
+def _decode_kernel(
+    MADE, BEFORE, AFTER, STARTS, TAILS, MATRIX, CONV, DECAY, DT_BIAS, NORM, OUT, PARTIAL, FLAGS_AT,
+    made_stride, out_stride, q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (value head and part of its value dims, row). The state's tile [K, V / SPLIT] stays in registers."""
+    if PDL:
+        gdc_launch_dependents()
+    PAST_L1: tl.constexpr = ".cg" if PDL else ""
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * K
+    BEHIND: tl.constexpr = 2 * KEYS + VALUE_HEADS * V
+    head = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    row = tl.program_id(1).to(tl.int64)
+    key_head = head // GROUP
+    k_dims = tl.arange(0, K)
+    v_dims = part * (V // SPLIT) + tl.arange(0, V // SPLIT)
+
+    # The state is on its way while the projection is made.
+    start = tl.load(STARTS + row)
+    is_row = start >= 0
+    has_state = start > 0
+    before = tl.load(BEFORE + row).to(tl.int64)
+    after = tl.load(AFTER + row).to(tl.int64)
+    at = head * (K * V) + k_dims[:, None] * V + v_dims[None, :]
+    state_at = MATRIX + before * matrix_unit + matrix_first + at
+    state = tl.load(state_at, mask=has_state, other=0.0, eviction_policy="evict_first")
+    # Value heads of a key head all convolve its queries and keys: the first of them remembers the inputs. Both are one
+    # tile, so that each thread has a few channels.
+    is_key = tl.arange(0, 2)[:, None] == 1
+    qk_channels = tl.where(is_key, KEYS, 0) + key_head * K + k_dims[None, :]
+    qk_tails = tl.where(is_key, k_first, q_first) + (key_head * K + k_dims[None, :]) * (WIDTH - 1)
+    v_channels = 2 * KEYS + head * V + v_dims
+    v_tails = v_first + (head * V + v_dims) * (WIDTH - 1)
+    tails_before = TAILS + before * tail_unit
+    tails_after = TAILS + after * tail_unit
+    writes_keys = is_row & (head % GROUP == 0) & (part == 0)
+    qk = _past_taps(tails_before + qk_tails, tails_after + qk_tails, CONV, qk_channels, has_state, writes_keys, WIDTH)
+    v = _past_taps(tails_before + v_tails, tails_after + v_tails, CONV, v_channels, has_state, is_row, WIDTH)
+    rate_of_decay = tl.load(DECAY + head)
+    dt_bias = tl.load(DT_BIAS + head)
+    if PDL:
+        gdc_wait()
+    x = MADE + row * made_stride
+    qk = _present_tap(qk, x, tails_after + qk_tails, CONV, qk_channels, is_row, writes_keys, WIDTH, PAST_L1)
+    v = _present_tap(v, x, tails_after + v_tails, CONV, v_channels, is_row, is_row, WIDTH, PAST_L1)
+    gates = x + BEHIND + VALUE_HEADS * V + head
+    rate = sigmoid(tl.load(gates, mask=is_row, other=0.0, cache_modifier=PAST_L1).to(tl.float32))
+    step = tl.load(gates + VALUE_HEADS, mask=is_row, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
+    decay = tl.exp(-rate_of_decay * softplus(step + dt_bias))
+
+    qk *= tl.rsqrt(tl.sum(qk * qk, 1) + UNIT_EPS)[:, None]
+    q = tl.sum(tl.where(is_key, 0.0, qk), 0) * (K**-0.5)
+    k = tl.sum(tl.where(is_key, qk, 0.0), 0)
+    state = state.to(tl.float32) * decay
+    learned = (v - tl.sum(state * k[:, None], 0)) * rate
+    o = tl.sum(state * q[:, None], 0) + tl.sum(k * q, 0) * learned
+    state += k[:, None] * learned[None, :]
+    state_to = MATRIX + after * matrix_unit + matrix_first + at
+    tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=is_row, eviction_policy="evict_first")
+
+    z = x + BEHIND + head * V
+    to = OUT + row * out_stride + head * V
+    if SPLIT == 1:
+        tl.store(to + v_dims, _gated_norm(o, z, NORM, v_dims, is_row, eps, PAST_L1).to(OUT.dtype.element_ty))
+    else:
+        index = row * VALUE_HEADS + head
+        tl.store(PARTIAL + index * V + v_dims, o)
+        # All threads of the program have stored before one of them says so.
+        tl.debug_barrier()
+        if tl.atomic_add(FLAGS_AT + index, 1, sem="acq_rel") == SPLIT - 1:
+            dims = tl.arange(0, V)
+            whole = tl.load(PARTIAL + index * V + dims, cache_modifier=".cg")
+            tl.store(to + dims, _gated_norm(whole, z, NORM, dims, is_row, eps, PAST_L1).to(OUT.dtype.element_ty))
+            tl.store(FLAGS_AT + index, 0)

@@ -1,0 +1,512 @@
+"""Gated DeltaNet over segments: the chunked (WY) form of the gated delta rule.
+
+Chunks of 64 tokens begin with their segment, so no result depends on other segments. Four launches do a strip of
+chunks: convolution and norms of q, k and v; what each chunk can find out without the state, all chunks at once; the
+states from chunk to chunk with the outputs; the gated norm. A strip is as long as the workspace allows, and the state
+of a segment that goes on in the next strip waits in the workspace in float32.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.attention.segments import ChunkQueries
+from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, sigmoid, silu, softplus
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.reference.recurrence import CHUNK_TOKENS
+from windowpane.schedule.step import Segment
+
+STRIP_TOKENS = 4096
+CHUNK = tl.constexpr(CHUNK_TOKENS)
+BLOCK = tl.constexpr(16)  # rows that are solved one after another
+FIELDS = tl.constexpr(len(Segment._fields))
+_ALIGNED_BYTES = 256
+_FEWEST_SLOTS = 16
+_NORM_TOKENS = 32
+
+
+class ChunkLaunch(NamedTuple):
+    """Warps of each launch; a program of the pass over the states has `values` value dims of a head."""
+
+    convolve_warps: int = 4
+    solve_warps: int = 4
+    solve_stages: int = 1
+    values: int = 32
+    pass_warps: int = 4
+    pass_stages: int = 2
+
+
+# In float32 a stage of the pass over the states takes 120 KiB of shared memory.
+LAUNCH = ChunkLaunch()
+WIDE_LAUNCH = ChunkLaunch(convolve_warps=8, solve_warps=8, pass_warps=8, pass_stages=1)
+
+
+def delta_workspace_bytes(shape: DeltaShape, dtype: torch.dtype, tokens: int = STRIP_TOKENS) -> int:
+    """What strips of so many tokens take; that of one chunk is the least."""
+    chunks = max(1, triton.cdiv(tokens, CHUNK_TOKENS))
+    return sum(_aligned(prod(size) * kind.itemsize) for size, kind in _pieces(shape, dtype, chunks).values())
+
+
+def _pieces(shape: DeltaShape, dtype: torch.dtype, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    tokens, heads = chunks * CHUNK_TOKENS, shape.value_heads
+    return {
+        # One is read in a strip, the other written: both may belong to segments of that strip.
+        "carried": ((2, heads, shape.key_dim, shape.value_dim), torch.float32),
+        "totals": ((heads, tokens), torch.float32),  # logs of the decay since the chunk's first token
+        "pairs": ((2, tokens, shape.key_heads, shape.key_dim), dtype),  # queries and keys
+        "values": ((tokens, heads, shape.value_dim), dtype),  # then what is learned from an empty state
+        "known": ((tokens, heads, shape.key_dim), dtype),
+        "inside": ((tokens, heads, CHUNK_TOKENS), dtype),
+    }
+
+
+def _aligned(size_bytes: int) -> int:
+    return triton.cdiv(size_bytes, _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+class _Workspace(NamedTuple):
+    carried: torch.Tensor
+    totals: torch.Tensor
+    pairs: torch.Tensor
+    values: torch.Tensor
+    known: torch.Tensor
+    inside: torch.Tensor
+
+    @classmethod
+    def within(cls, given: torch.Tensor, shape: DeltaShape, dtype: torch.dtype) -> tuple[_Workspace, int]:
+        """As many chunks as fit into `given`, a flat tensor of bytes."""
+        least, two = (delta_workspace_bytes(shape, dtype, n * CHUNK_TOKENS) for n in (1, 2))
+        if given.numel() < least:
+            raise ValueError(f"a workspace of {given.numel():,} bytes is too small for a chunk: give {least:,} or more")
+        chunks = 1 + (given.numel() - least) // (two - least)
+        found, at = [], 0
+        for size, kind in _pieces(shape, dtype, chunks).values():
+            size_bytes = prod(size) * kind.itemsize
+            found.append(given[at : at + size_bytes].view(kind))
+            at += _aligned(size_bytes)
+        return cls(*found), chunks
+
+
+class _Strip(NamedTuple):
+    """Chunks [first, last) of all segments' chunks, of segments [begin, end), in so many rows."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    row: int
+    rows: int
+
+
+def _strips(segments: Sequence[Segment], chunks: int) -> Iterator[_Strip]:
+    counts = [triton.cdiv(s.stop - s.start, CHUNK_TOKENS) for s in segments]
+    ends = [0, *accumulate(counts)]
+
+    def row_of(chunk: int) -> int:
+        index = min(bisect_right(ends, chunk) - 1, len(segments) - 1)
+        segment = segments[index]
+        return segment.row + min((chunk - ends[index]) * CHUNK_TOKENS, segment.stop - segment.start)
+
+    for first in range(0, ends[-1], chunks):
+        last = min(first + chunks, ends[-1])
+        row = row_of(first)
+        yield _Strip(first, last, bisect_right(ends, first) - 1, bisect_left(ends, last), row, row_of(last) - row)
+
+
+def chunk_delta(
+    made: torch.Tensor, places: StatePlaces, segments: ChunkQueries, tails: list[StatePart], matrix: StatePart,
+    conv: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor, norm_weight: torch.Tensor | None,
+    out: torch.Tensor, workspace: torch.Tensor, *, key_heads: int, eps: float, snapshots: torch.Tensor | None = None,
+    launch: ChunkLaunch | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """The rows of all segments in out [rows, value heads × dim], of `made` [rows, q | k | v | z | b | a].
+
+    `places` are those of the step: its last ones belong to the segments. Weights are those of `decode_delta`.
+    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots`, int32 [n, 3], are sequences (as in
+    `places`), positions within their segments or at the end, and pages that get the states in front of those positions.
+    """
+    if not segments.host_segments:
+        return
+    shape = DeltaShape.of(tails, matrix, conv, key_heads)
+    launch = launch or (WIDE_LAUNCH if made.dtype == torch.float32 else LAUNCH)
+    room, chunks = _Workspace.within(workspace, shape, made.dtype)
+    heads, count = shape.value_heads, len(segments.host_segments)
+    values = min(launch.values, shape.value_dim)
+    table, first_sequence = segments.segments, len(places.before) - count
+    slots = max(_FEWEST_SLOTS, triton.next_power_of_2(count))
+    kept = 0 if snapshots is None else len(snapshots)
+    fixed = {**shape.fixed, "SLOTS": slots}
+    precision = {"PRECISION": "tf32x3" if made.dtype == torch.float32 else "tf32"}
+    for turn, strip in enumerate(_strips(segments.host_segments, chunks)):
+        many = strip.last - strip.first
+        # A plain launch: its cached reads see what was written before.
+        convolve_kernel[(many, 2 * key_heads + heads)](
+            made, table, *places, tails[0].arena, conv, snapshots, room.pairs, room.values,
+            made.stride(0), *(tail.first for tail in tails), tails[0].unit, count, first_sequence, strip.first,
+            chunks * CHUNK_TOKENS, kept,
+            **fixed, WIDTH=shape.width, num_warps=launch.convolve_warps,
+        )  # fmt: skip
+        solve_kernel[(many, heads)](
+            made, table, room.pairs, room.values, room.known, room.inside, room.totals, decay, dt_bias,
+            made.stride(0), count, strip.first, chunks * CHUNK_TOKENS, **fixed, **precision, PDL=pdl,
+            num_warps=launch.solve_warps, num_stages=launch.solve_stages, launch_pdl=pdl,
+        )  # fmt: skip
+        pass_kernel[(shape.value_dim // values, heads, strip.end - strip.begin)](
+            table, *places, matrix.arena, snapshots, room.pairs, room.values, room.known, room.inside,
+            room.totals, room.carried, out, out.stride(0), matrix.first, matrix.unit, count, first_sequence,
+            strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, kept, **fixed, **precision,
+            VALUES=values, STAGES=launch.pass_stages, PDL=pdl, num_warps=launch.pass_warps, launch_pdl=pdl,
+        )  # fmt: skip
+        gated_norm_kernel[(triton.cdiv(strip.rows, _NORM_TOKENS), heads)](
+            out, made, norm_weight, out.stride(0), made.stride(0), strip.row, strip.rows, eps, **shape.fixed,
+            TOKENS=_NORM_TOKENS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+
+
+@triton.jit
+def _chunks_of(SEGMENTS, count, SLOTS: tl.constexpr):
+    """How many chunks each segment has."""
+    slot = tl.arange(0, SLOTS)
+    start = tl.load(SEGMENTS + slot * FIELDS + 1, mask=slot < count, other=0)
+    stop = tl.load(SEGMENTS + slot * FIELDS + 2, mask=slot < count, other=0)
+    return (stop - start + (CHUNK - 1)) // CHUNK
+
+
+@triton.jit
+def _segment_of(SEGMENTS, count, chunk, SLOTS: tl.constexpr):
+    """The segment of a chunk, and the first of its tokens that the chunk has."""
+    chunks = _chunks_of(SEGMENTS, count, SLOTS)
+    segment = tl.sum((tl.cumsum(chunks, 0) <= chunk).to(tl.int32), 0)
+    begin = tl.sum(tl.where(tl.arange(0, SLOTS) < segment, chunks, 0), 0)
+    return segment, (chunk - begin) * CHUNK
+
+
+@triton.jit
+def _rows_of(SEGMENTS, segment):
+    """Position of a segment's first token, its tokens, and its first row."""
+    start = tl.load(SEGMENTS + segment * FIELDS + 1)
+    stop = tl.load(SEGMENTS + segment * FIELDS + 2)
+    return start, stop - start, tl.load(SEGMENTS + segment * FIELDS + 3).to(tl.int64)
+
+
+# -- convolution ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _store_tail(X, stride, BEFORE, TO, dims, behind, has_past, WIDTH: tl.constexpr):
+    """Remember the last inputs in front of token `behind` of a segment; X is its first row."""
+    for tap in tl.static_range(WIDTH - 1):
+        at = behind - (WIDTH - 1) + tap
+        x = tl.load(X + at * stride + dims, mask=at >= 0, other=0.0)
+        old = tl.load(BEFORE + dims * (WIDTH - 1) + (behind + tap), mask=(at < 0) & has_past, other=0.0)
+        tl.store(TO + dims * (WIDTH - 1) + tap, tl.where(at >= 0, x.to(TO.dtype.element_ty), old))
+
+
+@triton.jit
+def _convolved(X, stride, CONV, dims, first, tokens, WIDTH: tl.constexpr):
+    """SiLU of the convolution of a chunk's tokens [CHUNK, dims], from the segment's inputs; zeros behind the last."""
+    token = first + tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK, dims.shape[0]], tl.float32)
+    for tap in tl.static_range(WIDTH):
+        at = token + (tap - WIDTH + 1)
+        mask = (at >= 0) & (token < tokens)
+        x = tl.load(X + at.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask[:, None], other=0.0)
+        total += x.to(tl.float32) * tl.load(CONV + dims * WIDTH + tap)[None, :]
+    return silu(total)
+
+
+@triton.jit
+def _convolved_token(X, stride, BEFORE, CONV, dims, token, WIDTH: tl.constexpr):
+    """SiLU of the convolution of one of a segment's first tokens, which sees what is remembered."""
+    total = tl.zeros(dims.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        at = token + (tap - WIDTH + 1)
+        x = tl.load(X + at * stride + dims, mask=at >= 0, other=0.0).to(tl.float32)
+        x += tl.load(BEFORE + dims * (WIDTH - 1) + (token + tap), mask=at < 0, other=0.0).to(tl.float32)
+        total += x * tl.load(CONV + dims * WIDTH + tap)
+    return silu(total)
+
+
+@triton.jit
+def _convolve_head(
+    X, stride, TAIL, page, CONV, TO, first, tokens, has_past, scale, HEADS: tl.constexpr, DIM: tl.constexpr,
+    IS_UNIT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the convolution of a head's tokens in a chunk; IS_UNIT: of unit length, times `scale`."""
+    dims = tl.arange(0, DIM)
+    i = tl.arange(0, CHUNK)
+    STRIDE: tl.constexpr = HEADS * DIM
+    y = _convolved(X, stride, CONV, dims, first, tokens, WIDTH)
+    if IS_UNIT:
+        y *= (tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS) * scale)[:, None]
+    sees_past = has_past & (first == 0)
+    mask = (sees_past == 0) | (i >= WIDTH - 1)
+    tl.store(TO + i[:, None] * STRIDE + dims[None, :], y.to(TO.dtype.element_ty), mask=mask[:, None])
+    if sees_past:
+        for token in tl.static_range(WIDTH - 1):
+            one = _convolved_token(X, stride, TAIL + page, CONV, dims, token, WIDTH)
+            if IS_UNIT:
+                one *= tl.rsqrt(tl.sum(one * one, 0) + UNIT_EPS) * scale
+            one = tl.where(token < tokens, one, 0.0)
+            tl.store(TO + token * STRIDE + dims, one.to(TO.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["count", "first_sequence", "first_chunk", "snapshots"])
+def convolve_kernel(
+    MADE, SEGMENTS, BEFORE, AFTER, STARTS, TAILS, CONV, SNAPSHOTS, PAIRS, VALUES,
+    made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, strip_tokens, snapshots,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, head of q, k or v). The one with a segment's last tokens remembers them."""
+    index = tl.program_id(0)
+    kind_head = tl.program_id(1)
+    segment, first = _segment_of(SEGMENTS, count, first_chunk + index, SLOTS)
+    start, tokens, row = _rows_of(SEGMENTS, segment)
+    sequence = first_sequence + segment
+    has_past = tl.load(STARTS + sequence) > 0
+    page = tl.load(BEFORE + sequence).to(tl.int64) * tail_unit
+    next_page = tl.load(AFTER + sequence).to(tl.int64) * tail_unit
+    to_row = index.to(tl.int64) * CHUNK
+    if kind_head < 2 * KEY_HEADS:
+        is_key = kind_head >= KEY_HEADS
+        head = kind_head % KEY_HEADS
+        tail = TAILS + tl.where(is_key, k_first, q_first) + head * (K * (WIDTH - 1))
+        x = MADE + row * made_stride + kind_head * K
+        to = PAIRS + (tl.where(is_key, strip_tokens, 0) + to_row) * (KEY_HEADS * K) + head * K
+        scale = tl.where(is_key, 1.0, K**-0.5)
+        _convolve_head(x, made_stride, tail, page, CONV + kind_head * (K * WIDTH), to, first, tokens, has_past, scale,
+                       KEY_HEADS, K, True, WIDTH)  # fmt: skip
+        _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
+                  snapshots, tail_unit, K, WIDTH)  # fmt: skip
+    else:
+        head = kind_head - 2 * KEY_HEADS
+        channel = 2 * KEY_HEADS * K + head * V
+        tail = TAILS + v_first + head * (V * (WIDTH - 1))
+        x = MADE + row * made_stride + channel
+        to = VALUES + to_row * (VALUE_HEADS * V) + head * V
+        _convolve_head(x, made_stride, tail, page, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
+                       VALUE_HEADS, V, False, WIDTH)  # fmt: skip
+        _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
+                  snapshots, tail_unit, V, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def _remember(
+    X, stride, TAIL, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS, snapshots, unit,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the tails whose last input this chunk has: that of the segment's end, and those of snapshots."""
+    dims = tl.arange(0, DIM)
+    if first + CHUNK >= tokens:
+        _store_tail(X, stride, TAIL + page, TAIL + next_page, dims, tokens, has_past, WIDTH)
+    if SNAPSHOTS is not None:
+        for index in range(snapshots):
+            behind = tl.load(SNAPSHOTS + index * 3 + 1) - start
+            is_mine = tl.load(SNAPSHOTS + index * 3) == sequence
+            if is_mine and behind > first and behind <= tl.minimum(first + CHUNK, tokens):
+                to = tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * unit
+                _store_tail(X, stride, TAIL + page, TAIL + to, dims, behind, has_past, WIDTH)
+
+
+# -- within chunks -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _joined(solved, system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of twice the size from those of neighbours: −T₂ A₂₁ T₁ joins T₁ and T₂."""
+    i = tl.arange(0, CHUNK)[:, None] // SIZE
+    j = tl.arange(0, CHUNK)[None, :] // SIZE
+    below = tl.where((i // 2 == j // 2) & (i > j), system, 0.0)
+    below = tl.dot(solved, below, input_precision=PRECISION)
+    return solved - tl.dot(below, solved, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(products, total, rate, PRECISION: tl.constexpr):
+    """(I + A)⁻¹ of A = tril(rate · products · decay between tokens, -1); `products` are symmetric.
+
+    Diagonal blocks are solved row by row, all at once, and then joined.
+    """
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    # Aᵀ, whose columns are extracted in the layout that rows of T are summed in.
+    decays = tl.exp(tl.where(i < j, total[None, :] - total[:, None], float("-inf")))
+    flipped = tl.reshape(products * decays * rate[None, :], [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    block = tl.arange(0, BLOCKS)
+    is_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    flipped = tl.sum(tl.where(is_diagonal, flipped, 0.0), 2)
+    r = tl.arange(0, BLOCK)[None, :, None]
+    c = tl.arange(0, BLOCK)[None, None, :]
+    solved = tl.where(r == c, 1.0, 0.0) + tl.zeros([BLOCKS, BLOCK, BLOCK], tl.float32)
+    for row in range(1, BLOCK):
+        factors = tl.sum(tl.where(c == row, flipped, 0.0), 2)
+        change = tl.sum(factors[:, :, None] * solved, 1)
+        solved = tl.where(r == row, solved - change[:, None, :], solved)
+    solved = tl.where(is_diagonal, solved[:, :, None, :], 0.0)
+    solved = tl.reshape(solved, [CHUNK, CHUNK])
+    decays = tl.exp(tl.where(i > j, total[:, None] - total[None, :], float("-inf")))
+    system = products * decays * rate[:, None]
+    solved = _joined(solved, system, BLOCK, PRECISION)
+    return _joined(solved, system, 2 * BLOCK, PRECISION)
+
+
+@triton.jit(do_not_specialize=["count", "first_chunk"])
+def solve_kernel(
+    MADE, SEGMENTS, PAIRS, VALUES, KNOWN, INSIDE, TOTALS, DECAY, DT_BIAS,
+    made_stride, count, first_chunk, strip_tokens,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, value head): what the tokens learn from an empty state, which takes the values' place, what they
+    know of a state, by which they learn less, and how much of what is learned each query reads.
+    """
+    wait_if_overlapped(PDL)
+    PAST_L1: tl.constexpr = ".cg" if PDL else ""
+    DTYPE: tl.constexpr = PAIRS.dtype.element_ty
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    segment, first = _segment_of(SEGMENTS, count, first_chunk + index, SLOTS)
+    _, tokens, row = _rows_of(SEGMENTS, segment)
+    i = tl.arange(0, CHUNK)
+    is_token = first + i < tokens
+    gates = MADE + (row + first + i) * made_stride + (2 * KEY_HEADS * K + 2 * VALUE_HEADS * V + head)
+    rate = sigmoid(tl.load(gates, mask=is_token, other=0.0, cache_modifier=PAST_L1).to(tl.float32))
+    step = tl.load(gates + VALUE_HEADS, mask=is_token, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
+    log_decay = -tl.load(DECAY + head) * softplus(step + tl.load(DT_BIAS + head))
+    total = tl.cumsum(tl.where(is_token, log_decay, 0.0), 0)
+    at = (index * CHUNK + i).to(tl.int64)
+    tl.store(TOTALS + head * strip_tokens + at, total)
+
+    k_dims = tl.arange(0, K)[None, :]
+    v_dims = tl.arange(0, V)[None, :]
+    pairs = PAIRS + key_head * K + k_dims
+    k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+    q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+    transposed = tl.trans(k)
+    decays = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+    inside = tl.dot(q, transposed, input_precision=PRECISION) * decays
+    inside_at = (at[:, None] * VALUE_HEADS + head) * CHUNK + i[None, :]
+    tl.store(INSIDE + inside_at, inside.to(DTYPE))
+
+    solved = _inverse(tl.dot(k, transposed, input_precision=PRECISION), total, rate, PRECISION) * rate[None, :]
+    value_at = (at[:, None] * VALUE_HEADS + head) * V + v_dims
+    v = tl.load(VALUES + value_at, cache_modifier=PAST_L1)
+    tl.store(VALUES + value_at, tl.dot(solved.to(DTYPE), v, input_precision=PRECISION).to(DTYPE))
+    solved *= tl.exp(total)[None, :]
+    known = tl.dot(solved.to(DTYPE), k, input_precision=PRECISION)
+    tl.store(KNOWN + (at[:, None] * VALUE_HEADS + head) * K + k_dims, known.to(DTYPE))
+
+
+# -- from chunk to chunk -------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"])
+def pass_kernel(
+    SEGMENTS, BEFORE, AFTER, STARTS, MATRIX, SNAPSHOTS, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, CARRIED, OUT,
+    out_stride, matrix_first, matrix_unit, count, first_sequence, begin, first_chunk, last_chunk, turn, strip_tokens,
+    snapshots,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
+    PRECISION: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (part of the value dims, value head, segment): the state [K, VALUES] through the chunks of a strip."""
+    wait_if_overlapped(PDL)
+    PAST_L1: tl.constexpr = ".cg" if PDL else ""
+    DTYPE: tl.constexpr = PAIRS.dtype.element_ty
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    segment = begin + tl.program_id(2)
+    chunks = _chunks_of(SEGMENTS, count, SLOTS)
+    slot = tl.arange(0, SLOTS)
+    segment_begin = tl.sum(tl.where(slot < segment, chunks, 0), 0)
+    segment_end = segment_begin + tl.sum(tl.where(slot == segment, chunks, 0), 0)
+    start, tokens, row = _rows_of(SEGMENTS, segment)
+    sequence = first_sequence + segment
+
+    i = tl.arange(0, CHUNK)
+    k_dims = tl.arange(0, K)
+    v_dims = part * VALUES + tl.arange(0, VALUES)
+    element = head * (K * V) + k_dims[:, None] * V + v_dims[None, :]
+    is_begun = segment_begin < first_chunk
+    page = MATRIX + tl.load(BEFORE + sequence).to(tl.int64) * matrix_unit + matrix_first
+    has_state = (tl.load(STARTS + sequence) > 0) & (is_begun == 0)
+    state = tl.load(page + element, mask=has_state, other=0.0, cache_modifier=".cg").to(tl.float32)
+    carried = CARRIED + turn * (VALUE_HEADS * K * V) + element
+    state += tl.load(carried, mask=is_begun, other=0.0, cache_modifier=".cg")
+
+    for chunk in tl.range(tl.maximum(segment_begin, first_chunk), tl.minimum(segment_end, last_chunk),
+                          num_stages=STAGES):  # fmt: skip
+        at = ((chunk - first_chunk) * CHUNK + i).to(tl.int64)
+        head_at = at[:, None] * VALUE_HEADS + head
+        known = tl.load(KNOWN + head_at * K + k_dims[None, :], cache_modifier=PAST_L1)
+        fresh = tl.load(LEARNED + head_at * V + v_dims[None, :], cache_modifier=PAST_L1)
+        pairs = PAIRS + key_head * K + k_dims[None, :]
+        q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+        inside = tl.load(INSIDE + head_at * CHUNK + i[None, :], cache_modifier=PAST_L1)
+        k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+        totals = TOTALS + head * strip_tokens + (chunk - first_chunk) * CHUNK
+        total = tl.load(totals + i, cache_modifier=PAST_L1)
+        last = tl.load(totals + (CHUNK - 1), cache_modifier=PAST_L1)
+
+        rounded = state.to(DTYPE)
+        learned = fresh.to(tl.float32) - tl.dot(known, rounded, input_precision=PRECISION)
+        o = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(total)[:, None]
+        o = tl.dot(inside, learned.to(DTYPE), o, input_precision=PRECISION)
+        first = (chunk - segment_begin) * CHUNK
+        out_at = (row + first + i)[:, None] * out_stride + head * V + v_dims[None, :]
+        tl.store(OUT + out_at, o.to(OUT.dtype.element_ty), mask=(first + i < tokens)[:, None])
+        if SNAPSHOTS is not None:
+            for index in range(snapshots):
+                behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first
+                is_mine = tl.load(SNAPSHOTS + index * 3) == sequence
+                if is_mine and behind > 0 and behind <= CHUNK:
+                    until = tl.sum(tl.where(i == behind - 1, total, 0.0), 0)
+                    decays = tl.exp(tl.where(i < behind, until - total, float("-inf")))
+                    added = tl.dot(tl.trans(k), (learned * decays[:, None]).to(DTYPE), input_precision=PRECISION)
+                    to = MATRIX + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * matrix_unit + matrix_first
+                    tl.store(to + element, (state * tl.exp(until) + added).to(MATRIX.dtype.element_ty))
+        kept = (learned * tl.exp(last - total)[:, None]).to(DTYPE)
+        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
+
+    is_done = segment_end <= last_chunk
+    page = MATRIX + tl.load(AFTER + sequence).to(tl.int64) * matrix_unit + matrix_first
+    tl.store(page + element, state.to(MATRIX.dtype.element_ty), mask=is_done)
+    tl.store(CARRIED + (1 - turn) * (VALUE_HEADS * K * V) + element, state, mask=is_done == 0)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def gated_norm_kernel(
+    OUT, MADE, WEIGHT, out_stride, made_stride, first_row, rows, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (TOKENS rows, value head): norm what was read, times SiLU(z), in place."""
+    wait_if_overlapped(PDL)
+    PAST_L1: tl.constexpr = ".cg" if PDL else ""
+    head = tl.program_id(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = (token < rows)[:, None]
+    row = (first_row + token).to(tl.int64)[:, None]
+    dims = tl.arange(0, V)[None, :]
+    to = OUT + row * out_stride + head * V + dims
+    o = tl.load(to, mask=mask, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
+    z_at = MADE + row * made_stride + (2 * KEY_HEADS * K + VALUE_HEADS * V + head * V) + dims
+    z = tl.load(z_at, mask=mask, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
+    y = o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None]
+    if WEIGHT is not None:
+        y *= tl.load(WEIGHT + dims)
+    tl.store(to, (y * silu(z)).to(OUT.dtype.element_ty), mask=mask)
