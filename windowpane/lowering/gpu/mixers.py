@@ -105,6 +105,7 @@ class GpuContext:
         self.dtype, self.pdl, self.ops = dtype, pdl, GpuOps(pdl)
         self.prefill_scratch: PrefillScratch | None = None
         self.decoded = torch.empty(0, dtype=torch.uint8, device=pages.device)
+        self.delta_workspace = torch.empty(0, dtype=torch.uint8, device=pages.device)
         self._max_model_len, self._max_rows = max_model_len, max_rows
         self.attentions: dict[int, GpuAttention] = {}  # by layer
         self._angles: dict[Rope, Angles] = {}
@@ -181,22 +182,29 @@ class GpuAttention:
     def attend(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
         """What the output projection takes [rows, query width]."""
         described, layer = self.described, self.described.layer
-        if described.owns_kv and layer in state.present:  # narrowed: K and V were made before
-            projected = self._product(x, self.qkv[: described.query_width])
-            gates = self._product(x, self.qkv[self._kv_end :]) if described.gated else None
-        else:
-            projected = self._projected(x, state)
-            gates = projected[:, self._kv_end :] if described.gated else None
-        if described.owns_kv and layer not in state.present:
-            queries, state.present[layer] = self._heads(projected, described.query_heads, state)
-        else:
-            queries, _ = self._heads(projected, described.query_heads, state, queries_only=True)
+        queries, gates = self._queries_and_gates(x, state)
         attended = self._attend(queries, state.present[described.cache.layer], state)
         if gates is not None:
             times_sigmoid(attended, gates, pdl=self._context.pdl)
         if described.owns_kv and layer not in self._context.shared:
             self.write(state)
         return attended
+
+    def _queries_and_gates(self, x: torch.Tensor, state: GpuStepState) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries, and gates of the heads where they have some. K and V of the present are made too, but not by a layer
+        that shares KV, nor by one that was narrowed, which has made them before.
+        """
+        described = self.described
+        if described.owns_kv and described.layer in state.present:
+            queries, _ = self._heads(
+                self._product(x, self.qkv[: described.query_width]), described.query_heads, state, queries_only=True
+            )
+            return queries, self._product(x, self.qkv[self._kv_end :]) if described.gated else None
+        projected = self._projected(x, state)
+        queries, present = self._heads(projected, described.query_heads, state, queries_only=not described.owns_kv)
+        if described.owns_kv:
+            state.present[described.layer] = present
+        return queries, projected[:, self._kv_end :] if described.gated else None
 
     def keep(self, x: torch.Tensor, state: GpuStepState) -> None:
         projected = self._product(x, self.qkv[self.described.query_width : self._kv_end])

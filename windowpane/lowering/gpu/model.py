@@ -14,6 +14,7 @@ from windowpane.attention.triton.widen import plain_view
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.kv.decoded_past import decoded_past_bytes
+from windowpane.kv.delta_workspace import delta_workspace_bytes
 from windowpane.lowering.gpu.chaining import ChainedLayer, chain_layers
 from windowpane.lowering.gpu.kernels.logits import softcap
 from windowpane.lowering.gpu.kernels.norms import rms_norm
@@ -25,7 +26,7 @@ from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
 from windowpane.lowering.reference.model import PerLayerValues
 from windowpane.lowering.reference.ops import PLAIN
-from windowpane.models.blocks import RMS, Decoder
+from windowpane.models.blocks import RMS, Decoder, GatedDeltaNet, each
 
 # From this compute capability on, a kernel may load while the one before ends: weights, and what an earlier one made.
 OVERLAPPING_LAUNCHES = (9, 0)
@@ -144,4 +145,9 @@ class GpuModel:
             context.prefill_scratch = hopper_scratch(rows, max_model_len, pages.device)
         decoded_bytes = decoded_past_bytes(pages.layout, str(dtype).removeprefix("torch."), max_model_len)
         context.decoded = torch.empty(decoded_bytes, dtype=torch.uint8, device=pages.device)
-        return decoded_bytes + (context.prefill_scratch.bytes if context.prefill_scratch else 0)
+        delta_bytes = max(
+            (delta_workspace_bytes(delta, dtype.itemsize) for delta in each(self.decoder.layers, GatedDeltaNet)),
+            default=0,
+        )
+        context.delta_workspace = torch.empty(delta_bytes, dtype=torch.uint8, device=pages.device)
+        return decoded_bytes + delta_bytes + (context.prefill_scratch.bytes if context.prefill_scratch else 0)

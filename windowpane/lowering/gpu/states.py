@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from windowpane.lowering.gpu.kernels.causal_convolution import short_convolution
+from windowpane.lowering.gpu.kernels.delta import decode_delta
+from windowpane.lowering.gpu.kernels.delta_chunks import chunk_delta
 from windowpane.lowering.gpu.kernels.mamba2 import Mamba2Layer, chunk_mamba2, decode_mamba2
 from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
 from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
@@ -53,6 +55,11 @@ def _parts_of(context: GpuContext, layer: int) -> list[StatePart]:
     ]
 
 
+def _ahead(places: StatePlaces, decoding: int) -> StatePlaces:
+    """Those of decoding rows."""
+    return StatePlaces(*(one[:decoding] for one in places))
+
+
 def _behind(places: StatePlaces, decoding: int) -> StatePlaces:
     """Those of segments."""
     return StatePlaces(*(one[decoding:] for one in places))
@@ -82,7 +89,7 @@ class _AdvanceMamba2:
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
         rows, layer, longest = step.num_decoding, self._layer, _longest(step)
         if rows:
-            decode_mamba2(made[:rows], StatePlaces(*(x[:rows] for x in places)), layer, out[:rows], pdl=self._pdl)
+            decode_mamba2(made[:rows], _ahead(places, rows), layer, out[:rows], pdl=self._pdl)
         if longest:
             assert step.chunks is not None
             segments = step.chunks.segments
@@ -119,54 +126,19 @@ class _AdvanceShortConv:
 
 class _AdvanceDelta:
     def __init__(self, described: GatedDeltaNet, parts: list[StatePart], context: GpuContext) -> None:
-        parameters, (*self._tails, self._matrix) = context.parameters, parts
-        self.described, self._pdl = described, context.pdl
-        self._conv = parameters.tensor(described.conv).float().squeeze(1).contiguous()
-        self._decay = parameters.tensor(described.a_log).float().exp()
-        self._dt_bias = parameters.tensor(described.dt_bias).float()
-        self._norm = parameters.norm(described.norm)
+        parameters, (*tails, matrix) = context.parameters, parts
+        self._context, self._pdl = context, context.pdl
+        self._key_heads, self._eps = described.key_heads, described.norm.eps
+        conv = parameters.tensor(described.conv).float().squeeze(1).contiguous()
+        decay, dt_bias = parameters.tensor(described.a_log).float().exp(), parameters.tensor(described.dt_bias).float()
+        self._weights = (tails, matrix, conv, decay, dt_bias, parameters.norm(described.norm))
 
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
-        """In plain torch."""
-        import torch.nn.functional as F
-
-        from windowpane.lowering.reference.recurrence import causal_convolution, gated_delta_rule
-
-        described = self.described
-        key_heads, heads, kd, vd = described.key_heads, described.value_heads, described.key_dim, described.value_dim
-        channels, values, width = len(self._conv), heads * vd, self._conv.shape[1]
-        runs = [(slice(i, i + 1), i) for i in range(step.num_decoding)]
+        rows, options = step.num_decoding, {"key_heads": self._key_heads, "eps": self._eps, "pdl": self._pdl}
+        if rows:
+            decode_delta(made[:rows], _ahead(places, rows), *self._weights, out[:rows], **options)
         if step.chunks is not None:
-            runs += [(s.rows, step.num_decoding + i) for i, s in enumerate(step.chunks.host_segments)]
-
-        def view(part: StatePart, page: torch.Tensor) -> torch.Tensor:
-            first = int(page) * part.unit + part.first
-            return part.arena[first : first + part.heads * part.elements]
-
-        parts = [*self._tails, self._matrix]
-        for rows, i in runs:
-            start = int(places.starts[i])
-            if start < 0:
-                out[rows] = 0
-                continue
-            *tails, matrix = (view(p, places.before[i]).float() * (start > 0) for p in parts)
-            if start == 0:
-                *tails, matrix = (torch.zeros_like(x) for x in (*tails, matrix))
-            x = made[rows][None]
-            tail = torch.cat([t.view(-1, width - 1) for t in tails])[None]
-            mixed, tail = causal_convolution(x[..., :channels], tail, self._conv, None)
-            q, k, v = F.silu(mixed).split([key_heads * kd, key_heads * kd, values], dim=-1)
-            q, k = (p.unflatten(-1, (-1, kd)).repeat_interleave(heads // key_heads, dim=2) for p in (q, k))
-            z, b, a = x[..., channels:].float().split([values, heads, heads], dim=-1)
-            decays = -self._decay * F.softplus(a + self._dt_bias)
-            read, matrix = gated_delta_rule(
-                q, k, v.unflatten(-1, (-1, vd)), decays, b.sigmoid(), matrix.view(1, heads, kd, vd)
-            )
-            read = F.rms_norm(read, (vd,), self._norm, described.norm.eps) * F.silu(z).view(read.shape)
-            out[rows] = read.flatten(2)[0].to(out.dtype)
-            flat = [*tail.reshape(-1).split([p.heads * p.elements for p in self._tails]), matrix.reshape(-1)]
-            for part, value in zip(parts, flat, strict=True):
-                view(part, places.after[i]).copy_(value)
+            chunk_delta(made, places, step.chunks, *self._weights, out, self._context.delta_workspace, **options)
 
 
 ADVANCES: dict[type, Any] = {GatedDeltaNet: _AdvanceDelta, Mamba2: _AdvanceMamba2, ShortConv: _AdvanceShortConv}
