@@ -50,7 +50,7 @@ class GpuStateMixer:
 
 def _parts_of(context: GpuContext, layer: int) -> list[StatePart]:
     return [
-        StatePart(context.pages.arena.view(part.dtype), part.storage_offset(), part.stride(0), *part.shape[1:])
+        StatePart(context.pages.arena.view(part.dtype), int(part.storage_offset()), part.stride(0), *part.shape[1:])
         for part in context.pages.states[layer].parts
     ]
 
@@ -127,18 +127,20 @@ class _AdvanceShortConv:
 class _AdvanceDelta:
     def __init__(self, described: GatedDeltaNet, parts: list[StatePart], context: GpuContext) -> None:
         parameters, (*tails, matrix) = context.parameters, parts
-        self._context, self._pdl = context, context.pdl
-        self._key_heads, self._eps = described.key_heads, described.norm.eps
+        self._context = context
+        self._options: dict[str, Any] = {
+            "key_heads": described.key_heads, "eps": described.norm.eps, "pdl": context.pdl
+        }  # fmt: skip
         conv = parameters.tensor(described.conv).float().squeeze(1).contiguous()
         decay, dt_bias = parameters.tensor(described.a_log).float().exp(), parameters.tensor(described.dt_bias).float()
         self._weights = (tails, matrix, conv, decay, dt_bias, parameters.norm(described.norm))
 
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
-        rows, options = step.num_decoding, {"key_heads": self._key_heads, "eps": self._eps, "pdl": self._pdl}
+        rows, weights = step.num_decoding, self._weights
         if rows:
-            decode_delta(made[:rows], _ahead(places, rows), *self._weights, out[:rows], **options)
+            decode_delta(made[:rows], _ahead(places, rows), *weights, out[:rows], **self._options)
         if step.chunks is not None:
-            chunk_delta(made, places, step.chunks, *self._weights, out, self._context.delta_workspace, **options)
+            chunk_delta(made, places, step.chunks, *weights, out, self._context.delta_workspace, **self._options)
 
 
 ADVANCES: dict[type, Any] = {GatedDeltaNet: _AdvanceDelta, Mamba2: _AdvanceMamba2, ShortConv: _AdvanceShortConv}

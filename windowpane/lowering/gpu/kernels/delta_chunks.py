@@ -23,6 +23,7 @@ import triton.language as tl
 from windowpane.attention.segments import ChunkQueries
 from windowpane.kv.delta_workspace import CHUNK_TOKENS, STRIP_TOKENS, piece_bytes, workspace_pieces
 from windowpane.kv.delta_workspace import delta_workspace_bytes as workspace_bytes
+from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, sigmoid, silu, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
@@ -91,7 +92,7 @@ class _Strip(NamedTuple):
 
 
 def _strips(segments: Sequence[Segment], chunks: int) -> Iterator[_Strip]:
-    counts = [triton.cdiv(s.stop - s.start, CHUNK_TOKENS) for s in segments]
+    counts = [ceil_div(s.stop - s.start, CHUNK_TOKENS) for s in segments]
     ends = [0, *accumulate(counts)]
 
     def row_of(chunk: int) -> int:
@@ -149,7 +150,7 @@ def chunk_delta(
             strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, kept, **fixed, **precision,
             VALUES=values, STAGES=launch.pass_stages, PDL=pdl, num_warps=launch.pass_warps, launch_pdl=pdl,
         )  # fmt: skip
-        gated_norm_kernel[(triton.cdiv(strip.rows, _NORM_TOKENS), heads)](
+        gated_norm_kernel[(ceil_div(strip.rows, _NORM_TOKENS), heads)](
             out, made, norm_weight, out.stride(0), made.stride(0), strip.row, strip.rows, eps, **shape.fixed,
             TOKENS=_NORM_TOKENS, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip

@@ -63,11 +63,13 @@ class Mamba2Layer:
 
     @property
     def state_block(self) -> int:
-        return max(LEAST_BLOCK, triton.next_power_of_2(self.described.state_dim))
+        block: int = max(LEAST_BLOCK, triton.next_power_of_2(self.described.state_dim))
+        return block
 
     def block(self, values: int) -> int:
         """Dims of a head whose states are at most so many values."""
-        return max(LEAST_BLOCK, min(triton.next_power_of_2(self.described.head_dim), values // self.state_block))
+        block: int = min(triton.next_power_of_2(self.described.head_dim), values // self.state_block)
+        return max(LEAST_BLOCK, block)
 
     def sizes(self, block: int) -> dict[str, Any]:
         described = self.described
