@@ -25,10 +25,14 @@ _FULL_PROGRAMS = 128
 
 
 class DecodeLaunch(NamedTuple):
-    """So many programs share the value dims of a head; the last of them to finish applies the norm."""
+    """So many programs share the value dims of a head; the last of them to finish applies the norm.
+
+    `registers` caps those of a thread, so that two programs of 8 warps run on a multiprocessor at once.
+    """
 
     split: int
     warps: int
+    registers: int | None = None
 
 
 class DeltaShape(NamedTuple):
@@ -59,9 +63,9 @@ class DeltaShape(NamedTuple):
 
 def plan_decode(rows: int, shape: DeltaShape) -> DecodeLaunch:
     split = 1
-    while split < 4 and rows * shape.value_heads * split * 2 <= _FULL_PROGRAMS * 2 and shape.value_dim // split > 32:
+    while split < 4 and rows * shape.value_heads * split <= _FULL_PROGRAMS and shape.value_dim // split > 32:
         split *= 2
-    return DecodeLaunch(split, 8 if split == 1 else 4)
+    return DecodeLaunch(1, 8, 128) if split == 1 else DecodeLaunch(split, 4)
 
 
 def decode_delta(
@@ -78,7 +82,7 @@ def decode_delta(
     whoever wrote those and this there must be a plain launch.
     """
     rows, shape = len(out), DeltaShape.of(tails, matrix, conv, key_heads)
-    split, warps = launch or plan_decode(rows, shape)
+    split, warps, registers = launch or plan_decode(rows, shape)
     programs = rows * shape.value_heads
     if split > 1 and programs > FLAGS:
         raise ValueError(f"{programs:,} heads of rows cannot be split: at most {FLAGS:,} can")
@@ -88,7 +92,8 @@ def decode_delta(
     _decode_kernel[(shape.value_heads * split, rows)](
         made, *places, tails[0].arena, matrix.arena, conv, decay, dt_bias, norm_weight, out, partial, flags,
         made.stride(0), out.stride(0), *(tail.first for tail in tails), tails[0].unit, matrix.first, matrix.unit, eps,
-        **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, maxnreg=registers,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -176,9 +181,9 @@ def _decode_kernel(
     has_state = start > 0
     before = tl.load(BEFORE + row).to(tl.int64)
     after = tl.load(AFTER + row).to(tl.int64)
-    at = head * (K * V) + k_dims[:, None] * V + v_dims[None, :]
+    at = head * (K * V) + (k_dims * V).to(tl.int64)[:, None] + v_dims[None, :]
     state_at = MATRIX + before * matrix_unit + matrix_first + at
-    state = tl.load(state_at, mask=has_state, other=0.0, eviction_policy="evict_first")
+    state = tl.load(state_at, mask=has_state, other=0.0, cache_modifier=".cg")
     # Value heads of a key head all convolve its queries and keys: the first of them remembers the inputs. Both are one
     # tile, so that each thread has a few channels.
     is_key = tl.arange(0, 2)[:, None] == 1
@@ -211,7 +216,7 @@ def _decode_kernel(
     o = tl.sum(state * q[:, None], 0) + tl.sum(k * q, 0) * learned
     state += k[:, None] * learned[None, :]
     state_to = MATRIX + after * matrix_unit + matrix_first + at
-    tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=is_row, eviction_policy="evict_first")
+    tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=is_row, cache_modifier=".cs")
 
     z = x + BEHIND + head * V
     to = OUT + row * out_stride + head * V

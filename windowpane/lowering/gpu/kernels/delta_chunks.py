@@ -42,9 +42,9 @@ class ChunkLaunch(NamedTuple):
     convolve_warps: int = 4
     solve_warps: int = 4
     solve_stages: int = 1
-    values: int = 32
+    values: int = 64
     pass_warps: int = 4
-    pass_stages: int = 2
+    pass_stages: int = 3
 
 
 # In float32 a stage of the pass over the states takes 120 KiB of shared memory.
