@@ -101,7 +101,7 @@ def _apply_kernel(TABLES, UPDATES, count, BLOCK: tl.constexpr):
     tl.store(TABLES + place, tl.load(UPDATES + count + i, mask=valid, other=0), mask=valid)
 
 
-@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["SLOTS", "STATE_SLOTS"])
+@triton.jit(do_not_specialize=["sequences", "count"], do_not_specialize_on_alignment=["SLOTS", "STATE_SLOTS"])
 def _state_pages_kernel(
     READING, WRITING, SLOTS, STATE_SLOTS, BEFORE, AFTER, sequences, count, WIDTH: tl.constexpr, STRIPES: tl.constexpr,
     BLOCK: tl.constexpr,
