@@ -52,6 +52,8 @@ CASES = {
     "gemma-4-31b-awq-4bit": Case(128, {"kv_cache_memory_bytes": 69_510_103_040, "max_num_seqs": 128}),
     "gemma-4-26b-a4b": Case(256, {}, (8, 32_768)),
     "gpt-oss-20b": Case(256, {}, (8, 32_768)),
+    "qwen3.5-35b-a3b": Case(256, {}, (8, 32_768)),
+    "qwen3.5-27b": Case(128, {"max_num_seqs": 128}, (4, 32_768)),
 }
 
 

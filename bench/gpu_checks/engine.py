@@ -227,14 +227,15 @@ def forced_logits(
     nobody = np.zeros(0, dtype=np.int64)
     manager.extend(0, prompt)
     chunk = PromptChunk(0, 0, tokens[:prompt].astype(np.int32), samples=True)
-    batch = Batch(0, nobody, nobody, [chunk], np.zeros(1, dtype=np.int8), manager.take_changes())
+    batch = Batch(0, nobody, nobody, [chunk], manager.state_slot.copy(), manager.take_changes())
     logits = [runner.forward(batch, all_logits_slots=frozenset({0})).prompt_logits[0](slice(0, prompt)).clone()]
     slot = np.zeros(1, dtype=np.int64)
     for position in range(prompt, length):
         runner.take_sampled(torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([tokens[position]]).cuda())
         manager.extend(0, position + 1)
         changes = manager.take_changes() or NO_CHANGES
-        batch = Batch(0, slot, np.array([position]), [], np.zeros(1, dtype=np.int8), changes)
+        manager.flip_states(slot)
+        batch = Batch(0, slot, np.array([position]), [], manager.state_slot.copy(), changes)
         logits.append(runner.forward(batch).logits.clone())
     return torch.cat(logits).double()
 

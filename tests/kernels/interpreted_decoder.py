@@ -17,7 +17,7 @@ import torch
 from bench.gpu_checks import engine
 from bench.gpu_checks.chain import in_torch
 from bench.gpu_checks.engine import Setting, run
-from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING
+from tests.running.small_models import CONFIGS, FULL, LINEAR, QUANTIZED, SLIDING
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
 from windowpane.runners.cuda import CudaRunner
@@ -89,6 +89,41 @@ TINY |= {
         "global_head_dim": 32,
         "vocab_size_per_layer_input": 24,
     },
+}
+_TINY_DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 1}
+_TINY_MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8}
+TINY |= {
+    "qwen3.5": {**CONFIGS["qwen3.5"], **_TINY, **_TINY_DELTA, "layer_types": [LINEAR, FULL]},
+    "qwen3-next": {
+        **CONFIGS["qwen3-next"],
+        **_TINY,
+        **_TINY_DELTA,
+        "layer_types": [FULL, LINEAR],  # the last one that keeps anything has a state
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [],
+    },
+    "nemotron-h": {
+        **CONFIGS["nemotron-h"],
+        **_TINY,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*ME",
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "granite hybrid": {
+        **CONFIGS["granite hybrid"],
+        **_TINY,
+        **_TINY_MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 16,
+    },
+    "falcon-h1": {**CONFIGS["falcon-h1"], **_TINY, **_TINY_MAMBA, "mamba_d_ssm": 96, "mamba_d_head": 24},
+    "lfm2": {**CONFIGS["lfm2"], **_TINY, "layer_types": ["conv", FULL]},
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10

@@ -299,7 +299,7 @@ _DELTA = {
     "num_hidden_layers": 5,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR, LINEAR],
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "mamba_ssm_dtype": "float32",

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.running.harness import Knobs, generate, layout_of
-from tests.running.small_models import spec_of, weights_of
+from tests.running.small_models import CONFIGS, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.lowering.reference.recurrence import causal_convolution, gated_delta_rule, mamba2_scan
-from windowpane.models import load
+from windowpane.models import from_config, load
 from windowpane.models.config import ModelError
 from windowpane.models.running import runnable
 from windowpane.runners.plain import Runner
@@ -136,10 +136,10 @@ def _run_overlapped(scheduler: Scheduler, runner: Runner, requests: list[Request
             scheduler.commit(sampled.popleft())
 
 
-def test_gpus_refuse_states_in_one_line():
+def test_gpus_run_states_and_refuse_odd_heads_in_one_line():
     spec = load("qwen3.5-35b-a3b")
-    assert runnable(spec) is spec.decoder
-    with pytest.raises(
-        ModelError, match=r"^qwen3.5-35b-a3b has recurrent states, which run on CPUs only .*--device cpu$"
-    ):
-        runnable(spec, on_gpu=True)
+    assert runnable(spec, on_gpu=True) is spec.decoder
+    odd = from_config({**CONFIGS["qwen3.5"], "linear_value_head_dim": 24}, "odd")
+    assert runnable(odd) is odd.decoder
+    with pytest.raises(ModelError, match=r"^odd has recurrent states of 16 × 24 .* run on CPUs only .*--device cpu$"):
+        runnable(odd, on_gpu=True)

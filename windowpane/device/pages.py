@@ -381,7 +381,7 @@ class StatePages:
 
     def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
         assert isinstance(piece.cache, StateCache)
-        self._pages, self._group, self._stripe = pages, group, piece.stripe
+        self._pages, self.group, self.stripe = pages, group, piece.stripe
         self.parts = []
         for part, offset in zip(piece.cache.parts, piece.data_offsets, strict=True):
             arena = pages.arena.view(TORCH_DTYPES[part.dtype or ""])
@@ -393,14 +393,14 @@ class StatePages:
         """Each part of the states before this step [sequences, heads, elements]. New sequences begin with zeros,
         whatever their page holds.
         """
-        before, _, new = self._pages.state_offsets(self._group, step)
-        return [part.index_select(0, before[:, self._stripe]).index_fill_(0, new, 0.0) for part in self.parts]
+        before, _, new = self._pages.state_offsets(self.group, step)
+        return [part.index_select(0, before[:, self.stripe]).index_fill_(0, new, 0.0) for part in self.parts]
 
     def store(self, step: Step, states: list[torch.Tensor]) -> None:
         """Each part of the states after this step."""
-        _, after, _ = self._pages.state_offsets(self._group, step)
+        _, after, _ = self._pages.state_offsets(self.group, step)
         for part, values in zip(self.parts, states, strict=True):
-            part[after[:, self._stripe]] = values.to(part.dtype)
+            part[after[:, self.stripe]] = values.to(part.dtype)
 
 
 def _zeros(size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -57,6 +57,23 @@ class DeviceTables:
         if count:
             _apply_kernel[(triton.cdiv(count, UPDATE_BLOCK),)](self._flat, updates, count, BLOCK=UPDATE_BLOCK)
 
+    def state_pages(
+        self, group: int, slots: torch.Tensor, state_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page offsets [stripes, sequences] of the states that a step reads, and of those that it writes.
+
+        Of each sequence's two states, the one that `state_slots` names is read and the other one is written.
+        """
+        reading, writing = self.reading[group], self.writing[group]
+        _, width, stripes = reading.shape
+        before = torch.empty(stripes, len(slots), dtype=torch.int32, device=slots.device)
+        after = torch.empty_like(before)
+        _state_pages_kernel[(triton.cdiv(before.numel(), UPDATE_BLOCK),)](
+            reading, writing, slots, state_slots, before, after, len(slots), before.numel(), WIDTH=width,
+            STRIPES=stripes, BLOCK=UPDATE_BLOCK,
+        )  # fmt: skip
+        return before, after
+
     def _list(self, updates: Iterable[tuple[TableUpdate, list[int]]]) -> Ints:
         places: list[Ints] = []
         offsets: list[Ints] = []
@@ -82,3 +99,17 @@ def _apply_kernel(TABLES, UPDATES, count, BLOCK: tl.constexpr):
     valid = i < count
     place = tl.load(UPDATES + i, mask=valid, other=0)
     tl.store(TABLES + place, tl.load(UPDATES + count + i, mask=valid, other=0), mask=valid)
+
+
+@triton.jit(do_not_specialize=["sequences", "count"], do_not_specialize_on_alignment=["SLOTS", "STATE_SLOTS"])
+def _state_pages_kernel(
+    READING, WRITING, SLOTS, STATE_SLOTS, BEFORE, AFTER, sequences, count, WIDTH: tl.constexpr, STRIPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = i < count
+    stripe, sequence = i // sequences, i % sequences
+    row = tl.load(SLOTS + sequence, mask=valid, other=0).to(tl.int64) * WIDTH
+    present = tl.load(STATE_SLOTS + sequence, mask=valid, other=0)
+    tl.store(BEFORE + i, tl.load(READING + (row + present) * STRIPES + stripe, mask=valid, other=0), mask=valid)
+    tl.store(AFTER + i, tl.load(WRITING + (row + 1 - present) * STRIPES + stripe, mask=valid, other=0), mask=valid)

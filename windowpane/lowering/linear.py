@@ -108,10 +108,10 @@ class ExpertLinear:
         return Linear(self.weight[rows], None if self.bias is None else self.bias[expert])
 
 
-def joined(first: Linear, second: Linear) -> Linear:
-    """Both outputs of one input, one after the other."""
-    biases = [bias for bias in (first.bias, second.bias) if bias is not None]
-    weight = stack([*_singles(first.weight), *_singles(second.weight)])
+def joined(first: Linear, *others: Linear) -> Linear:
+    """All outputs of one input, one after the other."""
+    biases = [one.bias for one in (first, *others) if one.bias is not None]
+    weight = stack([single for one in (first, *others) for single in _singles(one.weight)])
     return replace(first, weight=weight, bias=torch.cat(biases) if biases else None)
 
 
@@ -155,7 +155,6 @@ class Parameters:
             self.linear(projection)
         for of_experts in each(decoder, ExpertProjection):
             self.experts(of_experts)
-        self._gates: dict[Projection, Linear] = {}
         for attention in decoder.attentions:
             self._bind_attention(attention)
         for delta in each(decoder, GatedDeltaNet):
@@ -225,12 +224,17 @@ class Parameters:
         return Scores(attention.scale, attention.softcap, sinks)
 
     def qkv(self, attention: Attention) -> tuple[Linear, Linear | None]:
-        """What makes queries, K and V, and what makes the gates of the heads, where they have some."""
-        return self.linear(attention.qkv), self._gates.get(attention.qkv)
+        """What makes queries, K and V, and what makes the gates of the heads, where they have some.
+
+        Both are views of `linear`, whose last outputs are the gates.
+        """
+        linear = self.linear(attention.qkv)
+        first = linear.outputs - attention.query_width
+        return (linear[:first], linear[first:]) if attention.gated else (linear, None)
 
     def _bind_attention(self, attention: Attention) -> None:
         if attention.gated:
-            self._split_gates(attention)
+            self._put_gates_last(attention)
         order = attention.rope.dim_order() if attention.rope is not None else None
         if order is None:
             return
@@ -244,13 +248,12 @@ class Parameters:
             if norm is not None and weight is not None:
                 self._norms[norm] = weight.view(-1, len(order))[:, index].reshape(-1)
 
-    def _split_gates(self, attention: Attention) -> None:
-        """Gates lie behind each head's query: they become a Linear of their own."""
+    def _put_gates_last(self, attention: Attention) -> None:
+        """A checkpoint has them behind each head's query. All stay one tensor, so that one product makes them."""
         linear, width = self.linear(attention.qkv), attention.query_width
         heads = torch.arange(2 * width, device=linear.weight.device).view(attention.query_heads, 2, -1)
         both = linear[: 2 * width].with_outputs_permuted(heads.transpose(0, 1).flatten())
-        self._gates[attention.qkv] = both[width:]
-        self._linears[attention.qkv] = joined(both[:width], linear[2 * width :])
+        self._linears[attention.qkv] = joined(both[:width], linear[2 * width :], both[width:])
 
     def _bind_delta(self, delta: GatedDeltaNet) -> None:
         """Outputs by key head become q, k, v and z of all heads, and b and a of all."""

@@ -8,6 +8,7 @@ from windowpane.models.blocks import (
     Attention,
     Decoder,
     Experts,
+    GatedDeltaNet,
     GatedMLP,
     Norm,
     PerLayerInput,
@@ -69,12 +70,10 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
 
 def _lacking_on_gpus(decoder: Decoder) -> str | None:
     """What the lowering for GPUs does not have."""
-    if decoder.state_mixers:
-        return "recurrent states"
-    if any(attention.gated for attention in decoder.attentions):
-        return "gates behind its attention"
-    if any(not mlp.has_gate or mlp.gate_multiplier != 1.0 for mlp in each(decoder.layers, GatedMLP)):
-        return "MLPs without a gate, or with a multiplied one"
+    for delta in each(decoder.layers, GatedDeltaNet):
+        dims = delta.key_dim, delta.value_dim
+        if any(dim & (dim - 1) for dim in dims):
+            return f"recurrent states of {dims[0]} × {dims[1]} values a head, not powers of two"
     return None
 
 

@@ -5,13 +5,15 @@ The activation estimate counts the tensors that are alive together at the widest
 
     per token   3 × hidden                      residual stream, normed input, layer output
               + the wider of                    (they are never alive at the same time)
-                  2 × query width + 2 × KV width    q, attention output, k, v
+                  2 × query width + 2 × KV width    q, attention output, k, v; both again beside gates of heads
+                  recurrent states                  their projection, Mamba-2's convolution, the mixer's output
                   3 × MLP width                     gate, up, their product
                   experts × (width + hidden)        of those that a token visits: their products and results
                     + hidden                        and what stands beside them
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy; whole on every rank
     quantized   64 MiB                          the slice of a weight that is dequantised at a time
     coded KV    one layer's longest past        decoded for chunks that attend it
+    Gated DeltaNet  strips of 4,096 tokens      what chunks know without the state (`kv.delta_workspace`)
 
 On a Hopper GPU the scratch of its prefill kernels comes on top (`attention.hopper.sizes`): most of it the rotated dims
 of a latent's keys, 1 KiB per token of the longest sequence for Gemma 4 31B, for all layers together.
@@ -25,11 +27,12 @@ from dataclasses import dataclass
 
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.capacity import Capacity
+from windowpane.kv.delta_workspace import delta_workspace_bytes
 from windowpane.kv.formats import KVFormat, dtype_bytes
 from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Chunk, Window, ceil_div
-from windowpane.models.blocks import Experts, each
+from windowpane.models.blocks import Experts, GatedDeltaNet, Mamba2, each
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
@@ -101,11 +104,29 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     """The documented estimate above, in bytes per rank."""
     query_width = spec.query_heads * max((c.key_dim for c in spec.token_caches), default=0) // ranks
     kv_width = max((_kv_width(c.shard(ranks)) for c in spec.token_caches), default=0)
-    widest = max(2 * query_width + kv_width, 3 * spec.widest_mlp // ranks, _experts_width(spec))
+    attention = 2 * query_width + kv_width
+    if spec.decoder is not None and any(a.gated for a in spec.decoder.attentions):
+        attention *= 2  # gates come with q, k and v, which stay until they are used
+    widest = max(attention, 3 * spec.widest_mlp // ranks, _experts_width(spec), _states_width(spec) // ranks)
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
     logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size * 4 * 2
     dequantized = DEQUANTIZED_BYTES if isinstance(spec.quantization, Quantization) else 0
     return tokens + logits + dequantized
+
+
+def delta_bytes(spec: ModelSpec, ranks: int, compute_dtype: str) -> int:
+    """Workspace of the layer that needs most, since layers run in turn."""
+    found = each(spec.on_rank(ranks).decoder, GatedDeltaNet) if spec.decoder is not None else ()
+    return max((delta_workspace_bytes(delta, dtype_bytes(compute_dtype)) for delta in found), default=0)
+
+
+def _states_width(spec: ModelSpec) -> int:
+    """What one token has in the mixer with a recurrent state that needs most."""
+    widths = [0]
+    for mixer in spec.decoder.state_mixers if spec.decoder is not None else ():
+        convolved = mixer.conv.shape[0] if isinstance(mixer, Mamba2) else 0
+        widths.append(sum(w.shape[0] for w in mixer.inputs.weights) + convolved + mixer.out.inputs)
+    return max(widths)
 
 
 def _experts_width(spec: ModelSpec) -> int:

@@ -21,7 +21,7 @@ from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.gates import Gate, gate
 from windowpane.plan.hardware import Gpu, parse_gpus
-from windowpane.plan.memory import Budget, Device, activation_bytes, prefill_scratch_bytes
+from windowpane.plan.memory import Budget, Device, activation_bytes, delta_bytes, prefill_scratch_bytes
 from windowpane.plan.peers import all as all_peers
 from windowpane.plan.peers.report import PeerReport
 from windowpane.plan.peers.setting import Setting
@@ -170,6 +170,7 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
     activations = activation_bytes(spec, config, ranks, compute_dtype)
     if not on_cpu:
         activations += decoded_past_bytes(layout, compute_dtype, config.max_model_len or spec.max_position)
+        activations += delta_bytes(spec, ranks, compute_dtype)
     return Sizing(spec, config, ranks, compute_dtype, weights, activations, layout)
 
 

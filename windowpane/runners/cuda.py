@@ -15,7 +15,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import PADDING, DeviceStep, StepBuilder
+from windowpane.lowering.gpu.step import PADDING_ROW, DeviceStep, StepBuilder
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.reference.model import ReferenceModel
@@ -76,15 +76,12 @@ class CudaRunner:
                 use_chain=use_chain,
             )  # fmt: skip
             self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
-            # Slots and positions of decoding rows at a fixed place, and behind them a step's changed table entries.
-            self._inputs = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+            # Decoding rows' slots, positions and present states, at a fixed place.
+            self._inputs = torch.zeros(len(PADDING_ROW), num_slots, dtype=torch.int32, device=device)
             self.graphs: DecodeGraphs | None = None
             if use_graphs and device.type == "cuda" and group.in_graphs:
                 logits = torch.empty(num_slots, spec.vocab_size, dtype=torch.float32, device=device)
-                slots, positions = self._inputs[0], self._inputs[1]
-                self.graphs = DecodeGraphs(
-                    self.model, slots, positions, self._sampled, logits, ladder(num_slots), progress
-                )
+                self.graphs = DecodeGraphs(self.model, self._inputs, self._sampled, logits, ladder(num_slots), progress)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -129,9 +126,8 @@ class CudaRunner:
     def _decode(self, batch: Batch) -> torch.Tensor:
         rows = len(batch.decode_slots)
         padded = (self.graphs.padded(rows) if self.graphs is not None else None) or rows
-        inputs = np.full((2, self._num_slots), PADDING, dtype=np.int32)
-        inputs[0] = 0
-        inputs[0, :rows], inputs[1, :rows] = batch.decode_slots, batch.decode_positions
+        inputs = np.tile(np.array(PADDING_ROW, dtype=np.int32)[:, None], self._num_slots)
+        inputs[:, :rows] = batch.decode_slots, batch.decode_positions, batch.state_slots
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
@@ -141,8 +137,8 @@ class CudaRunner:
         self._inputs.copy_(sent[handle])
         if self.graphs is not None and padded in self.graphs.sizes:
             return self.graphs.replay(rows)
-        slots, positions = self._inputs[:, :rows]
-        return self.model.forward(DeviceStep(positions=positions, slots=slots), self._sampled[slots])
+        step = DeviceStep.decoding(self._inputs[:, :rows])
+        return self.model.forward(step, self._sampled[step.slots])
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:

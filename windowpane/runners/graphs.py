@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import PADDING, DeviceStep
+from windowpane.lowering.gpu.step import PADDING_ROW, DeviceStep
 
 WARM_UPS = 1  # before a capture: kernels are compiled and libraries take their workspaces
 
@@ -26,13 +26,12 @@ def ladder(most_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`slots` and `positions` are the tensors that steps are read from; `sampled` has each slot's last token."""
+    """`inputs` is the tensor that steps are read from (`DeviceStep.decoding`); `sampled` has each slot's last token."""
 
     def __init__(
         self,
         model: GpuModel,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
+        inputs: torch.Tensor,
         sampled: torch.Tensor,
         logits: torch.Tensor,
         sizes: Sequence[int],
@@ -42,10 +41,9 @@ class DecodeGraphs:
         self._logits = logits
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
-        positions.fill_(PADDING)
-        slots.zero_()
+        inputs.copy_(torch.tensor(PADDING_ROW, dtype=torch.int32)[:, None])
         for done, size in enumerate(sorted(sizes, reverse=True)):  # the largest takes the memory, others fit into it
-            step = DeviceStep(positions=positions[:size], slots=slots[:size])
+            step = DeviceStep.decoding(inputs[:, :size])
 
             def run(step: DeviceStep = step, size: int = size) -> None:
                 tokens = sampled[step.slots]

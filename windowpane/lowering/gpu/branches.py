@@ -8,6 +8,7 @@ import torch
 
 from windowpane.lowering.gpu.kernels.branch_norms import MOST_NORMS, add_branches, rms_norms
 from windowpane.lowering.gpu.mixers import MIXERS, GpuContext, GpuExperts, GpuStepState
+from windowpane.lowering.gpu.states import STATE_MIXERS
 from windowpane.lowering.reference.mixers import Branch, make_mixer
 from windowpane.models.blocks import RMS, Norm, Sum
 
@@ -64,4 +65,4 @@ def _reads_of(branch: Branch) -> list[Read]:
     return branch.mixer.reads
 
 
-ALL_MIXERS: dict[type, Any] = {**MIXERS, Sum: GpuSum}
+ALL_MIXERS: dict[type, Any] = {**MIXERS, **STATE_MIXERS, Sum: GpuSum}

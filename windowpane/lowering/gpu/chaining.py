@@ -74,6 +74,9 @@ def _links(layer: GpuLayer, following: GpuLayer | None) -> Links | None:
     next_attention = None if following is None else following.blocks[0].mixer
     if not isinstance(next_attention, GpuAttention | None):
         return None
+    gated = [a.described.gated for a in (attention, next_attention) if a is not None]
+    if any(gated) or not mlp.described.has_gate or mlp.described.gate_multiplier != 1.0 or mlp.out_gate is not None:
+        return None
     norms = [attends.described.after, feeds.described.before, feeds.described.after, feeds.following]
     if feeds.described.before is None or feeds.following is None:
         return None

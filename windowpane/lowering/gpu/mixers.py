@@ -27,14 +27,14 @@ from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.lowering.gpu.kernels.experts import run_experts
-from windowpane.lowering.gpu.kernels.gated import gated
+from windowpane.lowering.gpu.kernels.gated import gated, times_sigmoid
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.kernels.norms import rms_norm
 from windowpane.lowering.gpu.kernels.routing import route
-from windowpane.lowering.gpu.products import gated_product, product
+from windowpane.lowering.gpu.products import gated_product, product, ungated_product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
-from windowpane.lowering.linear import Parameters, summed
+from windowpane.lowering.linear import Parameters, joined, summed
 from windowpane.lowering.reference.mixers import normed_across_heads, tempered
 from windowpane.lowering.reference.ops import Angles, Ops
 from windowpane.lowering.rope import cos_and_sin, frequencies
@@ -58,6 +58,8 @@ class GpuStepState:
     """One step on its way through the layers; `present` has K and V of its rows until they are written.
 
     `projected`: the next layer's queries, keys and values, where the layer before it has made them already.
+    `state_pages`: page offsets of states before and after, by group (`DeviceTables.state_pages`); `mixed`: what a
+    mixer with a recurrent state has of the wanted rows, from the time that it is kept until the rows go on.
     """
 
     step: DeviceStep
@@ -68,6 +70,8 @@ class GpuStepState:
     narrowed: bool = False
     present: dict[int, Present] = field(default_factory=dict)
     projected: torch.Tensor | None = None
+    state_pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    mixed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def narrow(self) -> None:
         """From here on only the wanted rows go on."""
@@ -101,6 +105,7 @@ class GpuContext:
         self.dtype, self.pdl, self.ops = dtype, pdl, GpuOps(pdl)
         self.prefill_scratch: PrefillScratch | None = None
         self.decoded = torch.empty(0, dtype=torch.uint8, device=pages.device)
+        self.delta_workspace = torch.empty(0, dtype=torch.uint8, device=pages.device)
         self._max_model_len, self._max_rows = max_model_len, max_rows
         self.attentions: dict[int, GpuAttention] = {}  # by layer
         self._angles: dict[Rope, Angles] = {}
@@ -143,7 +148,9 @@ class GpuAttention:
         self._angles, self._pairs = angles, 0 if angles is None else angles[0].shape[1]
         self._product = partial(product, pdl=context.pdl)
         self.q_norm, self.k_norm = context.parameters.head_norms(described)
+        # Behind q, k and v come the gates of the heads, where they have some.
         self.qkv, self.out = (context.parameters.take_linear(p) for p in (described.qkv, described.out))
+        self._kv_end = self.qkv.outputs - (described.query_width if described.gated else 0)
         if cache.latent:
             self._make_rotary_dims_adjacent()
         self._transform_values = False
@@ -175,20 +182,32 @@ class GpuAttention:
     def attend(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
         """What the output projection takes [rows, query width]."""
         described, layer = self.described, self.described.layer
-        if described.owns_kv and layer not in state.present:
-            queries, state.present[layer] = self._heads(self._projected(x, state), described.query_heads, state)
-        else:
-            # A layer that shares KV has queries only; one that was narrowed has made K and V before.
-            rows = self.qkv[: described.query_width] if described.owns_kv else self.qkv
-            projected = self._product(x, rows) if described.owns_kv else self._projected(x, state)
-            queries, _ = self._heads(projected, described.query_heads, state, queries_only=True)
+        queries, gates = self._queries_and_gates(x, state)
         attended = self._attend(queries, state.present[described.cache.layer], state)
+        if gates is not None:
+            times_sigmoid(attended, gates, pdl=self._context.pdl)
         if described.owns_kv and layer not in self._context.shared:
             self.write(state)
         return attended
 
+    def _queries_and_gates(self, x: torch.Tensor, state: GpuStepState) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries, and gates of the heads where they have some. K and V of the present are made too, but not by a layer
+        that shares KV, nor by one that was narrowed, which has made them before.
+        """
+        described = self.described
+        if described.owns_kv and described.layer in state.present:
+            queries, _ = self._heads(
+                self._product(x, self.qkv[: described.query_width]), described.query_heads, state, queries_only=True
+            )
+            return queries, self._product(x, self.qkv[self._kv_end :]) if described.gated else None
+        projected = self._projected(x, state)
+        queries, present = self._heads(projected, described.query_heads, state, queries_only=not described.owns_kv)
+        if described.owns_kv:
+            state.present[described.layer] = present
+        return queries, projected[:, self._kv_end :] if described.gated else None
+
     def keep(self, x: torch.Tensor, state: GpuStepState) -> None:
-        projected = self._product(x, self.qkv[self.described.query_width :])
+        projected = self._product(x, self.qkv[self.described.query_width : self._kv_end])
         _, state.present[self.described.layer] = self._heads(projected, 0, state)
 
     def write(self, state: GpuStepState) -> None:
@@ -275,13 +294,16 @@ class GpuAttention:
     def _fold_basis(self, basis: torch.Tensor) -> None:
         """Make values in the pages' basis, and read what was attended in it, by the weights before and behind.
 
-        Packed weights cannot be changed: then values are transformed where they are made, and results by a product.
+        Packed weights cannot be changed: then values are transformed where they are made, and results by a product, as
+        they are where gates multiply them first.
         """
         if self.described.owns_kv:
             first = self.described.query_width + self.described.cache.kv_heads * len(basis)
-            changed = self.qkv.with_outputs_in(basis, first)
-            self._transform_values, self.qkv = changed is None, changed or self.qkv
-        out = self.out.with_inputs_in(basis)
+            changed = self.qkv[: self._kv_end].with_outputs_in(basis, first)
+            self._transform_values = changed is None
+            if changed is not None:
+                self.qkv = joined(changed, self.qkv[self._kv_end :]) if self.described.gated else changed
+        out = None if self.described.gated else self.out.with_inputs_in(basis)
         self._transform_back, self.out = (basis.to(self._context.dtype), self.out) if out is None else (None, out)
 
 
@@ -294,7 +316,12 @@ class GpuMlp:
 
     def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
         one = partial(product, pdl=self._context.pdl)
-        inner = gated_product(x, self.gate_up, self.described.activation, pdl=self._context.pdl)
+        described, pdl = self.described, self._context.pdl
+        if described.has_gate:
+            by = described.gate_multiplier
+            inner = gated_product(x, self.gate_up, described.activation, multiplier=by, pdl=pdl)
+        else:
+            inner = ungated_product(x, self.gate_up, pdl=pdl)
         out = summed(one, inner, self.down, self._context.group)
         return out if self.out_gate is None else out * one(x, self.out_gate).sigmoid()
 

@@ -14,6 +14,7 @@ from windowpane.attention.triton.widen import plain_view
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.kv.decoded_past import decoded_past_bytes
+from windowpane.kv.delta_workspace import delta_workspace_bytes
 from windowpane.lowering.gpu.chaining import ChainedLayer, chain_layers
 from windowpane.lowering.gpu.kernels.logits import softcap
 from windowpane.lowering.gpu.kernels.norms import rms_norm
@@ -25,7 +26,7 @@ from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
 from windowpane.lowering.reference.model import PerLayerValues
 from windowpane.lowering.reference.ops import PLAIN
-from windowpane.models.blocks import RMS, Decoder
+from windowpane.models.blocks import RMS, Decoder, GatedDeltaNet, each
 
 # From this compute capability on, a kernel may load while the one before ends: weights, and what an earlier one made.
 OVERLAPPING_LAUNCHES = (9, 0)
@@ -65,6 +66,8 @@ class GpuModel:
             for index, (layer, norm) in enumerate(zip(decoder.layers, following, strict=True))
         ]
         self._attentions = context.attentions
+        self._tables = tables
+        self._state_groups = tuple(dict.fromkeys(stored.group for stored in pages.states.values()))
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
         if use_hopper and use_chain and group.place.ranks == 1:
@@ -81,14 +84,18 @@ class GpuModel:
 
     def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """The normed output of the last layer for the wanted rows; what `logits` takes."""
-        # Attention looks up plans and positions before the launch ahead of it has ended. Whatever makes those has a
-        # plain launch behind it, which waits for it.
-        plans = self._plan(step)
+        # Mixers look up plans, positions and pages of states before the launch ahead of them has ended. Whatever makes
+        # those has a plain launch behind it, which waits for it.
+        plans, sequences = self._plan(step), step.sequences
+        state_pages = {
+            group: self._tables.state_pages(group, sequences.slots, sequences.state_slots)
+            for group in self._state_groups
+        }
         hidden = look_up(self.embedding, tokens, self._group)
         if self.decoder.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
-        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer)
+        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages)
         normed = self._first_norm(hidden)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
@@ -138,4 +145,9 @@ class GpuModel:
             context.prefill_scratch = hopper_scratch(rows, max_model_len, pages.device)
         decoded_bytes = decoded_past_bytes(pages.layout, str(dtype).removeprefix("torch."), max_model_len)
         context.decoded = torch.empty(decoded_bytes, dtype=torch.uint8, device=pages.device)
-        return decoded_bytes + (context.prefill_scratch.bytes if context.prefill_scratch else 0)
+        delta_bytes = max(
+            (delta_workspace_bytes(delta, dtype.itemsize) for delta in each(self.decoder.layers, GatedDeltaNet)),
+            default=0,
+        )
+        context.delta_workspace = torch.empty(delta_bytes, dtype=torch.uint8, device=pages.device)
+        return decoded_bytes + delta_bytes + (context.prefill_scratch.bytes if context.prefill_scratch else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from windowpane.lowering.gpu.kernels.gated import gated
+from windowpane.lowering.gpu.kernels.gated import gated, relu2
 from windowpane.lowering.gpu.kernels.matvec import matvec, pays
 from windowpane.lowering.gpu.kernels.packed import SPLIT_ROWS, packed_linear, packed_product
 from windowpane.lowering.linear import Linear
@@ -28,11 +28,24 @@ def product(x: torch.Tensor, linear: Linear, *, pdl: bool) -> torch.Tensor:
     return F.linear(x, weight, bias)
 
 
-def gated_product(x: torch.Tensor, gate_up: Linear, activation: str, *, pdl: bool) -> torch.Tensor:
-    """activation(gate) × up, in the launch that makes them where there is one."""
+def ungated_product(x: torch.Tensor, up: Linear, *, pdl: bool) -> torch.Tensor:
+    """max(up, 0)²: the one activation of MLPs without a gate."""
+    inner = product(x, up, pdl=pdl)
+    relu2(inner, pdl=pdl)
+    return inner
+
+
+def gated_product(
+    x: torch.Tensor, gate_up: Linear, activation: str, *, multiplier: float = 1.0, pdl: bool
+) -> torch.Tensor:
+    """activation(multiplier × gate) × up, in the launch that makes them where there is one."""
     inner = x.new_empty(len(x), gate_up.outputs // 2)
     weight, has_bias = gate_up.weight, gate_up.bias is not None
-    if isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
+    if multiplier != 1.0:
+        made = product(x, gate_up, pdl=pdl)
+        made[:, : inner.shape[1]] *= multiplier
+        gated(made, inner, activation, pdl=pdl)
+    elif isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
         packed_linear(x, weight, inner, activation=activation)
     elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x), len(weight)):
         matvec(x, weight, inner, activation=activation, pdl=pdl)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from windowpane.kv.caches import TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.schedule.step import Segment, Step
 
-PADDING = -1
+PADDING_ROW = (0, -1, 0)  # slot, position and present state
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,16 @@ class PageWrites:
     within: torch.Tensor
 
 
+class Sequences(NamedTuple):
+    """The sequences of a step, the decoding ones and then those of segments: each one's slot, the position of its first
+    row, and which of its two states is the present one. int32 [sequences] each.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    state_slots: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """A `Step` on the device. `wanted` are the rows whose logits are asked for, None for all.
@@ -42,11 +53,18 @@ class DeviceStep:
 
     positions: torch.Tensor  # int32 [rows]
     slots: torch.Tensor  # int32 [decoding rows]
+    sequences: Sequences
     chunk_tokens: torch.Tensor | None = None
     chunks: ChunkQueries | None = None
     wanted: torch.Tensor | None = None
     wanted_chunks: ChunkQueries | None = None
     writes: list[PageWrites] | None = None
+
+    @classmethod
+    def decoding(cls, inputs: torch.Tensor) -> DeviceStep:
+        """Of decoding rows alone: slots, positions and present states are the rows of `inputs`."""
+        slots, positions, state_slots = inputs
+        return cls(positions, slots, Sequences(slots, positions, state_slots))
 
     @property
     def num_decoding(self) -> int:
@@ -70,6 +88,8 @@ class StepBuilder:
         late, now = (transfer.add(updates) for updates in self._tables.updates(changes))
         arrays = (step.decode_slots, step.positions, step.tokens, step.wanted)
         slots, positions, tokens, wanted = (transfer.add(array) for array in arrays)
+        of_sequences = (step.sequences, step.first_positions, step.state_slots)
+        sequences = [transfer.add(array) for array in of_sequences]
         everything, narrowed = (self._queries(s, transfer) for s in (step.segments, step.wanted_segments))
         writes = []
         for layer in self._layers:
@@ -80,8 +100,9 @@ class StepBuilder:
         self._tables.apply(sent[now])
         stored = [PageWrites(*(sent[handle] for handle in handles)) for handles in writes]
         return DeviceStep(
-            sent[positions], sent[slots], sent[tokens], everything(sent), sent[wanted].long(), narrowed(sent), stored
-        )
+            sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
+            everything(sent), sent[wanted].long(), narrowed(sent), stored,
+        )  # fmt: skip
 
     def _queries(
         self, segments: tuple[Segment, ...], transfer: Transfer

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-CHUNK_TOKENS = 64
+from windowpane.kv.delta_workspace import CHUNK_TOKENS
+
 L2_EPS = 1e-6
 
 

@@ -21,18 +21,17 @@ import triton
 import triton.language as tl
 
 from windowpane.attention.segments import ChunkQueries
+from windowpane.kv.delta_workspace import CHUNK_TOKENS, STRIP_TOKENS, piece_bytes, workspace_pieces
+from windowpane.kv.delta_workspace import delta_workspace_bytes as workspace_bytes
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, sigmoid, silu, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
-from windowpane.lowering.reference.recurrence import CHUNK_TOKENS
 from windowpane.schedule.step import Segment
 
-STRIP_TOKENS = 4096
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)  # rows that are solved one after another
 FIELDS = tl.constexpr(len(Segment._fields))
-_ALIGNED_BYTES = 256
 _FEWEST_SLOTS = 16
 _NORM_TOKENS = 32
 
@@ -55,25 +54,7 @@ WIDE_LAUNCH = ChunkLaunch(convolve_warps=8, solve_warps=8, pass_warps=8, pass_st
 
 def delta_workspace_bytes(shape: DeltaShape, dtype: torch.dtype, tokens: int = STRIP_TOKENS) -> int:
     """What strips of so many tokens take; that of one chunk is the least."""
-    chunks = max(1, ceil_div(tokens, CHUNK_TOKENS))
-    return sum(_aligned(prod(size) * kind.itemsize) for size, kind in _pieces(shape, dtype, chunks).values())
-
-
-def _pieces(shape: DeltaShape, dtype: torch.dtype, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    tokens, heads = chunks * CHUNK_TOKENS, shape.value_heads
-    return {
-        # One is read in a strip, the other written: both may belong to segments of that strip.
-        "carried": ((2, heads, shape.key_dim, shape.value_dim), torch.float32),
-        "totals": ((heads, tokens), torch.float32),  # logs of the decay since the chunk's first token
-        "pairs": ((2, tokens, shape.key_heads, shape.key_dim), dtype),  # queries and keys
-        "values": ((tokens, heads, shape.value_dim), dtype),  # then what is learned from an empty state
-        "known": ((tokens, heads, shape.key_dim), dtype),
-        "inside": ((tokens, heads, CHUNK_TOKENS), dtype),
-    }
-
-
-def _aligned(size_bytes: int) -> int:
-    return ceil_div(size_bytes, _ALIGNED_BYTES) * _ALIGNED_BYTES
+    return workspace_bytes(shape, dtype.itemsize, tokens)
 
 
 class _Workspace(NamedTuple):
@@ -92,10 +73,10 @@ class _Workspace(NamedTuple):
             raise ValueError(f"a workspace of {given.numel():,} bytes is too small for a chunk: give {least:,} or more")
         chunks = 1 + (given.numel() - least) // (two - least)
         found, at = [], 0
-        for size, kind in _pieces(shape, dtype, chunks).values():
-            size_bytes = prod(size) * kind.itemsize
-            found.append(given[at : at + size_bytes].view(kind))
-            at += _aligned(size_bytes)
+        for name, (size, element_bytes) in workspace_pieces(shape, dtype.itemsize, chunks).items():
+            kind = torch.float32 if name in ("carried", "totals") else dtype
+            found.append(given[at : at + prod(size) * element_bytes].view(kind))
+            at += piece_bytes(size, element_bytes)
         return cls(*found), chunks
 
 

@@ -24,6 +24,25 @@ def gated(
     )  # fmt: skip
 
 
+def times_sigmoid(x: torch.Tensor, gate: torch.Tensor, *, pdl: bool = False) -> None:
+    """x [rows, width] ×= σ(gate), in place."""
+    _pointwise(x, gate, pdl)
+
+
+def relu2(x: torch.Tensor, *, pdl: bool = False) -> None:
+    """x [rows, width] = max(x, 0)², in place."""
+    _pointwise(x, None, pdl)
+
+
+def _pointwise(x: torch.Tensor, gate: torch.Tensor | None, pdl: bool) -> None:
+    rows, width = x.shape
+    if rows:
+        _pointwise_kernel[(rows, triton.cdiv(width, BLOCK))](
+            x, gate, x.stride(0), 0 if gate is None else gate.stride(0), width, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS,
+            launch_pdl=pdl,
+        )  # fmt: skip
+
+
 def is_gelu(activation: str) -> bool:
     if activation not in ("gelu_pytorch_tanh", "silu"):
         raise ValueError(f"no kernel for activation {activation!r}; there is gelu_pytorch_tanh and silu")
@@ -71,3 +90,20 @@ def _gated_kernel(
     gate = tl.load(GATE + row * gate_stride + at, mask=inside, other=0.0)
     up = tl.load(UP + row * up_stride + up_offset + at, mask=inside, other=0.0)
     tl.store(OUT + row * out_stride + at, gate_times_up(gate, up, GELU), mask=inside)
+
+
+@triton.jit
+def _pointwise_kernel(X, GATE, x_stride, gate_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Times the gate's sigmoid, rounded as plain torch rounds it; without a gate, what is above 0 squared."""
+    wait_if_overlapped(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(X + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if GATE is not None:
+        gate = tl.load(GATE + row * gate_stride + at, mask=inside, other=0.0)
+        x *= (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32)
+    else:
+        x = tl.maximum(x, 0.0)
+        x *= x
+    tl.store(X + row * x_stride + at, x.to(X.dtype.element_ty), mask=inside)

@@ -1,0 +1,158 @@
+"""Mixers with a recurrent state in Triton's interpreter against the reference, over pages that begin as NaN. Run by its
+test.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from windowpane.device.pages import KVPages
+from windowpane.device.tables import DeviceTables
+from windowpane.kv.changes import NO_CHANGES
+from windowpane.kv.delta_workspace import CHUNK_TOKENS, delta_workspace_bytes
+from windowpane.kv.layout import OFFSET_UNIT_BYTES, plan_layout
+from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
+from windowpane.lowering.gpu.states import STATE_MIXERS
+from windowpane.lowering.gpu.step import PADDING_ROW, DeviceStep, StepBuilder
+from windowpane.lowering.group import ALONE
+from windowpane.lowering.linear import Parameters
+from windowpane.lowering.reference.context import Context, StepState
+from windowpane.lowering.reference.mixers import make_mixer
+from windowpane.lowering.reference.ops import PLAIN
+from windowpane.lowering.rope import RopeTables
+from windowpane.models.blocks import Block, Decoder, GatedDeltaNet, Layer, Norm, StateMixer, tensors_of
+from windowpane.models.families.lfm2 import _convolution
+from windowpane.models.families.mamba import Mamba
+from windowpane.models.families.qwen3_next import GatedDelta, _linear_attention
+from windowpane.models.tensors import TensorSpec
+from windowpane.schedule.batch import Batch, PromptChunk
+from windowpane.schedule.step import Step
+
+HIDDEN, SLOTS, LENGTH, EPS = 24, 4, 128, 1e-5
+CPU = torch.device("cpu")
+
+
+def mamba(heads: int, dim: int, groups: int, **rest) -> Callable[[int], StateMixer]:
+    sizes = Mamba(heads, dim, groups, 8, 4, "float32")
+    return lambda layer: sizes.mixer(f"{layer}.", HIDDEN, layer, EPS, **rest)
+
+
+MIXERS: dict[str, Callable[[int], StateMixer]] = {
+    "delta": lambda layer: _linear_attention(
+        f"{layer}.", GatedDelta(1, 2, 16, 32, 4, "float32"), layer, HIDDEN, EPS, fused=True
+    ),
+    "mamba, groups normed apart": mamba(4, 16, 2, norms_groups=True),
+    "mamba, odd heads normed together": mamba(3, 20, 1, dt_limits=(0.2, 1.1), conv_bias=False),
+    "mamba, multiplied, normed before gates": mamba(2, 32, 1, norms_first=True, multipliers=(1.2, 0.7, 1.3, 0.8, 0.9)),
+    "mamba without norm": mamba(2, 16, 2, norm=False, in_bias=True),
+    "short convolution": lambda layer: _convolution(f"{layer}.", HIDDEN, layer, 3, True),
+}
+
+
+class Both:
+    """The mixer of the second of two layers that are alike, by the reference and by kernels."""
+
+    def __init__(self, make: Callable[[int], StateMixer]) -> None:
+        described = [make(layer) for layer in range(2)]
+        embedding = TensorSpec("embedding", (8, HIDDEN))
+        norm = Norm(EPS, TensorSpec("norm", (HIDDEN,)))
+        decoder = Decoder(embedding, tuple(Layer((Block(mixer),)) for mixer in described), norm)
+        weights = {name: torch.randn(spec.shape) * 0.5 for name, spec in tensors_of(decoder).items()}
+        layout = plan_layout([mixer.cache for mixer in described], {}, "float32")
+        (group,) = layout.groups
+        self.pages = [KVPages(layout, self._slabs(layout), SLOTS, LENGTH, CPU) for _ in range(2)]
+        offsets = np.random.default_rng(1).permutation(SLOTS * 2 * group.stripes) * group.page_bytes
+        for pages in self.pages:
+            pages.arena.fill_(0xFF)
+            for table in (pages.reading[0], pages.writing[0]):
+                table[:] = (offsets // OFFSET_UNIT_BYTES).reshape(table.shape)
+        self._tables = DeviceTables([self.pages[1].reading[0].shape], CPU)
+        for table in (self._tables.reading[0], self._tables.writing[0]):
+            table.copy_(torch.from_numpy(self.pages[1].reading[0]))
+        parameters = [Parameters(decoder, dict(weights)) for _ in range(2)]
+        mixer = described[1]
+        self._plain = make_mixer(mixer, Context(parameters[0], PLAIN, ALONE, RopeTables(LENGTH), frozenset()))
+        context = GpuContext(
+            parameters[1], self.pages[1], self._tables, ALONE, frozenset(), LENGTH, SLOTS, torch.float32, False
+        )
+        if isinstance(mixer, GatedDeltaNet):  # room for one chunk: longer segments go in strips
+            context.delta_workspace = torch.empty(delta_workspace_bytes(mixer, 4, CHUNK_TOKENS), dtype=torch.uint8)
+        self._fused = make_mixer(mixer, context, STATE_MIXERS)
+        self._builder = StepBuilder(self.pages[1], self._tables, frozenset())
+
+    @staticmethod
+    def _slabs(layout) -> int:
+        (group,) = layout.groups
+        return -(-SLOTS * 2 * group.stripes * group.page_bytes // layout.slab_bytes)
+
+    def mixed(self, batch: Batch, *, narrowed: bool) -> None:
+        """A step with segments; `narrowed`: only wanted rows go on from this mixer."""
+        step = Step.of(batch)
+        x = torch.randn(len(step.positions), HIDDEN)
+        positions, wanted = torch.from_numpy(step.positions), torch.from_numpy(step.wanted)
+        plain = StepState(step, self.pages[0], None, positions, wanted, step.segments)
+        fused = self._state(self._builder.mixed(step, NO_CHANGES))
+        if narrowed:
+            self._plain.keep(x, plain)
+            self._fused.keep(x, fused)
+            x = x[wanted]
+        self._compare(self._fused(x, fused), self._plain(x, plain))
+
+    def decode(self, rows: list[tuple[int, int, int]]) -> None:
+        """Slots, positions and present states of decoding rows, of which some are padding."""
+        batch_rows = [row for row in rows if row != PADDING_ROW]
+        slots, positions, state_slots = (np.array(column) for column in zip(*batch_rows, strict=True))
+        step = Step.of(Batch(0, slots, positions, [], state_slots.astype(np.int8), NO_CHANGES))
+        real = torch.tensor([row != PADDING_ROW for row in rows])
+        x = torch.randn(len(rows), HIDDEN)
+        plain = StepState(step, self.pages[0], None, torch.from_numpy(positions), torch.arange(len(slots)), ())
+        fused = self._state(DeviceStep.decoding(torch.tensor(rows, dtype=torch.int32).t().contiguous()))
+        found = self._fused(x, fused)
+        assert found[~real].isfinite().all(), "padding rows go on as numbers"
+        self._compare(found[real], self._plain(x[real], plain))
+
+    def _state(self, step: DeviceStep) -> GpuStepState:
+        for pages in self.pages:
+            pages.before_step(NO_CHANGES)
+        pages = {0: self._tables.state_pages(0, step.sequences.slots, step.sequences.state_slots)}
+        return GpuStepState(step, step.positions, step.chunks, {}, None, state_pages=pages)
+
+    def _compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        # All pages: whatever no sequence of the step has written is still what it was.
+        fused, plain = (pages.arena.view(torch.float32) for pages in reversed(self.pages))
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def check(name: str) -> None:
+    torch.manual_seed(3)
+    both = Both(MIXERS[name])
+    nobody = np.zeros(0, dtype=np.int64)
+    tokens = np.zeros(70, dtype=np.int32)
+    # Shorter than the convolution remembers, and longer than a chunk.
+    chunks = [PromptChunk(0, 0, tokens[:2], True), PromptChunk(1, 0, tokens, True)]
+    both.mixed(Batch(0, nobody, nobody, chunks, np.zeros(2, dtype=np.int8), NO_CHANGES), narrowed=True)
+    chunks = [PromptChunk(1, 70, tokens[:2], False), PromptChunk(2, 0, tokens[:1], True)]
+    mates = np.array([0]), np.array([2])
+    both.mixed(Batch(1, *mates, chunks, np.array([1, 1, 0], dtype=np.int8), NO_CHANGES), narrowed=False)
+    both.decode([(1, 72, 0), PADDING_ROW, (0, 3, 0), (3, 0, 0), (2, 1, 1)])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NaN pages are cast
+        for name in sys.argv[1:] or MIXERS:
+            try:
+                check(name)
+            except AssertionError as error:
+                sys.exit(f"{name}: {error}")
+
+
+if __name__ == "__main__":
+    main()

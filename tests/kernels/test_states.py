@@ -1,0 +1,16 @@
+"""Mixers with a recurrent state on the GPU lowering, in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.test_fused_decoder import run_interpreted
+
+
+def test_mixers_give_what_the_reference_gives_and_leave_its_states():
+    run_interpreted("tests.kernels.interpreted_states")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "nemotron-h", "granite hybrid", "falcon-h1", "lfm2"])
+def test_greedy_tokens_of_hybrid_models_equal_the_plain_decoders(name):
+    run_interpreted("tests.kernels.interpreted_decoder", name)

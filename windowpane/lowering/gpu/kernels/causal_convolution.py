@@ -1,0 +1,151 @@
+"""Causal convolutions over all rows of sequences, channel by channel, with tails that lie in state pages.
+
+One launch for the short convolution of LFM2, which is all of its mixer between two products, and for what chunks of
+Mamba-2 convolve ahead of their scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+
+# Tokens and channels of a program: rows that decode have one token each.
+TOKENS, CHANNELS, LONE_CHANNELS = 16, 128, 512
+SEGMENT_FIELDS = tl.constexpr(6)  # of `schedule.step.Segment`
+
+
+def short_convolution(
+    made: torch.Tensor, places: StatePlaces, decoding: int, segments: torch.Tensor | None, longest: int,
+    tail: StatePart, conv: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, pdl: bool = False,
+) -> None:  # fmt: skip
+    """out [rows, channels] = C · convolution(B · x) of `made` [rows, B | C | x]; states of all sequences go on.
+
+    The first `decoding` sequences have a row each, the others are `segments`, int32 [n, fields of Segment], the longest
+    of `longest` tokens.
+    """
+    tokens = TOKENS if longest > 1 else 1
+    _launch(
+        made, made.shape[1] // 3, places, decoding, segments, longest, tokens, [tail], conv, bias, out, 0,
+        (1.0,) * 3, (0, 0), True, pdl,
+    )  # fmt: skip
+
+
+def convolve_segments(
+    made: torch.Tensor, first: int, places: StatePlaces, segments: torch.Tensor, longest: int, first_row: int,
+    tails: Sequence[StatePart], conv: torch.Tensor, bias: torch.Tensor | None, multipliers: tuple[float, float, float],
+    bounds: tuple[int, int], out: torch.Tensor, *, pdl: bool = False,
+) -> None:  # fmt: skip
+    """out [rows from `first_row` on, channels] = SiLU(convolution(`made`[:, first : first + channels])).
+
+    `places` are those of the segments alone. Channels before, between and from `bounds` on have multipliers of their
+    own; the first of two `tails` has those before the first bound.
+    """
+    shifted = made[:, first:]
+    _launch(
+        shifted, 0, places, 0, segments, longest, TOKENS, tails, conv, bias, out, first_row, multipliers, bounds, False,
+        pdl,
+    )  # fmt: skip
+
+
+def _launch(
+    made: torch.Tensor, section: int, places: StatePlaces, decoding: int, segments: torch.Tensor | None, longest: int,
+    tokens: int, tails: Sequence[StatePart], conv: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+    first_row: int, multipliers: tuple[float, ...], bounds: tuple[int, int], short: bool, pdl: bool,
+) -> None:  # fmt: skip
+    channels, width = conv.shape
+    block = min(LONE_CHANNELS if tokens == 1 else CHANNELS, triton.next_power_of_2(channels))
+    sequences = len(places.starts)
+    _convolution_kernel[(sequences, triton.cdiv(longest, tokens), triton.cdiv(channels, block))](
+        made, *places, segments, tails[0].arena, conv, bias, out, made.stride(0), out.stride(0), tails[0].first,
+        tails[-1].first, decoding, first_row, section, *multipliers, CHANNELS=channels, FIRST_BOUND=bounds[0],
+        SECOND_BOUND=bounds[1], PARTS=len(tails), UNIT=tails[0].unit, WIDTH=width, TOKENS=tokens, BLOCK=block,
+        SHORT=short, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def rounded(x, by, DTYPE: tl.constexpr):
+    """Times a multiplier, as the activations' dtype has it; float32."""
+    return (x.to(tl.float32) * by).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _input(MADE, at, by, mask, section, SHORT: tl.constexpr):
+    """What is convolved, in float32."""
+    DTYPE: tl.constexpr = MADE.dtype.element_ty
+    x = tl.load(MADE + at, mask=mask, other=0.0)
+    if SHORT:
+        by = tl.load(MADE + at + 2 * section, mask=mask, other=0.0).to(tl.float32)
+    return rounded(x, by, DTYPE)
+
+
+@triton.jit(
+    do_not_specialize=["decoding", "first_row"],
+    do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"],
+)
+def _convolution_kernel(
+    MADE, BEFORE, AFTER, STARTS, SEGMENTS, TAILS, CONV, BIAS, OUT, made_stride, out_stride, first, second, decoding,
+    first_row, section, by_0, by_1, by_2, CHANNELS: tl.constexpr, FIRST_BOUND: tl.constexpr,
+    SECOND_BOUND: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, tile of tokens, block of channels). The first tile also leaves the sequence's new tail."""
+    wait_if_overlapped(PDL)
+    KEPT: tl.constexpr = WIDTH - 1
+    sequence, tile = tl.program_id(0), tl.program_id(1)
+    start = tl.load(STARTS + sequence)
+    row = sequence.to(tl.int64)
+    count = 1
+    if SEGMENTS is not None:  # noqa: SIM102 - compiled away where there are none
+        if sequence >= decoding:
+            segment = SEGMENTS + (sequence - decoding) * SEGMENT_FIELDS
+            row = tl.load(segment + 3).to(tl.int64)
+            count = tl.load(segment + 2) - tl.load(segment + 1)
+    t = tile * TOKENS + tl.arange(0, TOKENS)
+    if tile * TOKENS < count:
+        c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = c < CHANNELS
+        by = tl.where(c < FIRST_BOUND, by_0, tl.where(c < SECOND_BOUND, by_1, by_2))
+        place = first + c * KEPT
+        if PARTS == 2:
+            place = tl.where(c < FIRST_BOUND, place, second + (c - FIRST_BOUND) * KEPT)
+        old = TAILS + tl.load(BEFORE + sequence).to(tl.int64) * UNIT + place
+        new = TAILS + tl.load(AFTER + sequence).to(tl.int64) * UNIT + place
+        total = tl.zeros([TOKENS, BLOCK], tl.float32)
+        for tap in tl.static_range(WIDTH):
+            weight = tl.load(CONV + c * WIDTH + tap, mask=inside, other=0.0)
+            token = (t + (tap - KEPT))[:, None]
+            here = inside[None, :] & (token >= 0) & (token < count)
+            x = _input(MADE, (row + token) * made_stride + c[None, :], by[None, :], here, section, SHORT)
+            before = inside[None, :] & (token < 0) & (start > 0)
+            x += tl.load(old[None, :] + (token + KEPT), mask=before, other=0.0).to(tl.float32)
+            total += x * weight[None, :]
+        if BIAS is not None:
+            total += tl.load(BIAS + c, mask=inside, other=0.0)[None, :]
+        at = (row + t)[:, None]
+        kept = inside[None, :] & (t < count)[:, None]
+        if SHORT:
+            behind = tl.load(MADE + at * made_stride + section + c[None, :], mask=kept, other=0.0).to(tl.float32)
+            total = tl.where(start >= 0, total * behind, 0.0)
+        else:
+            total = silu(total)
+        tl.store(OUT + (at - first_row) * out_stride + c[None, :], total.to(OUT.dtype.element_ty), mask=kept)
+        if tile == 0 and start >= 0:
+            for tap in tl.static_range(KEPT):
+                from_end = count + tap - KEPT
+                here_too = inside & (from_end >= 0)
+                value = _input(MADE, (row + from_end) * made_stride + c, by, here_too, section, SHORT)
+                remembered = inside & (from_end < 0) & (start > 0)
+                value += tl.load(old + from_end + KEPT, mask=remembered, other=0.0).to(tl.float32)
+                tl.store(new + tap, value.to(TAILS.dtype.element_ty), mask=inside)

@@ -1,0 +1,331 @@
+"""Mamba-2 between its two projections: convolution, scan and gated norm over states that lie in pages.
+
+Rows that decode take one launch, which reads and writes each state once. Segments are convolved first; then a program
+has some rows of one head's state to itself and goes through the tokens in chunks, so that nothing lies between chunks
+but registers. Programs that share a norm count each other: the last to come norms what all have left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.lowering.gpu.kernels.causal_convolution import SEGMENT_FIELDS, convolve_segments, rounded, silu
+from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of, wait_if_overlapped
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.models.blocks import Mamba2
+
+# Programs that keep a GPU busy: with fewer rows, a head's state is shared out.
+ENOUGH_PROGRAMS = 256
+LEAST_BLOCK = 16  # of a tensor-core product
+# Values of a state that a program has in registers: more of them spill. Several programs then share a head.
+DECODE_VALUES, SCAN_VALUES = 16384, 4096
+CHUNK_TOKENS, FLOAT32_CHUNK_TOKENS = 64, 16  # float32 has no tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Layer:
+    """A layer's tensors in float32, and where its states lie. `norm` None leaves norms to the caller."""
+
+    described: Mamba2
+    tails: tuple[StatePart, StatePart]  # of x, and of B and C
+    matrix: StatePart
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    rates: torch.Tensor
+    dt_bias: torch.Tensor
+    skip: torch.Tensor
+    norm: torch.Tensor | None
+
+    @property
+    def inner(self) -> int:
+        return self.described.heads * self.described.head_dim
+
+    @property
+    def multipliers(self) -> tuple[float, float, float, float, float]:
+        return self.described.multipliers or (1.0,) * 5
+
+    @property
+    def gates_first(self) -> bool:
+        """Whether gates multiply what is normed, or what a scan leaves and nobody norms here."""
+        return not (self.described.norm is not None and self.described.norms_first)
+
+    @property
+    def norm_heads(self) -> int:
+        """Heads that are normed together; 0 where nothing is normed here."""
+        if self.norm is None:
+            return 0
+        return self.described.heads // (self.described.groups if self.described.norms_groups else 1)
+
+    @property
+    def state_block(self) -> int:
+        block: int = max(LEAST_BLOCK, triton.next_power_of_2(self.described.state_dim))
+        return block
+
+    def block(self, values: int) -> int:
+        """Dims of a head whose states are at most so many values."""
+        block: int = min(triton.next_power_of_2(self.described.head_dim), values // self.state_block)
+        return max(LEAST_BLOCK, block)
+
+    def sizes(self, block: int) -> dict[str, Any]:
+        described = self.described
+        return {
+            "HEADS": described.heads, "DIM": described.head_dim, "BLOCK": block, "GROUPS": described.groups,
+            "STATE": described.state_dim, "STATE_BLOCK": self.state_block,
+            "GATES": self.gates_first,
+        }  # fmt: skip
+
+    @property
+    def norming(self) -> dict[str, Any]:
+        width = max(self.norm_heads, 1) * self.described.head_dim
+        return {
+            "NORM_WIDTH": width, "NORM_BLOCK": triton.next_power_of_2(width), "NORMS_FIRST": self.described.norms_first,
+        }  # fmt: skip
+
+
+def decode_mamba2(
+    made: torch.Tensor, places: StatePlaces, layer: Mamba2Layer, out: torch.Tensor, *, pdl: bool = False
+) -> None:
+    """out [rows, heads × dim] of `made` [rows, z | x | B | C | dt], a row of each sequence; their states go on."""
+    rows, described = len(made), layer.described
+    heads, dim = described.heads, described.head_dim
+    block = layer.block(DECODE_VALUES)
+    while block > LEAST_BLOCK and rows * heads * triton.cdiv(dim, block) < ENOUGH_PROGRAMS:
+        block //= 2
+    parts = triton.cdiv(dim, block)
+    norms = heads // layer.norm_heads if layer.norm_heads else 0
+    assert rows * norms <= FLAGS
+    (x_tail, bc_tail), matrix, norm = layer.tails, layer.matrix, described.norm
+    _decode_kernel[(rows, heads, parts)](
+        made, *places, x_tail.arena, matrix.arena, layer.conv, layer.conv_bias, layer.rates, layer.dt_bias, layer.skip,
+        layer.norm, out, flags_of(made.device) if norms else None, made.stride(0), out.stride(0), x_tail.first,
+        bc_tail.first, matrix.first, *described.dt_limits, norm.eps if norm else 0.0, *layer.multipliers,
+        TAIL_UNIT=x_tail.unit, MATRIX_UNIT=matrix.unit, WIDTH=layer.conv.shape[1], SHARERS=layer.norm_heads * parts,
+        PDL=pdl, num_warps=min(max(block * layer.state_block // 2048, 1), 8), launch_pdl=pdl,
+        **layer.sizes(block), **layer.norming,
+    )  # fmt: skip
+
+
+def chunk_mamba2(
+    made: torch.Tensor, places: StatePlaces, segments: torch.Tensor, longest: int, first_row: int, layer: Mamba2Layer,
+    out: torch.Tensor, *, pdl: bool = False,
+) -> None:  # fmt: skip
+    """As `decode_mamba2`, of `segments`, int32 [n, fields of Segment], which take all rows from `first_row` on."""
+    described, inner = layer.described, layer.inner
+    heads, states = described.heads, described.groups * described.state_dim
+    z_by, *conv_by, dt_by = layer.multipliers
+    mixed = made.new_empty(len(made) - first_row, len(layer.conv))
+    convolve_segments(
+        made, inner, places, segments, longest, first_row, layer.tails, layer.conv, layer.conv_bias,
+        (conv_by[0], conv_by[1], conv_by[2]), (inner, inner + states), mixed, pdl=pdl,
+    )  # fmt: skip
+    block = layer.block(SCAN_VALUES)
+    matrix = layer.matrix
+    _scan_kernel[(len(segments), heads, triton.cdiv(described.head_dim, block))](
+        mixed, made, *places, segments, matrix.arena, layer.rates, layer.dt_bias, layer.skip, out, mixed.stride(0),
+        made.stride(0), out.stride(0), matrix.first, first_row, *described.dt_limits, z_by, dt_by,
+        MATRIX_UNIT=matrix.unit, TOKENS=CHUNK_TOKENS if made.dtype.itemsize == 2 else FLOAT32_CHUNK_TOKENS, PDL=pdl,
+        num_warps=4, num_stages=2, launch_pdl=pdl, **layer.sizes(block),
+    )  # fmt: skip
+    if layer.norm is not None:
+        norm_segments(made, layer, out, first_row, pdl=pdl)
+
+
+def norm_segments(
+    made: torch.Tensor, layer: Mamba2Layer, out: torch.Tensor, first_row: int, *, pdl: bool = False
+) -> None:
+    """Norm rows of `out` in place, and gate them where that comes behind the norm."""
+    norm = layer.described.norm
+    assert norm is not None
+    made, out = made[first_row:], out[first_row:]
+    _norm_kernel[(len(out), layer.described.heads // layer.norm_heads)](
+        made, layer.norm, out, made.stride(0), out.stride(0), norm.eps, layer.multipliers[0], PDL=pdl,
+        num_warps=min(max(layer.norming["NORM_BLOCK"] // 512, 1), 16), launch_pdl=pdl, **layer.norming,
+    )  # fmt: skip
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + eˣ). With w = 1 + u rounded, log(w) · u / (w - 1) is log(1 + u) to the last digit."""
+    u = tl.exp(-tl.abs(x))
+    w = 1.0 + u
+    log = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def _convolved_token(
+    x, TAILS, old, new, CONV, BIAS, channel, inside, known, keeps, WIDTH: tl.constexpr
+):  # fmt: skip
+    """SiLU(convolution) of one token of some channels, whose tails are at `old` and go on at `new`."""
+    KEPT: tl.constexpr = WIDTH - 1
+    total = x * tl.load(CONV + channel * WIDTH + KEPT, mask=inside, other=0.0)
+    for tap in tl.static_range(KEPT):
+        value = tl.load(TAILS + old + tap, mask=inside & known, other=0.0)
+        total += value.to(tl.float32) * tl.load(CONV + channel * WIDTH + tap, mask=inside, other=0.0)
+        if tap > 0:
+            tl.store(TAILS + new + (tap - 1), value, mask=inside & keeps)
+    tl.store(TAILS + new + (KEPT - 1), x.to(TAILS.dtype.element_ty), mask=inside & keeps)
+    if BIAS is not None:
+        total += tl.load(BIAS + channel, mask=inside, other=0.0)
+    return silu(total)
+
+
+@triton.jit
+def _norm_together(
+    OUT, GATES_AT, WEIGHT, eps, z_by, NORM_WIDTH: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr
+):
+    """What lies at OUT, in place: other programs may have left it, so it is read past the L1 cache."""
+    at = tl.arange(0, NORM_BLOCK)
+    inside = at < NORM_WIDTH
+    y = tl.load(OUT + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / NORM_WIDTH + eps)
+    y *= tl.load(WEIGHT + at, mask=inside, other=0.0)
+    if NORMS_FIRST:
+        z = tl.load(GATES_AT + at, mask=inside, other=0.0)
+        y *= silu(rounded(z, z_by, GATES_AT.dtype.element_ty))
+    tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_kernel(
+    MADE, NORM, OUT, made_stride, out_stride, eps, z_by, NORM_WIDTH: tl.constexpr, NORM_BLOCK: tl.constexpr,
+    NORMS_FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, heads that are normed together)."""
+    wait_if_overlapped(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * NORM_WIDTH
+    to, gates = OUT + row * out_stride + first, MADE + row * made_stride + first
+    _norm_together(to, gates, NORM + first, eps, z_by, NORM_WIDTH, NORM_BLOCK, NORMS_FIRST)
+
+
+@triton.jit(do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS"])
+def _decode_kernel(
+    MADE, BEFORE, AFTER, STARTS, TAILS, MATRIX, CONV, CONV_BIAS, RATES, DT_BIAS, SKIP, NORM, OUT, ARRIVED, made_stride,
+    out_stride, x_first, bc_first, matrix_first, low, high, eps, z_by, x_by, b_by, c_by, dt_by,
+    TAIL_UNIT: tl.constexpr, MATRIX_UNIT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, STATE: tl.constexpr, STATE_BLOCK: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr,
+    SHARERS: tl.constexpr, NORM_WIDTH: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head, BLOCK of its dims). B and C are convolved by all heads of a group; one keeps their tail."""
+    wait_if_overlapped(PDL)
+    DTYPE: tl.constexpr = MADE.dtype.element_ty
+    INNER: tl.constexpr = HEADS * DIM
+    KEPT: tl.constexpr = WIDTH - 1
+    row, head = tl.program_id(0), tl.program_id(1)
+    p, n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_BLOCK)
+    in_head, in_state = p < DIM, n < STATE
+    to = OUT + row.to(tl.int64) * out_stride
+    start = tl.load(STARTS + row)
+    if start < 0:
+        tl.store(to + head * DIM + p, tl.zeros([BLOCK], DTYPE), mask=in_head)
+    else:
+        made, known = MADE + row.to(tl.int64) * made_stride, start > 0
+        before, after = tl.load(BEFORE + row).to(tl.int64), tl.load(AFTER + row).to(tl.int64)
+        old, new = before * TAIL_UNIT, after * TAIL_UNIT
+        c = head * DIM + p
+        x = rounded(tl.load(made + INNER + c, mask=in_head, other=0.0), x_by, DTYPE)
+        at = x_first + c * KEPT
+        x = _convolved_token(x, TAILS, old + at, new + at, CONV, CONV_BIAS, c, in_head, known, True, WIDTH)
+        group = head // (HEADS // GROUPS)
+        keeps = (head % (HEADS // GROUPS) == 0) & (tl.program_id(2) == 0)
+        c = group * STATE + n
+        b = rounded(tl.load(made + 2 * INNER + c, mask=in_state, other=0.0), b_by, DTYPE)
+        at = bc_first + c * KEPT
+        b = _convolved_token(b, TAILS, old + at, new + at, CONV, CONV_BIAS, INNER + c, in_state, known, keeps, WIDTH)
+        c += GROUPS * STATE
+        read = rounded(tl.load(made + 2 * INNER + c, mask=in_state, other=0.0), c_by, DTYPE)
+        at = bc_first + c * KEPT
+        read = _convolved_token(
+            read, TAILS, old + at, new + at, CONV, CONV_BIAS, INNER + c, in_state, known, keeps, WIDTH
+        )
+        step = rounded(tl.load(made + 2 * INNER + 2 * GROUPS * STATE + head), dt_by, DTYPE)
+        step = tl.minimum(tl.maximum(_softplus(step + tl.load(DT_BIAS + head)), low), high)
+        at = matrix_first + (head * DIM + p)[:, None] * STATE + n[None, :]
+        inside = in_head[:, None] & in_state[None, :]
+        state = tl.load(MATRIX + before * MATRIX_UNIT + at, mask=inside & known, other=0.0).to(tl.float32)
+        state = state * tl.exp(-tl.load(RATES + head) * step) + (x * step)[:, None] * b[None, :]
+        tl.store(MATRIX + after * MATRIX_UNIT + at, state.to(MATRIX.dtype.element_ty), mask=inside)
+        y = tl.sum(state * read[None, :], 1) + tl.load(SKIP + head) * x
+        if GATES:
+            z = tl.load(made + head * DIM + p, mask=in_head, other=0.0)
+            y *= silu(rounded(z, z_by, DTYPE))
+        tl.store(to + head * DIM + p, y.to(DTYPE), mask=in_head)
+        if SHARERS:
+            norm = head * DIM // NORM_WIDTH
+            arrived = ARRIVED + row * (INNER // NORM_WIDTH) + norm
+            tl.debug_barrier()  # all of y is there before it is counted
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == SHARERS - 1:
+                tl.atomic_xchg(arrived, 0, sem="relaxed")
+                first = norm * NORM_WIDTH
+                _norm_together(
+                    to + first, made + first, NORM + first, eps, z_by, NORM_WIDTH, NORM_BLOCK, NORMS_FIRST
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"])
+def _scan_kernel(
+    MIXED, MADE, BEFORE, AFTER, STARTS, SEGMENTS, MATRIX, RATES, DT_BIAS, SKIP, OUT, mixed_stride, made_stride,
+    out_stride, matrix_first, first_row, low, high, z_by, dt_by, MATRIX_UNIT: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, STATE_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (segment, head, BLOCK of its dims): chunks of TOKENS in turn. Within one, tokens see each other through
+    C · Bᵀ, and all before through the state.
+    """
+    wait_if_overlapped(PDL)
+    DTYPE: tl.constexpr = MADE.dtype.element_ty
+    INNER: tl.constexpr = HEADS * DIM
+    segment, head = tl.program_id(0), tl.program_id(1)
+    t, n = tl.arange(0, TOKENS), tl.arange(0, STATE_BLOCK)
+    p = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    in_head, in_state = p < DIM, n < STATE
+    start = tl.load(STARTS + segment)
+    row = tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 3).to(tl.int64)
+    count = tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 2) - tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 1)
+    rate, bias, skip = tl.load(RATES + head), tl.load(DT_BIAS + head), tl.load(SKIP + head)
+    # The state is [STATE, dims] here, so that every product has at least 64 rows.
+    at = matrix_first + (head * DIM + p)[None, :] * STATE + n[:, None]
+    inside = in_head[None, :] & in_state[:, None]
+    before = tl.load(BEFORE + segment).to(tl.int64) * MATRIX_UNIT
+    state = tl.load(MATRIX + before + at, mask=inside & (start > 0), other=0.0).to(tl.float32)
+    group = INNER + head // (HEADS // GROUPS) * STATE
+    for first in tl.range(0, count, TOKENS):
+        here = first + t < count
+        # Offsets within a chunk have 32 bits: 64 would take most of the registers.
+        mixed, t_mixed = MIXED + (row + first - first_row) * mixed_stride, t[:, None] * mixed_stride
+        made = MADE + (row + first) * made_stride
+        step = rounded(
+            tl.load(made + (t * made_stride + 2 * INNER + 2 * GROUPS * STATE + head), mask=here, other=0.0),
+            dt_by,
+            DTYPE,
+        )
+        step = tl.where(here, tl.minimum(tl.maximum(_softplus(step + bias), low), high), 0.0)
+        total = tl.cumsum(-rate * step, 0)
+        last = tl.sum(-rate * step, 0)
+        x_mask = here[:, None] & in_head[None, :]
+        x = tl.load(mixed + (t_mixed + head * DIM + p[None, :]), mask=x_mask, other=0.0).to(tl.float32)
+        state_mask = here[:, None] & in_state[None, :]
+        b = tl.load(mixed + (t_mixed + group + n[None, :]), mask=state_mask, other=0.0)
+        c = tl.load(mixed + (t_mixed + group + GROUPS * STATE + n[None, :]), mask=state_mask, other=0.0)
+        sees = t[:, None] >= t[None, :]
+        between = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0))
+        scores = tl.where(sees, tl.dot(c, tl.trans(b), input_precision="ieee") * between, 0.0)
+        weighted = x * step[:, None]
+        y = tl.dot(c, state.to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), y, input_precision="ieee")
+        gained = (weighted * tl.exp(last - total)[:, None]).to(DTYPE)
+        state = tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")
+        y += skip * x
+        if GATES:
+            z = tl.load(made + (t[:, None] * made_stride + head * DIM + p[None, :]), mask=x_mask, other=0.0)
+            y *= silu(rounded(z, z_by, DTYPE))
+        to = OUT + (row + first) * out_stride + head * DIM
+        tl.store(to + (t[:, None] * out_stride + p[None, :]), y.to(DTYPE), mask=x_mask)
+    after = tl.load(AFTER + segment).to(tl.int64) * MATRIX_UNIT
+    tl.store(MATRIX + after + at, state.to(MATRIX.dtype.element_ty), mask=inside)
