@@ -128,6 +128,14 @@ Fit = Annotated[
 SwaFull = Annotated[
     bool, typer.Option("--swa-full", help="Keep sliding layers at full length.", rich_help_panel=MEMORY)
 ]
+EnableReturnRoutedExperts = Annotated[
+    bool,
+    typer.Option(
+        "--enable-return-routed-experts",
+        help="Keep which experts tokens visit, for requests that ask.",
+        rich_help_panel=MEMORY,
+    ),
+]
 
 MaxModelLen = Annotated[
     int | None,
@@ -218,6 +226,7 @@ class SimulateFlags(FlagSet):
 class PlanFlags(SimulateFlags):
     fit: Fit = None
     swa_full: SwaFull = False
+    enable_return_routed_experts: EnableReturnRoutedExperts = False
     async_scheduling: AsyncScheduling = None
 
 

@@ -1,7 +1,7 @@
 """What one layer keeps: the caches it owns, before any paging.
 
 A model declares a list of these (see `windowpane.models`). A layer that shares another layer's KV owns none; a layer
-with both attention and a recurrent state owns two.
+with both attention and a recurrent state owns two. What experts were visited is one more, for all layers together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from windowpane.kv.formats import dtype_bytes
-from windowpane.kv.retention import State, TokenRetention
+from windowpane.kv.retention import Routes, State, TokenRetention
 
 
 class ShardingError(ValueError):
@@ -97,4 +97,34 @@ class StateCache:
         return sum(p.bytes(compute_dtype) for p in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class RouteCache:
+    """The ids of the `chosen` among `experts` experts that each token visited in each of `layers`.
+
+    One row per token for all layers. Every rank routes alike, so the cache is whole on each.
+    """
+
+    layers: tuple[int, ...]
+    chosen: int
+    experts: int
+
+    @property
+    def layer(self) -> int:
+        """The last of them: from there on a row is whole."""
+        return self.layers[-1]
+
+    @property
+    def retention(self) -> Routes:
+        return Routes()
+
+    @property
+    def dtype(self) -> str:
+        return "uint8" if self.experts <= 256 else "int16"
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.layers) * self.chosen * (1 if self.dtype == "uint8" else 2)
+
+
 Cache = TokenCache | StateCache
+Kept = Cache | RouteCache

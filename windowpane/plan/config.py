@@ -21,6 +21,7 @@ class EngineConfig:
     to that (0 or None: not at all). `enforce_eager` runs a GPU's steps launch by launch, without graphs;
     `enable_layer_chain` False leaves out the one launch that int4 layers of a single row take on Hopper. `fit`
     (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
+    `enable_return_routed_experts` keeps which experts every token visits, for requests that ask for them.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -38,6 +39,7 @@ class EngineConfig:
     enforce_eager: bool = False
     enable_layer_chain: bool = True
     swa_full: bool = False
+    enable_return_routed_experts: bool = False
     block_tokens: int | None = None
     slab_bytes: int | None = None
 

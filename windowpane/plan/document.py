@@ -65,7 +65,7 @@ def _group(plan: Plan, group: Group) -> dict[str, Any]:
         "retention": group.retention.kind,
         "retention_tokens": getattr(group.retention, "tokens", None),
         "layers": group.layers,
-        "kv_format": group.kv_format.name if group.kv_format else None,
+        "kv_format": group.stored_as,
         "block_tokens": group.block_tokens,
         "stripes": group.stripes,
         "page_bytes": group.page_bytes,

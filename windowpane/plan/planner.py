@@ -158,6 +158,11 @@ def kv_choice(spec: ModelSpec, config: EngineConfig) -> str:
 def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
     config = replace(config, kv_cache_dtype=kv_choice(spec, config)) if config.fit is None else config
+    if config.enable_return_routed_experts:
+        try:
+            spec = spec.with_routes()
+        except ValueError as error:
+            raise PlanError(f"--enable-return-routed-experts: {error}; leave it out") from None
     try:
         caches = rank_caches(spec.caches, config, ranks)
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
@@ -166,7 +171,8 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
         problem = rank_problem(spec, ranks) or error
         raise PlanError(f"{problem}; --tensor-parallel-size works with {', '.join(works)}") from None
     formats = resolve_formats(config.kv_cache_dtype, group_caches(caches), compute_dtype)
-    layout = plan_layout(caches, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
+    kept = [*caches, *((spec.routes,) if spec.routes else ())]
+    layout = plan_layout(kept, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
     activations = activation_bytes(spec, config, ranks, compute_dtype)
     if not on_cpu:
         activations += decoded_past_bytes(layout, compute_dtype, config.max_model_len or spec.max_position)

@@ -1,9 +1,13 @@
-"""What endpoints say alike about an answer: what it cost, why it ended, what its tokens are called."""
+"""What endpoints say alike about an answer: what it cost, why it ended, what its tokens are called and visited."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from io import BytesIO
 from typing import Any
+
+import numpy as np
 
 from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job
@@ -35,6 +39,22 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def finite(logprob: float) -> float:
     """JSON has no infinity; this is what the API says instead."""
     return max(logprob, -9999.0)
+
+
+def routed_experts(request: Request) -> dict[str, Any]:
+    """vLLM's addition to a choice, where it was asked for: an array as a .npy file, in base64."""
+    if not request.params.return_routed_experts:
+        return {}
+    if request.routed_experts is None:  # it was cancelled
+        return {"routed_experts": None}
+    file = BytesIO()
+    np.save(file, request.routed_experts)
+    return {"routed_experts": b64encode(file.getvalue()).decode()}
+
+
+def routed_rows(requests: Iterable[Request]) -> int:
+    """Tokens whose experts are told when these requests have ended."""
+    return sum(request.known_tokens for request in requests if request.params.return_routed_experts)
 
 
 def usage(job: Job, *, generates: bool = True) -> dict[str, Any]:

@@ -190,7 +190,11 @@ class ExpertsMixer:
         self.first = context.group.place.rank * self.gate_up.experts
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
-        described, routing = self.described, self.route(x)
+        described, routing = self.described, state.routed.pop(self.described.layer, None)
+        if routing is None:
+            routing = self.route(x)
+            if state.pages.routes is not None:
+                state.pages.routes.write(state.step, described.layer, routing.ids)
         if described.norm is not None:
             x = self._ops.norm(x, self.norm, described.norm)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -202,6 +206,13 @@ class ExpertsMixer:
             made = self._ops.expert(inputs, self.gate_up[expert], self.down[expert], described)
             out.index_add_(0, rows, made.float() * shares)
         return self._context.group.all_reduce(out).to(x.dtype)
+
+    def keep(self, x: torch.Tensor, state: StepState) -> None:
+        """Where all that is asked of most rows is which experts they visit."""
+        assert state.pages.routes is not None
+        routing, wanted = self.route(x), state.wanted
+        state.pages.routes.write(state.step, self.described.layer, routing.ids)
+        state.routed[self.described.layer] = Routing(routing.ids[wanted], routing.shares[wanted])
 
     def _visited(self, routing: Routing) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's experts that anybody chose, and the places in `routing` where."""
