@@ -10,7 +10,7 @@ from tests.kernels.test_hopper_compiles import stack_bytes
 from tests.kernels.test_packed_compiles import OnDevice
 from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, routing
 from windowpane.lowering.gpu.kernels.experts import Grouped, run_experts
-from windowpane.lowering.gpu.kernels.routing import route
+from windowpane.lowering.gpu.kernels.routing import RouteWrite, route
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import PackedForm
@@ -93,9 +93,11 @@ def test_weights_that_are_copied_as_boxes(launch, monkeypatch, tmp_path):
 @pytest.mark.parametrize("groups", [1, 8])
 def test_routing(groups, monkeypatch, tmp_path):
     kernels = [record(monkeypatch, routing, name) for name in ("logits_kernel", "choose_kernel")]
+    write = RouteWrite(torch.zeros(2048, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 16)
     route(
         torch.zeros(4, 2816, dtype=BF16), torch.zeros(256, 2816, dtype=BF16), None, torch.zeros(256), None, chosen=8,
         scoring="sigmoid", renormalize=True, multiplier=2.5, groups=groups, chosen_groups=4, pdl=True,
+        write=write if groups > 1 else None,
     )  # fmt: skip
     for kernel in kernels:
         assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) == 0

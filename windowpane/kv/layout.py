@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from windowpane.kv.caches import Kept, RouteCache, StateCache, TokenCache
 from windowpane.kv.formats import ROW_ALIGN_BYTES, KVFormat, kv_format
-from windowpane.kv.retention import Retention, State, ceil_div
+from windowpane.kv.retention import Retention, Routes, State, ceil_div
 
 OFFSET_UNIT_BYTES = 256  # page tables hold int32 offsets in this unit: 512 GiB of reach
 MAX_PAGE_BYTES = 16 * 2**20  # beyond this a page is cut into stripes: one copy should stay a short copy
@@ -173,12 +173,12 @@ def group_caches(caches: Iterable[Kept]) -> dict[Retention, list[Kept]]:
 
 
 def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype: str) -> dict[str, KVFormat]:
-    """Turn `auto`, one format name, or `full=…,window=…` into a format per token group.
+    """Turn `auto`, one format name, or `full=…,window=…` into a format per group of K and V.
 
     A selector is a group name (`window-1024`) or a retention kind (`window`, all of them); the exact name wins. Groups
     that no selector names keep the compute dtype.
     """
-    token_retentions = [r for r in retentions if not isinstance(r, State)]
+    token_retentions = [r for r in retentions if not isinstance(r, State | Routes)]
     if "=" not in choice:
         chosen = kv_format(compute_dtype if choice == "auto" else choice)
         return {r.name: chosen for r in token_retentions}

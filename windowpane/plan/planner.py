@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from windowpane.kv.caches import Cache, ShardingError, TokenCache
+from windowpane.kv.caches import Cache, Kept, ShardingError, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.decoded_past import decoded_past_bytes
 from windowpane.kv.formats import FORMATS
@@ -164,15 +164,14 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
         except ValueError as error:
             raise PlanError(f"--enable-return-routed-experts: {error}; leave it out") from None
     try:
-        caches = rank_caches(spec.caches, config, ranks)
+        caches: list[Kept] = [*rank_caches(spec.caches, config, ranks), *((spec.routes,) if spec.routes else ())]
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
     except ShardingError as error:
         works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
         problem = rank_problem(spec, ranks) or error
         raise PlanError(f"{problem}; --tensor-parallel-size works with {', '.join(works)}") from None
     formats = resolve_formats(config.kv_cache_dtype, group_caches(caches), compute_dtype)
-    kept = [*caches, *((spec.routes,) if spec.routes else ())]
-    layout = plan_layout(kept, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
+    layout = plan_layout(caches, formats, compute_dtype, block_tokens=config.block_tokens, slab_bytes=config.slab_bytes)
     activations = activation_bytes(spec, config, ranks, compute_dtype)
     if not on_cpu:
         activations += decoded_past_bytes(layout, compute_dtype, config.max_model_len or spec.max_position)
