@@ -184,8 +184,8 @@ def test_more_than_256_experts_are_kept_in_two_bytes():
     layout = layout_of([TokenCache(0, Full(), 1, 16, 16), cache], Knobs(block_tokens=16))
     group = layout.group("routed-experts")
     assert (group.stored_as, group.layers, group.page_bytes) == ("int16", 3, 512)
-    pages = KVPages(layout, 4, 2, 64, CPU)
-    manager = KVManager(layout, 4, 2, 64)
+    pages = KVPages(layout, 16, 2, 64, CPU)
+    manager = KVManager(layout, 16, 2, 64)
     for slot in range(2):
         manager.start(slot, 40)
         manager.extend(slot, 40)
