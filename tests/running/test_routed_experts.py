@@ -109,8 +109,8 @@ def assert_right(name: str, requests: list[Request]) -> None:
         assert np.array_equal(request.routed_experts, expected), request.id
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk_tokens", [1, 17, 4096])
+@pytest.mark.parametrize("name", [*NAMES, "nemotron-h"])  # whose last layer has experts and keeps nothing else
 def test_in_chunks_of_any_size(name, chunk_tokens):
     knobs = Knobs(chunk_tokens=chunk_tokens, block_tokens=16, num_slots=1 if chunk_tokens == 1 else 4)
     requests = [asking(0, prompt(1, 3 * WINDOW + 5)), asking(1, prompt(2, 1)), asking(2, prompt(3, WINDOW))]
