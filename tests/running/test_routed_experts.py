@@ -23,6 +23,7 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
 from windowpane.lowering.linear import Weights
+from windowpane.lowering.reference.context import StepState
 from windowpane.lowering.reference.mixers import ExpertsMixer
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.plain import Runner
@@ -54,8 +55,8 @@ def whole_pass(name: str, tokens: tuple[int, ...]) -> NDArray[np.uint8]:
     manager.extend(0, len(tokens))
     chosen: list[torch.Tensor] = []
 
-    def note(mixer: ExpertsMixer, x: torch.Tensor):
-        chosen.append((routing := route(mixer, x)).ids)
+    def note(mixer: ExpertsMixer, x: torch.Tensor, state: StepState):
+        chosen.append((routing := route(mixer, x, state)).ids)
         return routing
 
     route, ExpertsMixer.route = ExpertsMixer.route, note

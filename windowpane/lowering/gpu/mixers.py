@@ -68,11 +68,11 @@ class GpuStepState:
     chunks: ChunkQueries | None
     cum_tiles: dict[Mask, torch.Tensor]
     per_layer: torch.Tensor | None
-    route_places: torch.Tensor | None = None
     narrowed: bool = False
     present: dict[int, Present] = field(default_factory=dict)
-    routed: Routing | None = None
     projected: torch.Tensor | None = None
+    route_places: torch.Tensor | None = None
+    routed: Routing | None = None
 
     def narrow(self) -> None:
         """From here on only the wanted rows go on."""

@@ -91,7 +91,7 @@ class GpuModel:
         if self.decoder.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
-        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer, places)
+        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer, route_places=places)
         normed = self._first_norm(hidden)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
