@@ -386,6 +386,27 @@ def layout_of(name: str, choice: str, ranks: int = 1) -> Layout:
     return size_up(load(name), EngineConfig(kv_cache_dtype=choice), ranks).layout
 
 
+class TestStates:
+    def test_their_dtype_changes_what_recurs_and_not_the_convolution(self) -> None:
+        sizes = {d: plan("qwen3.5-27b", gpu="h200", mamba_ssm_cache_dtype=d) for d in ("auto", "float32", "bfloat16")}
+        recurrent, tail = 48 * 128 * 128, 3 * (2 * 16 + 48) * 128  # values of a layer
+        bytes_of = {d: made.sizing.layout.group("state").page_bytes for d, made in sizes.items()}
+        assert bytes_of == {
+            "auto": recurrent * 4 + tail * 2, "float32": recurrent * 4 + tail * 2, "bfloat16": (recurrent + tail) * 2
+        }  # fmt: skip
+        assert [p.bytes_per_request for p in sizes["bfloat16"].peers] < [
+            p.bytes_per_request for p in sizes["auto"].peers
+        ]
+
+    @pytest.mark.parametrize("model", ["gemma-4-31b", "lfm2-1.2b"])
+    def test_a_model_without_them_is_refused(self, model: str) -> None:
+        assert "has no recurrent states; leave it out" in refusal(model, gpu="h200", mamba_ssm_cache_dtype="bfloat16")
+
+    def test_an_unknown_dtype_names_those_that_work(self) -> None:
+        with pytest.raises(ConfigError, match="use auto, float32, bfloat16"):
+            EngineConfig(mamba_ssm_cache_dtype="fp8")
+
+
 class TestRoutedExperts:
     FLAGS: ClassVar[dict[str, Any]] = {"gpu": "h200", "max_model_len": 65_536}
 

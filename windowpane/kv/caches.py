@@ -55,6 +55,9 @@ class TokenCache:
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, ranks, f"KV heads of layer {self.layer}"))
 
 
+RECURRENT = "recurrent"  # the part of a state that is not a convolution's tail
+
+
 @dataclass(frozen=True, slots=True)
 class StatePart:
     """`heads` blocks of `elements_per_head` values. `dtype` None means the compute dtype."""
@@ -85,6 +88,11 @@ class StateCache:
     def in_dtype(self, compute_dtype: str) -> StateCache:
         """The same with a dtype for every part."""
         return replace(self, parts=tuple(replace(p, dtype=p.dtype or compute_dtype) for p in self.parts))
+
+    def with_recurrent_dtype(self, dtype: str) -> StateCache:
+        """The same with another dtype for what recurs; the convolution's tail stays as it is."""
+        parts = (replace(p, dtype=dtype) if p.name == RECURRENT else p for p in self.parts)
+        return replace(self, parts=tuple(parts))
 
     def shard(self, ranks: int) -> StateCache:
         sharded = tuple(

@@ -30,6 +30,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "async_scheduling": sizing.config.async_scheduling,
         "enable_prefix_caching": sizing.config.enable_prefix_caching,
         "kv_cache_dtype": sizing.config.kv_cache_dtype,
+        "mamba_ssm_cache_dtype": sizing.config.mamba_ssm_cache_dtype,
         "swa_full": sizing.config.swa_full,
         "compute_dtype": sizing.compute_dtype,
         "kv_cache_bytes_per_rank": plan.kv_bytes,
