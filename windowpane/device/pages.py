@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.device import codecs
+from windowpane.device.transfer import to_device
 from windowpane.kv.caches import RouteCache, StateCache, TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
@@ -450,14 +451,29 @@ class RoutePages:
         at, within_page = pages._route_writes
         self._view[at, within_page, self.place(layer)] = ids.to(self._view.dtype)
 
-    def read(self, slot: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """What tokens [start, stop) of a slot visited [tokens, layers, choices], once all steps so far are done."""
-        block, table = self.block_tokens, self._pages.reading[self.group]
+    def read(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """Begin to read what tokens [start, stop) of a slot visited; calling the result waits for it.
+
+        It is [tokens, layers, choices], as of the steps that were sent off so far: later ones may write these pages.
+        """
+        block, device = self.block_tokens, self._pages.device
         first = start // block
-        offsets = table[slot, first : -(-stop // block), 0].astype(np.int64)
-        some = [offsets[at : at + PAGES_AT_ONCE] for at in range(0, max(len(offsets), 1), PAGES_AT_ONCE)]
-        found = [self._view.index_select(0, self._pages._tensor(x)).flatten(0, 1).cpu().numpy() for x in some]
-        rows: NDArray[np.integer[Any]] = np.concatenate(found)[start - first * block : stop - first * block]
+        offsets = self._pages.reading[self.group][slot, first : -(-stop // block), 0].astype(np.int64)
+        on_gpu = device.type == "cuda"
+        host = torch.empty(len(offsets), *self._view.shape[1:], dtype=self._view.dtype, pin_memory=on_gpu)
+        for at in range(0, len(offsets), PAGES_AT_ONCE):
+            some = slice(at, at + PAGES_AT_ONCE)
+            host[some].copy_(self._view.index_select(0, to_device(offsets[some], device)), non_blocking=True)
+        landed = torch.Event(device) if on_gpu else None
+        if landed is not None:
+            landed.record()
+
+        def rows() -> NDArray[np.integer[Any]]:
+            if landed is not None:
+                landed.synchronize()
+            found: NDArray[np.integer[Any]] = host.flatten(0, 1)[start - first * block : stop - first * block].numpy()
+            return found.copy()  # pinned memory is scarce
+
         return rows
 
 

@@ -44,7 +44,7 @@ class StepRunner(Protocol):
 
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output: ...
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None: ...
-    def routed_experts(self, slot: int, start: int, stop: int) -> RoutedExperts: ...
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], RoutedExperts]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,15 +235,16 @@ class Engine:
         return outputs
 
     def _read_routes(self, request: Request) -> None:
-        """Read the experts that a request's tokens visited, as it ends with the step that has just landed.
+        """Begin to read the experts that a request's tokens visited, as it ends with the step that has just landed.
 
-        The request may have left its slot, but what it held stays where it was until another step is sent off: one that
-        is on its way already was put together while the slot was the request's own.
+        Whoever wants them waits for them; steps do not. The request may have left its slot, but what it held stays
+        where it was until another step is sent off: one that is on its way already was put together while the slot was
+        the request's own.
         """
         slot = self._routed_slots.get(request)
         if slot is not None:
             start = request.params.routed_experts_prompt_start
-            request.routed_experts = self.runner.routed_experts(slot, start, request.known_tokens - 1)
+            request.read_routes = self.runner.read_routes(slot, start, request.known_tokens - 1)
 
     def _take_time(self, sent: _SentStep) -> None:
         """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""

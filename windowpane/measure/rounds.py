@@ -111,8 +111,8 @@ class CountingRunner:
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None:
         self._runner.take_sampled(slots, tokens)
 
-    def routed_experts(self, slot: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        return self._runner.routed_experts(slot, start, stop)
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        return self._runner.read_routes(slot, start, stop)
 
 
 def past_bytes(layout: Layout, length: int) -> int:

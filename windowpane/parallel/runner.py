@@ -45,9 +45,9 @@ class ParallelRunner:
             self._workers.group.broadcast(tokens)
             self._own.take_sampled(slots, tokens)
 
-    def routed_experts(self, slot: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         """Every rank routes alike, so this one answers alone."""
-        return self._own.routed_experts(slot, start, stop)
+        return self._own.read_routes(slot, start, stop)
 
     def _prompt_logits(self, slot: int, logits_of: Callable[[slice], torch.Tensor], rows: slice) -> torch.Tensor:
         with self._in_step():

@@ -6,6 +6,7 @@ finds them. On a CPU it runs only in Triton's interpreter, which is how it is te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,8 +127,8 @@ class CudaRunner:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
 
-    def routed_experts(self, slot: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """The experts that tokens [start, stop) of a slot visited; see `RoutePages.read`. Waits for the device."""
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
         assert self.pages.routes is not None
         return self.pages.routes.read(slot, start, stop)
 

@@ -86,8 +86,8 @@ class Runner:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
 
-    def routed_experts(self, slot: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """The experts that tokens [start, stop) of a slot visited; see `RoutePages.read`. Waits for the device."""
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
         assert self.pages.routes is not None
         return self.pages.routes.read(slot, start, stop)
 

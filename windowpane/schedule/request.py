@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
@@ -173,8 +173,7 @@ class Request:
     engine's.
 
     `logprobs` has an entry per output token where they were asked for; `prompt_logprobs` one per prompt token, None for
-    the first, which nothing predicts. `routed_experts` is there once a request that asked for it has ended: a row for
-    every token but the last, which is never computed. `error` is what a failed step raised.
+    the first, which nothing predicts. `read_routes` is the engine's. `error` is what a failed step raised.
 
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
     with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
@@ -192,7 +191,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    routed_experts: RoutedExperts | None = None
+    read_routes: Callable[[], RoutedExperts] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     cached_tokens: int = 0
@@ -206,6 +205,13 @@ class Request:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
         if len(self.prompt) == 0:
             raise ValueError(f"request {self.id} has an empty prompt; a model needs at least one token (BOS)")
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """There once a request that asked for it has ended: a row for every token but the last, which is never
+        computed. Waits until it has come from the device.
+        """
+        return None if self.read_routes is None else self.read_routes()
 
     @property
     def known_tokens(self) -> int:

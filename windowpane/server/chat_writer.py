@@ -11,8 +11,8 @@ from windowpane.schedule.request import FinishReason, TokenLogprobs
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
 from windowpane.server.service import Service
-from windowpane.server.sse import event, to_json
-from windowpane.server.usage import finish_reason, finite, routed_experts, routed_rows, stop_reason, token_text, usage
+from windowpane.server.sse import BESIDE_THE_LOOP, event, to_json
+from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.parsers import Content, Delta, OutputParser, Reasoning, ToolArguments, ToolStart
 
 PLAIN_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -61,7 +61,7 @@ class ChatWriter:
 
     def entries(self, pieces: list[Piece]) -> int:
         scored = len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
-        return scored + routed_rows(self._job.requests[p.choice] for p in pieces if p.finish_reason is not None)
+        return scored + (BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0)
 
     def first(self) -> bytes:
         """Who speaks, before the first word."""

@@ -16,8 +16,8 @@ from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import EventStream, event, to_json
-from windowpane.server.usage import finish_reason, finite, routed_experts, routed_rows, stop_reason, token_text, usage
+from windowpane.server.sse import BESIDE_THE_LOOP, EventStream, event, to_json
+from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.answer import Answer
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
@@ -163,10 +163,10 @@ class _Writer:
 
     def entries(self, pieces: list[Piece]) -> int:
         per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
-        requests = self._job.requests
-        routed = routed_rows(requests[p.choice] for p in pieces if p.finish_reason is not None)
+        routed = BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0
         if not per_token:
             return routed
+        requests = self._job.requests
         echoed = sum(len(requests[p.choice].prompt) for p in pieces if self._echoed[p.choice] is not None)
         return per_token * (len(pieces) + echoed) + routed
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from windowpane.schedule.request import FinishReason, Request
-from windowpane.server.job import Job
+from windowpane.server.job import Job, Piece
 from windowpane.text.answer import Answer
 from windowpane.text.tokenizer import Tokenizer
 
@@ -45,16 +45,17 @@ def routed_experts(request: Request) -> dict[str, Any]:
     """vLLM's addition to a choice, where it was asked for: an array as a .npy file, in base64."""
     if not request.params.return_routed_experts:
         return {}
-    if request.routed_experts is None:  # it was cancelled
+    found = request.routed_experts
+    if found is None:  # it was cancelled
         return {"routed_experts": None}
     file = BytesIO()
-    np.save(file, request.routed_experts)
+    np.save(file, found)
     return {"routed_experts": b64encode(file.getvalue()).decode()}
 
 
-def routed_rows(requests: Iterable[Request]) -> int:
-    """Tokens whose experts are told when these requests have ended."""
-    return sum(request.known_tokens for request in requests if request.params.return_routed_experts)
+def tells_routes(job: Job, pieces: Iterable[Piece]) -> bool:
+    """Whether these pieces end a choice that asked for routed experts, which may have to be waited for."""
+    return any(p.finish_reason and job.requests[p.choice].params.return_routed_experts for p in pieces)
 
 
 def usage(job: Job, *, generates: bool = True) -> dict[str, Any]:
