@@ -1,9 +1,9 @@
 """What restore points find and what they cost: `python -m bench.prefix`.
 
-*Round robin*: sessions of 8,192 tokens ask in turn, three rounds, on Gemma 4 31B's layout in the memory of 5,000 vLLM
-blocks of 2.5 MiB. The hit rate counts prompt tokens; 2/3 is the most there is. *Lookup* is that of a prompt of 131,072
-tokens among many others. *Insertion* is what keeping restore points adds to a step that computes a prompt. Only the
-scheduler and the manager run: no model is loaded.
+*Round robin*: sessions of 8,192 tokens ask in turn, three rounds, in the memory of 5,000 vLLM blocks of 2.5 MiB, on the
+layouts of Gemma 4 31B (windows) and Qwen3.5 27B (recurrent states). The hit rate counts prompt tokens; 2/3 is the most
+there is. *Lookup* is that of a prompt of 131,072 tokens among many others. *Insertion* is what keeping restore points
+adds to a step that computes a prompt. Only the scheduler and the manager run: no model is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -29,15 +30,15 @@ from windowpane.schedule.scheduler import Scheduler
 KV_BYTES = 5_000 * 5 * 2**19  # 5,000 blocks of 2.5 MiB
 SESSION_TOKENS, ROUNDS, ANSWER_TOKENS = 8_192, 3, 16
 LONG_TOKENS = 131_072
-# The least that a step of Gemma 4 31B takes on one H200: reading 61 GB of weights, or 2 FLOP per weight and token at
-# 989 TFLOP/s.
-STEP_MS = {256: 17.0, 8_192: 509.0}
-# vLLM 0.26.0 on the same memory: everything up to 4 sessions, nothing from 6 on.
+# The least that a step of so many tokens takes on one H200: reading all weights (61 GB of Gemma's), or 2 FLOP per
+# weight and token at 989 TFLOP/s.
+STEP_MS = {"gemma-4-31b": {256: 17.0, 8_192: 509.0}, "qwen3.5-27b": {256: 14.0, 8_192: 446.0}}
+# vLLM 0.26.0 with Gemma 4 31B on the same memory: everything up to 4 sessions, nothing from 6 on.
 VLLM_ALL_UP_TO, VLLM_NOTHING_FROM = 4, 6
 
 
-def gemma_layout() -> Layout:
-    caches = list(load("gemma-4-31b").caches)
+def layout_of(model: str) -> Layout:
+    caches = list(load(model).caches)
     return plan_layout(caches, resolve_formats("auto", group_caches(caches), "bfloat16"))
 
 
@@ -91,9 +92,10 @@ def lookup_ms(layout: Layout, repeats: int = 50) -> float:
 
 
 def prompt_step_ms(layout: Layout, tokens: int, *, keep: bool, prompts: int = 200) -> float:
-    """Milliseconds of `schedule` and `commit` for a step that computes a whole prompt, memory full of restore points.
+    """Milliseconds of `schedule` and `commit` for the first step of a prompt, memory full of restore points.
 
-    Two of its messages end inside the prompt, so that the step leaves four restore points.
+    Two of its messages end inside the prompt, so that a step with windows leaves four restore points. A state exists
+    only where a chunk ends, so the first of these messages cuts the chunk, and its end is what the step leaves.
     """
     scheduler = scheduler_for(layout, KV_BYTES, keep=keep)
     times = []
@@ -111,41 +113,50 @@ def prompt_step_ms(layout: Layout, tokens: int, *, keep: bool, prompts: int = 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=14, help="most sessions in the round robin")
-    most = parser.parse_args().sessions
-    layout = gemma_layout()
-    rates = {count: hit_rate(layout, count) for count in range(1, most + 1)}
+    parser.add_argument("--sessions", type=int, default=20, help="most sessions in the round robin")
+    most, console = parser.parse_args().sessions, Console()
+    layouts = {model: layout_of(model) for model in STEP_MS}
+    rates = {model: hit_rates(layout, most) for model, layout in layouts.items()}
+    console.print(round_robin(rates))
+    found = {model: measured(model, layout, rates[model], console) for model, layout in layouts.items()}
+    print(json.dumps({"bench": "prefix", "models": found}))
+
+
+def hit_rates(layout: Layout, most: int) -> dict[int, float]:
+    return {count: hit_rate(layout, count) for count in range(1, most + 1)}
+
+
+def round_robin(rates: dict[str, dict[int, float]]) -> Table:
     table = Table(title=f"round robin, hit rate in tokens\n{machine_line()}", title_justify="left")
-    for column in ("sessions", "windowpane", "vLLM 0.26.0"):
+    gemma, *others = rates
+    for column in ("sessions", gemma, "the same in vLLM 0.26.0", *others):
         table.add_column(column, justify="right")
-    for count, rate in rates.items():
+    for count, rate in rates[gemma].items():
         vllm = "0.667" if count <= VLLM_ALL_UP_TO else "0" if count >= VLLM_NOTHING_FROM else ""
-        table.add_row(str(count), f"{rate:.3f}", vllm)
-    console = Console()
-    console.print(table)
-    up_to = next((count - 1 for count, rate in rates.items() if rate < 0.66), most)
-    console.print(f"0.66 or more up to {up_to} sessions")
+        table.add_row(str(count), f"{rate:.3f}", vllm, *(f"{rates[other][count]:.3f}" for other in others))
+    return table
+
+
+def measured(model: str, layout: Layout, rates: dict[int, float], console: Console) -> dict[str, Any]:
+    """Everything about one model, told and by name."""
+    up_to = next((count - 1 for count, rate in rates.items() if rate < 0.66), max(rates))
     lookup = lookup_ms(layout)
+    console.print(f"{model}: 0.66 or more up to {up_to} sessions")
     console.print(f"lookup of a {LONG_TOKENS:,}-token prefix: {lookup:.2f} ms")
     shares = {}
-    for tokens, step_ms in STEP_MS.items():
+    for tokens, step_ms in STEP_MS[model].items():
         without, with_points = (prompt_step_ms(layout, tokens, keep=keep) for keep in (False, True))
         shares[tokens] = (with_points - without) / step_ms
         console.print(
             f"a {tokens:,}-token prompt is scheduled in {without:.2f} ms, with restore points in {with_points:.2f} ms: "
             f"{shares[tokens]:.1%} of a step of at least {step_ms:g} ms"
         )
-    print(
-        json.dumps(
-            {
-                "bench": "prefix",
-                "sessions_at_0_66": up_to,
-                "hit_rates": rates,
-                "lookup_131072_ms": lookup,
-                "insertion_share_of_step": shares,
-            }
-        )
-    )
+    return {
+        "sessions_at_0_66": up_to,
+        "hit_rates": rates,
+        "lookup_131072_ms": lookup,
+        "insertion_share_of_step": shares,
+    }
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
+from windowpane.kv.retention import Routes
 from windowpane.lowering.gpu.chaining import ChainedLayer
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
 from windowpane.runners.cuda import CudaRunner
@@ -26,6 +27,7 @@ from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import Scheduler
 
 RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
+ROUTED = ("qwen3 experts", "gpt-oss", "gemma4 experts", "glm 4.5")
 
 Checks = list[tuple[str, Callable[[], str]]]
 
@@ -41,13 +43,14 @@ CLEAR = 4.0  # times the plain path's rounding noise
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run differs: none of it may show in the tokens."""
+    """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too."""
 
     fused: bool = True
     graphs: bool = True
     overlapped: bool = True
     chunk_tokens: int = 64
     kv_cache_dtype: str = "auto"
+    routes: bool = False
 
 
 def checks() -> Checks:
@@ -56,12 +59,13 @@ def checks() -> Checks:
         *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
         *((f"engine bf16: {name}", partial(teacher_forced, name, FEW_TEACHER_TOKENS)) for name in WIDE_QUANTIZED),
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
+        *((f"engine routes: {name}", partial(greedy_equals_reference, name, routes=True)) for name in ROUTED),
     ]
 
 
-def greedy_equals_reference(name: str) -> str:
+def greedy_equals_reference(name: str, *, routes: bool = False) -> str:
     """Greedy tokens of mixed prompts in float32: plain torch, and every way the fused path can run."""
-    expected = run(name, Setting(fused=False, overlapped=False))
+    expected = run(name, Setting(fused=False, overlapped=False, routes=routes))
     settings = [
         Setting(),
         Setting(graphs=False),
@@ -70,7 +74,7 @@ def greedy_equals_reference(name: str) -> str:
         Setting(chunk_tokens=512),
     ]
     for setting in settings:
-        got = run(name, setting)
+        got = run(name, replace(setting, routes=routes))
         if got != expected:
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
@@ -153,11 +157,15 @@ def run(
 
 
 def greedy(engine: Engine, lengths: Sequence[int], new_tokens: int) -> list[list[int]]:
-    """What this engine says to prompts of these lengths, which are the same each time."""
+    """What this engine says to prompts of these lengths, which are the same each time. Where it keeps routed experts,
+    all of them follow.
+    """
     rng = np.random.default_rng(11)
     prompts = [rng.integers(3, engine.sampler.vocab_size, size=n) for n in lengths]
+    routes = any(isinstance(group.retention, Routes) for group in engine.manager.layout.groups)
     requests = [
-        Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0)) for i, p in enumerate(prompts)
+        Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0, return_routed_experts=routes))
+        for i, p in enumerate(prompts)
     ]
     for request in requests:
         engine.add(request)
@@ -166,7 +174,10 @@ def greedy(engine: Engine, lengths: Sequence[int], new_tokens: int) -> list[list
     for request in requests:
         if request.error is not None:
             raise request.error
-    return [request.output for request in requests]
+    return [
+        request.output + ([] if request.routed_experts is None else request.routed_experts.flatten().tolist())
+        for request in requests
+    ]
 
 
 def _engine(
@@ -174,7 +185,7 @@ def _engine(
 ) -> Engine:
     runner, manager = make_runner(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
-        kv_cache_dtype=setting.kv_cache_dtype,
+        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes,
     )  # fmt: skip
     points = RestorePoints(manager) if restoring else None
     scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore_points=points)
@@ -193,10 +204,12 @@ def make_runner(
     graphs: bool,
     hopper: bool = True,
     kv_cache_dtype: str = "auto",
+    routes: bool = False,
 ) -> tuple[Runner | CudaRunner, KVManager]:
-    spec = spec_of(name)
+    spec = spec_of(name).with_routes() if routes else spec_of(name)
     stored = str(dtype).removeprefix("torch.")
-    layout = plan_layout(spec.caches, resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored), stored)
+    formats = resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored)
+    layout = plan_layout([*spec.caches, *((spec.routes,) if spec.routes else ())], formats, stored)
     slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
     weights = weights_of(name, dtype, device)
     manager = KVManager(layout, slabs, slots, length)

@@ -3,7 +3,7 @@ name of a model, and of a KV format where it is not the activations' own.
 
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
-to leave it out.
+to leave it out. With `routed`, the experts that tokens visited are compared too.
 """
 
 from __future__ import annotations
@@ -127,21 +127,21 @@ TINY |= {
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
-CHAINED, UNCHAINED = " chained", " unchained"
+CHAINED, UNCHAINED, ROUTED = " chained", " unchained", " routed"
 
 
 def main() -> None:
     torch.set_num_threads(1)
     name, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
-    is_chained, is_unchained = name.endswith(CHAINED), name.endswith(UNCHAINED)
-    name = name.removesuffix(CHAINED).removesuffix(UNCHAINED)
+    is_chained, is_unchained, routes = (name.endswith(suffix) for suffix in (CHAINED, UNCHAINED, ROUTED))
+    name = name.removesuffix(CHAINED).removesuffix(UNCHAINED).removesuffix(ROUTED)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
     chains: list[Links] = []
     if is_chained or is_unchained:
         chain_in_torch(chains)
     if is_unchained:
         engine.CudaRunner = partial(CudaRunner, use_chain=False)
-    settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype) for fused in (False, True)]
+    settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype, routes) for fused in (False, True)]
     found = [run(name, setting, "cpu", LENGTHS, NEW_TOKENS) for setting in settings]
     if found[0] != found[1]:
         sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")

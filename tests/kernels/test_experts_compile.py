@@ -8,9 +8,14 @@ import torch
 from tests.kernels.test_formats_compile import POINTERS, SHARED_BYTES, Recorder
 from tests.kernels.test_hopper_compiles import stack_bytes
 from tests.kernels.test_packed_compiles import OnDevice
-from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, routing
+from windowpane.device.pages import KVPages
+from windowpane.device.tables import DeviceTables
+from windowpane.kv.caches import RouteCache
+from windowpane.kv.layout import plan_layout
+from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, route_places, routing
 from windowpane.lowering.gpu.kernels.experts import Grouped, run_experts
-from windowpane.lowering.gpu.kernels.routing import route
+from windowpane.lowering.gpu.kernels.routing import RouteWrite, route
+from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import PackedForm
@@ -93,9 +98,23 @@ def test_weights_that_are_copied_as_boxes(launch, monkeypatch, tmp_path):
 @pytest.mark.parametrize("groups", [1, 8])
 def test_routing(groups, monkeypatch, tmp_path):
     kernels = [record(monkeypatch, routing, name) for name in ("logits_kernel", "choose_kernel")]
+    write = RouteWrite(torch.zeros(2048, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 16)
     route(
         torch.zeros(4, 2816, dtype=BF16), torch.zeros(256, 2816, dtype=BF16), None, torch.zeros(256), None, chosen=8,
         scoring="sigmoid", renormalize=True, multiplier=2.5, groups=groups, chosen_groups=4, pdl=True,
+        write=write if groups > 1 else None,
     )  # fmt: skip
     for kernel in kernels:
         assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) == 0
+
+
+def test_where_rows_store_their_experts(monkeypatch, tmp_path):
+    kernel = record(monkeypatch, route_places, "route_places_kernel")
+    layout = plan_layout([RouteCache(tuple(range(36)), 4, 128)], {}, block_tokens=16)
+    tables = DeviceTables([(64, 8192, 1)], CPU)
+    rows = torch.zeros(64, dtype=torch.int32)
+    routes = KVPages(layout, 1, 64, 64, CPU).routes
+    assert routes is not None
+    places = route_places.RoutePlaces(routes, tables)(DeviceStep(positions=rows, slots=rows))
+    assert (places.dtype, len(places)) == (torch.int64, 64)
+    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) == 0

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 CHAINED = ("gemma4 int4 chained", "gemma4 int4 unchained")
-EXPERTS = ("gemma4 experts", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
+EXPERTS = ("gemma4 experts routed", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4", *CHAINED, *EXPERTS])

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,6 +21,7 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import weight_bytes
 from windowpane.plan.cards import cards_that_fit
 from windowpane.plan.config import ConfigError, EngineConfig
+from windowpane.plan.document import document
 from windowpane.plan.hardware import GPUS
 from windowpane.plan.memory import GPU_RUNTIME_BYTES, ArenaUse, activation_bytes
 from windowpane.plan.peers.report import PeerReport
@@ -383,6 +384,65 @@ class TestEveryShippedModel:
 
 def layout_of(name: str, choice: str, ranks: int = 1) -> Layout:
     return size_up(load(name), EngineConfig(kv_cache_dtype=choice), ranks).layout
+
+
+class TestStates:
+    def test_their_dtype_changes_what_recurs_and_not_the_convolution(self) -> None:
+        sizes = {d: plan("qwen3.5-27b", gpu="h200", mamba_ssm_cache_dtype=d) for d in ("auto", "float32", "bfloat16")}
+        recurrent, tail = 48 * 128 * 128, 3 * (2 * 16 + 48) * 128  # values of a layer
+        bytes_of = {d: made.sizing.layout.group("state").page_bytes for d, made in sizes.items()}
+        assert bytes_of == {
+            "auto": recurrent * 4 + tail * 2, "float32": recurrent * 4 + tail * 2, "bfloat16": (recurrent + tail) * 2
+        }  # fmt: skip
+        assert [p.bytes_per_request for p in sizes["bfloat16"].peers] < [
+            p.bytes_per_request for p in sizes["auto"].peers
+        ]
+
+    @pytest.mark.parametrize("model", ["gemma-4-31b", "lfm2-1.2b"])
+    def test_a_model_without_them_is_refused(self, model: str) -> None:
+        assert "has no recurrent states; leave it out" in refusal(model, gpu="h200", mamba_ssm_cache_dtype="bfloat16")
+
+    def test_an_unknown_dtype_names_those_that_work(self) -> None:
+        with pytest.raises(ConfigError, match="use auto, float32, bfloat16"):
+            EngineConfig(mamba_ssm_cache_dtype="fp8")
+
+
+class TestRoutedExperts:
+    FLAGS: ClassVar[dict[str, Any]] = {"gpu": "h200", "max_model_len": 65_536}
+
+    @pytest.mark.parametrize(
+        ("model", "row_bytes", "stored_as"),
+        [("gpt-oss-20b", 24 * 4, "uint8"), ("gemma-4-26b-a4b", 30 * 8, "uint8"), ("qwen3.5-35b-a3b", 40 * 8, "uint8"),
+         ("qwen3-next-80b-a3b", 48 * 10 * 2, "int16")],
+    )  # fmt: skip
+    def test_they_are_a_group_by_tokens_of_their_own(self, model: str, row_bytes: int, stored_as: str) -> None:
+        flags = self.FLAGS | ({"gpu": "2xh200"} if "80b" in model else {})
+        without, made = (plan(model, enable_return_routed_experts=on, **flags) for on in (False, True))
+        *others, group = made.sizing.layout.groups
+        assert [g.name for g in others] == [g.name for g in without.sizing.layout.groups]
+        assert (group.name, group.grows, group.stored_as) == ("routed-experts", True, stored_as)
+        assert group.page_bytes == -(-group.block_tokens * row_bytes // 256) * 256
+        assert made.sizing.per_sequence.bytes_at(65_536) == without.sizing.per_sequence.bytes_at(65_536) + (
+            65_536 // group.block_tokens * group.page_bytes
+        )
+        assert made.peers and {p.name for p in made.peers} == {p.name for p in without.peers}
+
+    def test_they_are_whole_on_every_rank(self) -> None:
+        one, two = (plan("gpt-oss-20b", tensor_parallel_size=n, enable_return_routed_experts=True, gpu="2xh200")
+                    for n in (1, 2))  # fmt: skip
+        assert one.sizing.layout.groups[-1].bytes_per_token == two.sizing.layout.groups[-1].bytes_per_token
+
+    def test_a_model_without_experts_is_refused_in_one_line(self) -> None:
+        said = refusal("llama-3.1-8b", enable_return_routed_experts=True, **self.FLAGS)
+        assert said == "--enable-return-routed-experts: llama-3.1-8b has no experts; leave it out"
+
+    def test_no_kv_format_is_theirs(self) -> None:
+        formats = {"kv_cache_dtype": "full=fp8_e4m3,window=int8_per_token_head"}
+        made = plan("gpt-oss-20b", enable_return_routed_experts=True, **formats, **self.FLAGS)
+        assert [g.stored_as for g in made.sizing.layout.groups] == ["int8_per_token_head", "fp8_e4m3", "uint8"]
+        assert document(made)["groups"][-1]["kv_format"] == "uint8"
+        fitting = plan("gpt-oss-20b", enable_return_routed_experts=True, fit="8x65536", **self.FLAGS)
+        assert fitting.sizing.layout.groups[-1].stored_as == "uint8"
 
 
 def test_a_plan_without_memory_knows_costs_and_no_capacity() -> None:

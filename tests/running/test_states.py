@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.running.harness import Knobs, generate, layout_of
-from tests.running.small_models import CONFIGS, spec_of, weights_of
+from tests.running.small_models import CONFIGS, save, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
+from windowpane.engine.accounts import accounts
+from windowpane.engine.start import start
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
@@ -143,3 +145,22 @@ def test_gpus_run_states_and_refuse_odd_heads_in_one_line():
     assert runnable(odd) is odd.decoder
     with pytest.raises(ModelError, match=r"^odd has recurrent states of 16 × 24 .* run on CPUs only .*--device cpu$"):
         runnable(odd, on_gpu=True)
+
+
+def test_states_in_bfloat16_take_what_was_planned_and_change_little(tmp_path):
+    save("qwen3-next", tmp_path)
+    flags = {"device": "cpu", "kv_cache_memory_bytes": 2**22, "max_model_len": 256, "max_num_seqs": 4}
+    logprobs = []
+    for dtype in ("auto", "bfloat16"):
+        started = start(tmp_path, {**flags, "mamba_ssm_cache_dtype": dtype, "enable_return_routed_experts": True})
+        rows = accounts(started.plan, started.reports)
+        assert {"state", "full", "routed-experts"} <= {row.name.strip() for row in rows}
+        assert all(row.predicted_bytes == row.measured_bytes > 0 for row in rows)
+        stored = {part.dtype for part in started.runner.pages.states[0].parts}
+        assert stored == ({torch.float32} if dtype == "auto" else {torch.float32, torch.bfloat16})
+        request = Request("r", np.array(prompt(1, 40)), SamplingParams(2, temperature=0, logprobs=0))
+        started.engine.add(request)
+        while started.engine.has_work:
+            started.engine.step()
+        logprobs.append([entry.logprob for entry in request.logprobs])
+    assert logprobs[0] != logprobs[1] and np.allclose(*logprobs, atol=0.05)

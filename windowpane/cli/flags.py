@@ -121,12 +121,24 @@ KvCacheMemoryBytes = Annotated[
 KvCacheDtype = Annotated[
     str | None, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
 ]
+MambaSsmCacheDtype = Annotated[
+    str | None,
+    typer.Option(help="Recurrent states: auto (the config's), float32 or bfloat16.", rich_help_panel=MEMORY),
+]
 Fit = Annotated[
     str | None,
     typer.Option(help="Sequences and length, as in 16x131072: the least lossy KV formats.", rich_help_panel=MEMORY),
 ]
 SwaFull = Annotated[
     bool, typer.Option("--swa-full", help="Keep sliding layers at full length.", rich_help_panel=MEMORY)
+]
+EnableReturnRoutedExperts = Annotated[
+    bool,
+    typer.Option(
+        "--enable-return-routed-experts",
+        help="Keep which experts tokens visit, for requests that ask.",
+        rich_help_panel=MEMORY,
+    ),
 ]
 
 MaxModelLen = Annotated[
@@ -208,6 +220,7 @@ class SimulateFlags(FlagSet):
     gpu_memory_utilization: GpuMemoryUtilization = None
     kv_cache_memory_bytes: KvCacheMemoryBytes = None
     kv_cache_dtype: KvCacheDtype = None
+    mamba_ssm_cache_dtype: MambaSsmCacheDtype = None
     max_model_len: MaxModelLen = None
     max_num_seqs: MaxNumSeqs = None
     max_num_batched_tokens: MaxNumBatchedTokens = None
@@ -218,6 +231,7 @@ class SimulateFlags(FlagSet):
 class PlanFlags(SimulateFlags):
     fit: Fit = None
     swa_full: SwaFull = False
+    enable_return_routed_experts: EnableReturnRoutedExperts = False
     async_scheduling: AsyncScheduling = None
 
 

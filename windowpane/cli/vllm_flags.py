@@ -29,7 +29,6 @@ _NO_POOLING = "only generation is served here"
 _OBSOLETE = "newer releases of vLLM have dropped it; leave it out"
 _STRUCTURED = "structured output needs no backend to be chosen (docs/structured-output.md); leave it out"
 _ONE_PROCESS = "one process serves; leave it out"
-_STATES = "state layers are planned but not run; `windowpane plan` takes the state's dtype from the config"
 
 INSTEAD: dict[str, str] = {
     # What model, and how it is loaded.
@@ -161,8 +160,7 @@ INSTEAD: dict[str, str] = {
     "--disable-sliding-window": "--swa-full keeps sliding layers at full length, and they still see their window",
     "--disable-cascade-attn": "there is no cascade attention; leave it out",
     "--use-v2-block-manager": _OBSOLETE,
-    "--mamba-cache-dtype": _STATES,
-    "--mamba-ssm-cache-dtype": _STATES,
+    "--mamba-cache-dtype": "a convolution's tail has the compute dtype; --mamba-ssm-cache-dtype is that of states",
     "--mamba-block-size": _ARENA,
     "--mamba-cache-mode": "--enable-prefix-caching keeps states at restore points",
     "--kv-transfer-config": "KV is not sent to other servers; leave it out",

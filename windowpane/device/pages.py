@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.device import codecs
-from windowpane.kv.caches import StateCache, TokenCache
+from windowpane.device.transfer import to_device
+from windowpane.kv.caches import RouteCache, StateCache, TokenCache
 from windowpane.kv.changes import Changes, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Chunk, LooksBack, Window
@@ -29,6 +30,8 @@ Store = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 QUERIES, KEYS = 0, 1  # sides of a balance
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ID_DTYPES = {"uint8": torch.uint8, "int16": torch.int16}
+PAGES_AT_ONCE = 256  # of routed experts, on their way to the host: what is gathered for that was not planned for
 
 
 class KVPages:
@@ -51,6 +54,8 @@ class KVPages:
         self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # Where this step's sequences read and write their states, and which begin from nothing: by group.
         self._states: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        # Where this step's rows store the experts they visit: the same for all layers.
+        self._route_writes: tuple[torch.Tensor, torch.Tensor] | None = None
         self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
@@ -64,11 +69,21 @@ class KVPages:
             for s in g.slices
             if isinstance(s.cache, StateCache)
         }
+        self.routes = next(
+            (
+                RoutePages(self, index, s)
+                for index, g in enumerate(layout.groups)
+                for s in g.slices
+                if isinstance(s.cache, RouteCache)
+            ),
+            None,
+        )
 
     def before_step(self, changes: Changes) -> None:
         self._reads.clear()
         self._writes.clear()
         self._states.clear()
+        self._route_writes = None
         self.tails = {}
         for tail in changes.tails:
             self.tails.setdefault((tail.group, tail.slot), []).append(tail)
@@ -401,6 +416,65 @@ class StatePages:
         _, after, _ = self._pages.state_offsets(self.group, step)
         for part, values in zip(self.parts, states, strict=True):
             part[after[:, self.stripe]] = values.to(part.dtype)
+
+
+class RoutePages:
+    """The experts that tokens visited: [page offset, token, layer with experts, choice]."""
+
+    def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
+        block_tokens = pages.layout.groups[group].block_tokens
+        assert isinstance(piece.cache, RouteCache) and block_tokens is not None
+        self.cache, self.group, self.block_tokens, self._pages = piece.cache, group, block_tokens, pages
+        self.arena = pages.arena.view(ID_DTYPES[piece.cache.dtype])
+        self.row_ids = len(piece.cache.layers) * piece.cache.chosen
+        assert piece.data_offsets == (0,)
+        view = _page_view(self.arena, 0, piece.row_bytes[0], 1, block_tokens, self.row_ids)
+        self._view = view.view(len(view), block_tokens, len(piece.cache.layers), piece.cache.chosen)
+
+    def place(self, layer: int) -> int:
+        """Which of the layers with experts this one is."""
+        return self.cache.layers.index(layer)
+
+    def writes(self, step: Step) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        """As those of `LayerPages`; here they are all rows of a step, in order."""
+        slots = [step.decode_slots, *(np.full(s.stop - s.start, s.slot) for s in step.segments)]
+        columns = step.positions // self.block_tokens % self._pages.columns[self.group]
+        offsets = self._pages.writing[self.group][np.concatenate(slots), columns]
+        return np.arange(len(step.positions)), offsets, step.positions % self.block_tokens
+
+    def write(self, step: Step, layer: int, ids: torch.Tensor) -> None:
+        """Store the experts [rows, choices] that all rows of a step visit in one layer."""
+        pages = self._pages
+        if pages._route_writes is None:
+            _, offsets, within = self.writes(step)
+            pages._route_writes = pages._tensor(offsets[:, 0].astype(np.int64)), pages._tensor(within)
+        at, within_page = pages._route_writes
+        self._view[at, within_page, self.place(layer)] = ids.to(self._view.dtype)
+
+    def read(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """Begin to read what tokens [start, stop) of a slot visited; calling the result waits for it.
+
+        It is [tokens, layers, choices], as of the steps that were sent off so far: later ones may write these pages.
+        """
+        block, device = self.block_tokens, self._pages.device
+        first = start // block
+        offsets = self._pages.reading[self.group][slot, first : -(-stop // block), 0].astype(np.int64)
+        on_gpu = device.type == "cuda"
+        host = torch.empty(len(offsets), *self._view.shape[1:], dtype=self._view.dtype, pin_memory=on_gpu)
+        for at in range(0, len(offsets), PAGES_AT_ONCE):
+            some = slice(at, at + PAGES_AT_ONCE)
+            host[some].copy_(self._view.index_select(0, to_device(offsets[some], device)), non_blocking=True)
+        landed = torch.Event(device) if on_gpu else None
+        if landed is not None:
+            landed.record()
+
+        def rows() -> NDArray[np.integer[Any]]:
+            if landed is not None:
+                landed.synchronize()
+            found: NDArray[np.integer[Any]] = host.flatten(0, 1)[start - first * block : stop - first * block].numpy()
+            return found.copy()  # pinned memory is scarce
+
+        return rows
 
 
 def _zeros(size_bytes: int, device: torch.device) -> torch.Tensor:

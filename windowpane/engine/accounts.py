@@ -53,7 +53,7 @@ def accounts(plan: Plan, reports: Sequence[RankReport]) -> list[Account]:
         rows.insert(1, Account("activations", plan.budget.activation_bytes, activations, "of the largest step"))
     handed_out = _rehearse(layout, plan.capacity.num_slabs, length)
     for group, measured in zip(layout.groups, handed_out, strict=True):
-        stored = group.kv_format.name if group.kv_format else "state"
+        stored = group.stored_as or "state"
         predicted = group.max_pages(length) * group.page_bytes
         each = (measured,) * len(reports)  # one manager keeps the books of all ranks
         rows.append(Account(f"  {group.name}", predicted, each, f"{group.layers} layers, {stored}"))

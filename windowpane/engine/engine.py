@@ -23,9 +23,10 @@ from torch import Tensor
 from windowpane.device.transfer import to_device
 from windowpane.engine.sampler import LOGPROB_ROWS, Sampler, TopLogprobs, top_logprobs
 from windowpane.kv.manager import KVManager
+from windowpane.kv.retention import Routes
 from windowpane.runners.interrupts import interrupts_later
 from windowpane.schedule.batch import Batch
-from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
+from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs
 from windowpane.schedule.scheduler import Scheduler
 
 
@@ -43,6 +44,7 @@ class StepRunner(Protocol):
 
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output: ...
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None: ...
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], RoutedExperts]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Engine:
         self.async_scheduling = async_scheduling
         self._sent_steps: deque[_SentStep] = deque()
         self._ended: _Moment | None = None  # of the step that landed last
+        self._routed_slots: dict[Request, int] = {}  # of requests that sampled in that step and want routed experts
 
     @property
     def manager(self) -> KVManager:
@@ -85,6 +88,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that can never run. Reads only what never changes: any thread may ask."""
         self._check_tokens(request)
+        self._check_routes(request)
         _check_grammar(request)
         self.scheduler.check(request)
 
@@ -98,6 +102,8 @@ class Engine:
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request now, whatever it is doing. What a step that was sent off still samples for it is dropped."""
         if request.finish_reason is None:
+            if reason is FinishReason.STOP:
+                self._read_routes(request)
             self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
             self.sampler.forget(request)
@@ -151,6 +157,11 @@ class Engine:
             decoding=len(batch.decode_slots),
             prompt_tokens=batch.prompt_tokens,
             follows=bool(self._sent_steps),
+            routed_slots={
+                running[slot]: slot
+                for slot in batch.sampling_slots.tolist()
+                if running[slot].params.return_routed_experts
+            },
         )
         self._sent_steps.append(sent)
         return sent
@@ -217,9 +228,23 @@ class Engine:
                 if row in logprobs:
                     request.logprobs.append(logprobs[row])
                 outputs.append(TokenOutput(request, token, logprobs.get(row), request.finish_reason))
+        self._routed_slots = sent.routed_slots
         for request in finished:
+            self._read_routes(request)
             self.sampler.forget(request)
         return outputs
+
+    def _read_routes(self, request: Request) -> None:
+        """Begin to read the experts that a request's tokens visited, as it ends with the step that has just landed.
+
+        Whoever wants them waits for them; steps do not. The request may have left its slot, but what it held stays
+        where it was until another step is sent off: one that is on its way already was put together while the slot was
+        the request's own.
+        """
+        slot = self._routed_slots.get(request)
+        if slot is not None:
+            start = request.params.routed_experts_prompt_start
+            request.read_routes = self.runner.read_routes(slot, start, request.known_tokens - 1)
 
     def _take_time(self, sent: _SentStep) -> None:
         """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
@@ -249,6 +274,21 @@ class Engine:
             self.cancel(request, FinishReason.FAILED)
         return [TokenOutput(request, None, None, FinishReason.FAILED) for request in failed]
 
+    def _check_routes(self, request: Request) -> None:
+        if not request.params.return_routed_experts:
+            return
+        if not any(isinstance(group.retention, Routes) for group in self.manager.layout.groups):
+            raise ValueError(
+                f"request {request.id}: return_routed_experts needs an engine that was started with "
+                "--enable-return-routed-experts (enable_return_routed_experts=True)"
+            )
+        start = request.params.routed_experts_prompt_start
+        if start > len(request.prompt):
+            raise ValueError(
+                f"request {request.id}: routed_experts_prompt_start {start} is beyond the prompt's "
+                f"{len(request.prompt)} tokens"
+            )
+
     def _check_tokens(self, request: Request) -> None:
         """Numbers outside the vocabulary would read past the end of a table on the device."""
         vocab_size, params = self.sampler.vocab_size, request.params
@@ -274,6 +314,7 @@ class _SentStep:
     decoding: int
     prompt_tokens: int
     follows: bool  # another step was on its way when this one was sent off
+    routed_slots: dict[Request, int]  # of those that sample and want routed experts
     sent_at: float = field(default_factory=lambda: time.perf_counter())
     ended: _Moment | None = None
     tokens: _HostCopy | None = None

@@ -1,7 +1,7 @@
 """What one layer keeps: the caches it owns, before any paging.
 
 A model declares a list of these (see `windowpane.models`). A layer that shares another layer's KV owns none; a layer
-with both attention and a recurrent state owns two.
+with both attention and a recurrent state owns two. What experts were visited is one more, for all layers together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from windowpane.kv.formats import dtype_bytes
-from windowpane.kv.retention import State, TokenRetention
+from windowpane.kv.retention import Routes, State, TokenRetention
 
 
 class ShardingError(ValueError):
@@ -55,6 +55,9 @@ class TokenCache:
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, ranks, f"KV heads of layer {self.layer}"))
 
 
+RECURRENT = "recurrent"  # the part of a state that is not a convolution's tail
+
+
 @dataclass(frozen=True, slots=True)
 class StatePart:
     """`heads` blocks of `elements_per_head` values. `dtype` None means the compute dtype."""
@@ -86,6 +89,11 @@ class StateCache:
         """The same with a dtype for every part."""
         return replace(self, parts=tuple(replace(p, dtype=p.dtype or compute_dtype) for p in self.parts))
 
+    def with_recurrent_dtype(self, dtype: str) -> StateCache:
+        """The same with another dtype for what recurs; the convolution's tail stays as it is."""
+        parts = (replace(p, dtype=dtype) if p.name == RECURRENT else p for p in self.parts)
+        return replace(self, parts=tuple(parts))
+
     def shard(self, ranks: int) -> StateCache:
         sharded = tuple(
             replace(p, heads=heads_per_rank(p.heads, ranks, f"{p.name} state heads of layer {self.layer}"))
@@ -97,4 +105,34 @@ class StateCache:
         return sum(p.bytes(compute_dtype) for p in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class RouteCache:
+    """The ids of the `chosen` among `experts` experts that each token visited in each of `layers`.
+
+    One row per token for all layers. Every rank routes alike, so the cache is whole on each.
+    """
+
+    layers: tuple[int, ...]
+    chosen: int
+    experts: int
+
+    @property
+    def layer(self) -> int:
+        """The last of them: from there on a row is whole."""
+        return self.layers[-1]
+
+    @property
+    def retention(self) -> Routes:
+        return Routes()
+
+    @property
+    def dtype(self) -> str:
+        return "uint8" if self.experts <= 256 else "int16"
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.layers) * self.chosen * (1 if self.dtype == "uint8" else 2)
+
+
 Cache = TokenCache | StateCache
+Kept = Cache | RouteCache

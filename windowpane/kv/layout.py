@@ -21,9 +21,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from windowpane.kv.caches import Cache, StateCache, TokenCache
+from windowpane.kv.caches import Kept, RouteCache, StateCache, TokenCache
 from windowpane.kv.formats import ROW_ALIGN_BYTES, KVFormat, kv_format
-from windowpane.kv.retention import Retention, State, ceil_div
+from windowpane.kv.retention import Retention, Routes, State, ceil_div
 
 OFFSET_UNIT_BYTES = 256  # page tables hold int32 offsets in this unit: 512 GiB of reach
 MAX_PAGE_BYTES = 16 * 2**20  # beyond this a page is cut into stripes: one copy should stay a short copy
@@ -49,10 +49,10 @@ class Slice:
 
     `data_offsets` and `row_bytes` have one entry per stored vector (K and V, or one latent); rows are ordered head,
     token. `scale_offsets` likewise, empty for formats without per-row scales. State slices have one entry per state
-    part, and their cache names the dtype of each.
+    part, and their cache names the dtype of each. A slice of routed experts has one row per token.
     """
 
-    cache: Cache
+    cache: Kept
     stripe: int
     data_offsets: tuple[int, ...]
     row_bytes: tuple[int, ...]
@@ -62,7 +62,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All caches with one retention. `block_tokens` is None and `kv_format` is None for State."""
+    """All caches with one retention. `block_tokens` is None for State, and `kv_format` for all that is no KV."""
 
     name: str
     retention: Retention
@@ -74,7 +74,14 @@ class Group:
 
     @property
     def layers(self) -> int:
-        return len(self.slices)
+        return sum(len(s.cache.layers) if isinstance(s.cache, RouteCache) else 1 for s in self.slices)
+
+    @property
+    def stored_as(self) -> str | None:
+        """The KV format or the dtype of ids; None for State, whose parts have a dtype each."""
+        if self.kv_format is not None:
+            return self.kv_format.name
+        return next((s.cache.dtype for s in self.slices if isinstance(s.cache, RouteCache)), None)
 
     @property
     def page_units(self) -> int:
@@ -157,21 +164,21 @@ class Layout:
         return lines
 
 
-def group_caches(caches: Iterable[Cache]) -> dict[Retention, list[Cache]]:
+def group_caches(caches: Iterable[Kept]) -> dict[Retention, list[Kept]]:
     """Caches by retention, in order of first appearance."""
-    groups: dict[Retention, list[Cache]] = {}
+    groups: dict[Retention, list[Kept]] = {}
     for cache in caches:
         groups.setdefault(cache.retention, []).append(cache)
     return groups
 
 
 def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype: str) -> dict[str, KVFormat]:
-    """Turn `auto`, one format name, or `full=…,window=…` into a format per token group.
+    """Turn `auto`, one format name, or `full=…,window=…` into a format per group of K and V.
 
     A selector is a group name (`window-1024`) or a retention kind (`window`, all of them); the exact name wins. Groups
     that no selector names keep the compute dtype.
     """
-    token_retentions = [r for r in retentions if not isinstance(r, State)]
+    token_retentions = [r for r in retentions if not isinstance(r, State | Routes)]
     if "=" not in choice:
         chosen = kv_format(compute_dtype if choice == "auto" else choice)
         return {r.name: chosen for r in token_retentions}
@@ -192,7 +199,7 @@ def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype:
 
 
 def plan_layout(
-    caches: Sequence[Cache],
+    caches: Sequence[Kept],
     formats: Mapping[str, KVFormat],
     compute_dtype: str = "bfloat16",
     *,
@@ -260,7 +267,7 @@ class _UncutGroup:
     """A group before its pages are cut."""
 
     retention: Retention
-    caches: tuple[Cache, ...]
+    caches: tuple[Kept, ...]
     kv_format: KVFormat | None
     compute_dtype: str
 
@@ -308,10 +315,14 @@ class _UncutGroup:
             slices.append(self._slice(cache, index // per_stripe, start, block_tokens))
         return tuple(slices)
 
-    def _slice(self, cache: Cache, stripe: int, start: int, block_tokens: int | None) -> Slice:
+    def _slice(self, cache: Kept, stripe: int, start: int, block_tokens: int | None) -> Slice:
         if isinstance(cache, StateCache):
             return _state_slice(cache, stripe, start, self.compute_dtype)
-        assert block_tokens is not None and self.kv_format is not None
+        assert block_tokens is not None
+        if isinstance(cache, RouteCache):
+            end = _round_up(start + block_tokens * cache.row_bytes, ROW_ALIGN_BYTES)
+            return Slice(cache, stripe, (start,), (cache.row_bytes,), (), end)
+        assert self.kv_format is not None
         return _token_slice(cache, stripe, start, self.kv_format, block_tokens)
 
 

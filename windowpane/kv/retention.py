@@ -58,6 +58,15 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes(Full):
+    """Every past token, as `Full`: of the experts that tokens visited, which are a group of their own."""
+
+    @property
+    def name(self) -> str:
+        return "routed-experts"
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """The last `tokens` tokens, the asking token included: it sees `tokens - 1` past ones."""
 

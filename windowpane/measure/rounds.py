@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windowpane.engine.engine import Engine, Output, StepRunner
 from windowpane.kv.layout import Layout
-from windowpane.kv.retention import Cross, State
+from windowpane.kv.retention import Cross, Routes, State
 from windowpane.models.blocks import Experts, each
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import loaded_bytes, text_tensors
@@ -110,11 +111,16 @@ class CountingRunner:
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None:
         self._runner.take_sampled(slots, tokens)
 
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        return self._runner.read_routes(slot, start, stop)
+
 
 def past_bytes(layout: Layout, length: int) -> int:
     """KV bytes that one step of a sequence with `length` past tokens reads."""
     total = 0.0
     for group in layout.groups:
+        if isinstance(group.retention, Routes):
+            continue  # it is only written
         if isinstance(group.retention, State):
             total += group.stripes * group.page_bytes
         elif isinstance(group.retention, Cross):

@@ -18,7 +18,7 @@ from functools import cached_property
 from types import UnionType
 from typing import Any, TypeVar
 
-from windowpane.kv.caches import Cache, StateCache, TokenCache
+from windowpane.kv.caches import Cache, RouteCache, StateCache, TokenCache
 from windowpane.models.rope import Rope
 from windowpane.models.tensors import TensorSpec
 
@@ -340,7 +340,7 @@ class PerLayerEmbedding:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A text model. Without `head` the embedding is the LM head."""
+    """A text model. Without `head` the embedding is the LM head. With `routes` it keeps which experts tokens visit."""
 
     embedding: TensorSpec
     layers: tuple[Layer, ...]
@@ -350,6 +350,7 @@ class Decoder:
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+    routes: RouteCache | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -378,8 +379,16 @@ class Decoder:
 
     @cached_property
     def last_keeper(self) -> int:
-        """The last layer that keeps anything: nothing after it changes what later tokens see."""
-        return max(cache.layer for cache in self.caches)
+        """The last layer that keeps anything: nothing after it changes what is kept of a token."""
+        layers = [cache.layer for cache in self.caches]
+        return max(layers if self.routes is None else [*layers, self.routes.layer])
+
+    @cached_property
+    def last_keeping_block(self) -> int:
+        """The last block of that layer that keeps anything."""
+        keepers = Attention | StateMixer | Experts if self.routes else Attention | StateMixer
+        blocks = self.layers[self.last_keeper].blocks
+        return max(index for index, block in enumerate(blocks) if any(each(block, keepers)))
 
     @cached_property
     def widest_mlp(self) -> int:

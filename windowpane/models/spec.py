@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from windowpane.kv.caches import Cache, StateCache, TokenCache
-from windowpane.models.blocks import Decoder, on_rank
+from windowpane.kv.caches import Cache, RouteCache, StateCache, TokenCache
+from windowpane.models.blocks import Decoder, Experts, each, on_rank
 from windowpane.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -59,9 +59,28 @@ class ModelSpec:
             decoder=on_rank(self.decoder, ranks),
         )
 
+    def with_routes(self) -> ModelSpec:
+        """The model as it runs where the experts that tokens visit are kept. Raises ValueError where there are none."""
+        if self.decoder is None:
+            raise ValueError(f"{self.name} can be planned but not run yet")
+        found: list[Experts] = list(each(self.decoder.layers, Experts))
+        if not found:
+            raise ValueError(f"{self.name} has no experts")
+        chosen = {experts.router.chosen for experts in found}
+        if len(chosen) > 1:
+            raise ValueError(f"layers of {self.name} visit different numbers of experts, {sorted(chosen)}")
+        layers = tuple(experts.layer for experts in found)
+        routes = RouteCache(layers, chosen.pop(), max(experts.router.experts for experts in found))
+        return replace(self, decoder=replace(self.decoder, routes=routes))
+
     def expanded(self) -> ModelSpec:
         """The model with every weight in its dtype, whatever the file has."""
         return replace(self, quantization=None)
+
+    @property
+    def routes(self) -> RouteCache | None:
+        """Beside `caches`, which are the model's own: the experts that tokens visit, where they are kept."""
+        return self.decoder.routes if self.decoder is not None else None
 
     @property
     def token_caches(self) -> tuple[TokenCache, ...]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windowpane.parallel.launch import Workers
 from windowpane.parallel.messages import Forward, PromptLogits, TakeSampled
@@ -42,6 +44,10 @@ class ParallelRunner:
             self._workers.send(TakeSampled())
             self._workers.group.broadcast(tokens)
             self._own.take_sampled(slots, tokens)
+
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """Every rank routes alike, so this one answers alone."""
+        return self._own.read_routes(slot, start, stop)
 
     def _prompt_logits(self, slot: int, logits_of: Callable[[slice], torch.Tensor], rows: slice) -> torch.Tensor:
         with self._in_step():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_NUM_SEQS = 256
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 
 
 class ConfigError(ValueError):
@@ -21,6 +22,8 @@ class EngineConfig:
     to that (0 or None: not at all). `enforce_eager` runs a GPU's steps launch by launch, without graphs;
     `enable_layer_chain` False leaves out the one launch that int4 layers of a single row take on Hopper. `fit`
     (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
+    `mamba_ssm_cache_dtype` is that of recurrent states (`auto`: what the config says, else the compute dtype).
+    `enable_return_routed_experts` keeps which experts every token visits, for requests that ask for them.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -30,6 +33,7 @@ class EngineConfig:
     max_itl_ms: float | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
     fit: str | None = None
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int | None = None
@@ -38,6 +42,7 @@ class EngineConfig:
     enforce_eager: bool = False
     enable_layer_chain: bool = True
     swa_full: bool = False
+    enable_return_routed_experts: bool = False
     block_tokens: int | None = None
     slab_bytes: int | None = None
 
@@ -49,6 +54,10 @@ class EngineConfig:
         if self.fit is not None and self.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"--fit chooses the KV formats and --kv-cache-dtype {self.kv_cache_dtype} names them; leave one out"
+            )
+        if self.mamba_ssm_cache_dtype not in STATE_DTYPES:
+            raise ConfigError(
+                f"--mamba-ssm-cache-dtype {self.mamba_ssm_cache_dtype!r} is not known; use {', '.join(STATE_DTYPES)}"
             )
         if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")

@@ -6,11 +6,11 @@ The layout and capacity come from the code that lays out the real arena; nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from windowpane.kv.caches import Cache, ShardingError, TokenCache
+from windowpane.kv.caches import RECURRENT, Cache, Kept, ShardingError, StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.decoded_past import decoded_past_bytes
 from windowpane.kv.formats import FORMATS
@@ -158,8 +158,17 @@ def kv_choice(spec: ModelSpec, config: EngineConfig) -> str:
 def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool = False) -> Sizing:
     compute_dtype = "float32" if on_cpu else spec.dtype
     config = replace(config, kv_cache_dtype=kv_choice(spec, config)) if config.fit is None else config
+    if config.mamba_ssm_cache_dtype != "auto" and not any(p.name == RECURRENT for p in _state_parts(spec)):
+        raise PlanError(
+            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {spec.name} has no recurrent states; leave it out"
+        )
+    if config.enable_return_routed_experts:
+        try:
+            spec = spec.with_routes()
+        except ValueError as error:
+            raise PlanError(f"--enable-return-routed-experts: {error}; leave it out") from None
     try:
-        caches = rank_caches(spec.caches, config, ranks)
+        caches: list[Kept] = [*rank_caches(spec.caches, config, ranks), *((spec.routes,) if spec.routes else ())]
         weights = weight_bytes(replace(spec, dtype=compute_dtype), ranks)
     except ShardingError as error:
         works = [str(n) for n in range(1, MOST_RANKS + 1) if rank_problem(spec, n) is None]
@@ -172,6 +181,10 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
         activations += decoded_past_bytes(layout, compute_dtype, config.max_model_len or spec.max_position)
         activations += delta_bytes(spec, ranks, compute_dtype)
     return Sizing(spec, config, ranks, compute_dtype, weights, activations, layout)
+
+
+def _state_parts(spec: ModelSpec) -> Iterator[StatePart]:
+    return (part for cache in spec.state_caches for part in cache.parts)
 
 
 def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity | None]:
@@ -229,13 +242,15 @@ def _more_cards(sizing: Sizing, gpu: str | None, gpu_memory_bytes: int | None) -
 
 def rank_caches(caches: Iterable[AnyCache], config: EngineConfig, ranks: int) -> list[AnyCache]:
     """These caches as one rank keeps them under these flags."""
-    sharded = [cache.shard(ranks) for cache in caches]
-    if not config.swa_full:
-        return sharded
-    return [
-        replace(c, retention=Full()) if isinstance(c, TokenCache) and isinstance(c.retention, Window) else c
-        for c in sharded
-    ]
+    return [_as_asked(cache.shard(ranks), config) for cache in caches]
+
+
+def _as_asked(cache: AnyCache, config: EngineConfig) -> AnyCache:
+    if isinstance(cache, StateCache) and config.mamba_ssm_cache_dtype != "auto":
+        return cache.with_recurrent_dtype(config.mamba_ssm_cache_dtype)
+    if config.swa_full and isinstance(cache, TokenCache) and isinstance(cache.retention, Window):
+        return replace(cache, retention=Full())
+    return cache
 
 
 def rank_problem(spec: ModelSpec, ranks: int) -> str | None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from windowpane.kv.caches import TokenCache
 from windowpane.kv.layout import Group as KVGroup
-from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Window
+from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Routes, Window
 from windowpane.models.blocks import Experts, each
 from windowpane.models.ggml import StoredTypes
 from windowpane.models.weights import weight_breakdown
@@ -231,7 +231,7 @@ def _groups(plan: Plan) -> RenderableType:
     for group in plan.sizing.layout.groups:
         pages = group.max_pages(plan.max_model_len)
         table.add_row(
-            f"  {len({s.cache.layer for s in group.slices})} {group.name}",
+            f"  {_layers(group)} {group.name}",
             f"{group.block_tokens}" if group.block_tokens else "–",
             format_bytes(group.page_bytes),
             f"{pages:,}",
@@ -241,9 +241,14 @@ def _groups(plan: Plan) -> RenderableType:
     return table
 
 
+def _layers(group: KVGroup) -> int:
+    """A layer counts once, also where it has two caches in this group."""
+    return group.layers if isinstance(group.retention, Routes) else len({s.cache.layer for s in group.slices})
+
+
 def _stored_as(group: KVGroup, plan: Plan) -> str:
     if group.kv_format is None:
-        return "2 slots per layer"
+        return f"{group.stored_as} ids" if group.stored_as else "2 slots per layer"
     kinds = {"latent" if cache.latent else "pair" for s in group.slices if isinstance(cache := s.cache, TokenCache)}
     text = f"{group.kv_format.name} {' and '.join(sorted(kinds))}"
     if group.stripes > 1:

@@ -6,8 +6,12 @@ finds them. On a CPU it runs only in Triton's interpreter, which is how it is te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
@@ -112,6 +116,11 @@ class CudaRunner:
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
+
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
+        assert self.pages.routes is not None
+        return self.pages.routes.read(slot, start, stop)
 
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         step = self._builder.mixed(Step.of(batch, all_logits_slots), batch.changes)

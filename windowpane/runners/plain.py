@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
@@ -82,6 +85,11 @@ class Runner:
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
+
+    def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
+        """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
+        assert self.pages.routes is not None
+        return self.pages.routes.read(slot, start, stop)
 
 
 class HiddenStore:

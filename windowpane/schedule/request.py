@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from operator import index
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
+RoutedExperts = NDArray[np.integer[Any]]  # [tokens, layers with experts, experts visited], uint8 or int16
 
 MAX_PENALTY = 2.0  # as in the OpenAI API
 
@@ -33,7 +34,8 @@ class SamplingParams:
     and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and answer), then frequency and
     presence (answer only); then `logit_bias`. The same `seed` gives the same answer in any batch; None draws from the
     engine's own. `logprobs` n gives the chosen token and the n likeliest, of the model's raw distribution;
-    `prompt_logprobs` the same for the prompt.
+    `prompt_logprobs` the same for the prompt. `return_routed_experts` gives the experts that each token visited, from
+    token `routed_experts_prompt_start` of the prompt on.
     """
 
     max_tokens: int = 16
@@ -52,13 +54,15 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # lists, a lone string and the like take their one form here
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids))
         set_field(self, "logit_bias", {_whole("logit_bias", i): float(b) for i, b in dict(self.logit_bias).items()})
-        for name in ("max_tokens", "min_tokens", "top_k"):
+        for name in ("max_tokens", "min_tokens", "top_k", "routed_experts_prompt_start"):
             set_field(self, name, _whole(name, getattr(self, name)))
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -69,6 +73,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is how many of the likeliest tokens to name, not {getattr(self, name)}")
+        if self.routed_experts_prompt_start < 0:
+            raise ValueError(
+                f"routed_experts_prompt_start counts prompt tokens from 0 on, not {self.routed_experts_prompt_start}"
+            )
+        if self.routed_experts_prompt_start and not self.return_routed_experts:
+            raise ValueError("routed_experts_prompt_start is for return_routed_experts; set that too, or leave it out")
 
     def _check_length(self) -> None:
         if self.max_tokens < 1:
@@ -163,7 +173,7 @@ class Request:
     engine's.
 
     `logprobs` has an entry per output token where they were asked for; `prompt_logprobs` one per prompt token, None for
-    the first, which nothing predicts. `error` is what a failed step raised.
+    the first, which nothing predicts. `read_routes` is the engine's. `error` is what a failed step raised.
 
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
     with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
@@ -181,6 +191,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    read_routes: Callable[[], RoutedExperts] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     cached_tokens: int = 0
@@ -194,6 +205,13 @@ class Request:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
         if len(self.prompt) == 0:
             raise ValueError(f"request {self.id} has an empty prompt; a model needs at least one token (BOS)")
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """There once a request that asked for it has ended: a row for every token but the last, which is never
+        computed. Waits until it has come from the device.
+        """
+        return None if self.read_routes is None else self.read_routes()
 
     @property
     def known_tokens(self) -> int:

@@ -11,8 +11,8 @@ from windowpane.schedule.request import FinishReason, TokenLogprobs
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
 from windowpane.server.service import Service
-from windowpane.server.sse import event, to_json
-from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
+from windowpane.server.sse import BESIDE_THE_LOOP, event, to_json
+from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.parsers import Content, Delta, OutputParser, Reasoning, ToolArguments, ToolStart
 
 PLAIN_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -52,6 +52,7 @@ class ChatWriter:
                     "logprobs": self._logprobs(answer.request.logprobs),
                     "finish_reason": reader.reason(answer.finish_reason),
                     "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                    **routed_experts(answer.request),
                 }
             )
         return {**self._head, "choices": choices, "usage": usage(self._job)}
@@ -59,7 +60,8 @@ class ChatWriter:
     # -- chunk by chunk --------------------------------------------------------------------------------------------
 
     def entries(self, pieces: list[Piece]) -> int:
-        return len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
+        scored = len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
+        return scored + (BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0)
 
     def first(self) -> bytes:
         """Who speaks, before the first word."""
@@ -103,6 +105,8 @@ class ChatWriter:
     ) -> bytes:
         logprobs = self._logprobs(scored) if scored else None
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:
+            entry |= routed_experts(self._job.requests[choice])
         document: dict[str, Any] = {**self._head, "choices": [entry]}
         if self._usage_always:
             document["usage"] = usage(self._job)

@@ -16,8 +16,8 @@ from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import EventStream, event, to_json
-from windowpane.server.usage import finish_reason, finite, stop_reason, token_text, usage
+from windowpane.server.sse import BESIDE_THE_LOOP, EventStream, event, to_json
+from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.answer import Answer
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
@@ -156,17 +156,19 @@ class _Writer:
                     "logprobs": self._logprobs(index, scored),
                     "finish_reason": self._reason(answer),
                     "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                    **routed_experts(request),
                 }
             )
         return {**self._head, "choices": choices, "usage": usage(self._job, generates=not self._scores_only)}
 
     def entries(self, pieces: list[Piece]) -> int:
         per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
+        routed = BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0
         if not per_token:
-            return 0
+            return routed
         requests = self._job.requests
         echoed = sum(len(requests[p.choice].prompt) for p in pieces if self._echoed[p.choice] is not None)
-        return per_token * (len(pieces) + echoed)
+        return per_token * (len(pieces) + echoed) + routed
 
     def first(self) -> bytes:
         return b""
@@ -205,6 +207,7 @@ class _Writer:
             "text": text,
             "logprobs": self._logprobs(choice, scored),
             "finish_reason": self._reason(answer) if ended else None,
+            **(routed_experts(answer.request) if ended else {}),
         }
         document: dict[str, Any] = {**self._head, "choices": [chunk]}
         if self._usage_always:

@@ -205,6 +205,12 @@ class Sampling(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    return_routed_experts: bool | None = Field(
+        None, description="Give the experts that each token visited, as a .npy file in base64."
+    )
+    routed_experts_prompt_start: Count | None = Field(
+        None, description="The first prompt token that they are given of."
+    )
     min_tokens: Count | None = None
     priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
     cache_salt: str | None = Field(

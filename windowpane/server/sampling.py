@@ -59,6 +59,8 @@ def sampling_params(
             seed=body.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            return_routed_experts=body.return_routed_experts or False,
+            routed_experts_prompt_start=body.routed_experts_prompt_start or 0,
         )
     except ValueError as error:
         raise named(error, body) from None

@@ -17,6 +17,7 @@ from windowpane.server.service import ClientGone, Service, failure_of
 
 DONE = b"data: [DONE]\n\n"
 ENTRIES_AT_ONCE = 1000  # tokens and logprobs that are written on the event loop, in a few milliseconds
+BESIDE_THE_LOOP = ENTRIES_AT_ONCE + 1
 SIGN_OF_LIFE = b": the engine is at work\n\n"
 
 log = logging.getLogger("windowpane.server")

@@ -1,12 +1,16 @@
-"""What endpoints say alike about an answer: what it cost, why it ended, what its tokens are called."""
+"""What endpoints say alike about an answer: what it cost, why it ended, what its tokens are called and visited."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from io import BytesIO
 from typing import Any
 
+import numpy as np
+
 from windowpane.schedule.request import FinishReason, Request
-from windowpane.server.job import Job
+from windowpane.server.job import Job, Piece
 from windowpane.text.answer import Answer
 from windowpane.text.tokenizer import Tokenizer
 
@@ -35,6 +39,23 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def finite(logprob: float) -> float:
     """JSON has no infinity; this is what the API says instead."""
     return max(logprob, -9999.0)
+
+
+def routed_experts(request: Request) -> dict[str, Any]:
+    """vLLM's addition to a choice, where it was asked for: an array as a .npy file, in base64."""
+    if not request.params.return_routed_experts:
+        return {}
+    found = request.routed_experts
+    if found is None:  # it was cancelled
+        return {"routed_experts": None}
+    file = BytesIO()
+    np.save(file, found)
+    return {"routed_experts": b64encode(file.getvalue()).decode()}
+
+
+def tells_routes(job: Job, pieces: Iterable[Piece]) -> bool:
+    """Whether these pieces end a choice that asked for routed experts, which may have to be waited for."""
+    return any(p.finish_reason and job.requests[p.choice].params.return_routed_experts for p in pieces)
 
 
 def usage(job: Job, *, generates: bool = True) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
+from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs
 from windowpane.text.detokenizer import Detokenizer
 from windowpane.text.stops import StopStrings
 from windowpane.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ class Completion:
     """An answer. `stop` is the stop string or token that ended it, if one did.
 
     `text` ends before it, while `token_ids` has every token that was sampled, the stop token too. `cached_tokens` of
-    the prompt were found computed.
+    the prompt were found computed. `routed_experts`, where asked for: [tokens - 1, layers with experts, experts].
     """
 
     prompt_token_ids: list[int]
@@ -31,6 +31,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs | None] | None
     cached_tokens: int = field(default=0, compare=False)  # how an answer came about, not what it is
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)
 
 
 class Answer:
@@ -107,6 +108,7 @@ class Answer:
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
             prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
             cached_tokens=request.cached_tokens,
+            routed_experts=request.routed_experts,
         )
 
 

@@ -47,7 +47,7 @@ class GpuSum:
         for branch, reads in zip(self._branches, self._reads, strict=True):
             inputs = [x if norm is None else next(normed) for norm, _ in reads]
             is_routed = isinstance(branch.mixer, GpuExperts)
-            made.append(branch.mixer.mix(*inputs) if is_routed else branch.mixer(*inputs, state))
+            made.append((branch.mixer.mix if is_routed else branch.mixer)(*inputs, state))
         after = [(branch.described.after is not None, branch.after) for branch in self._branches]
         return add_branches(made, after, self._eps, pdl=self._pdl)
 

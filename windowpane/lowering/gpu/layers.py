@@ -55,10 +55,10 @@ class GpuBlock:
 
 
 class GpuLayer:
-    """`narrows`: it is the last one that keeps anything, so only wanted rows go on from it."""
+    """`narrows_at`: the last block of all that keeps anything, so only wanted rows go on from it."""
 
-    def __init__(self, described: Layer, context: GpuContext, following: Norm | None, *, narrows: bool) -> None:
-        self.described, self._narrows = described, narrows
+    def __init__(self, described: Layer, context: GpuContext, following: Norm | None, narrows_at: int | None) -> None:
+        self.described, self._narrows_at = described, narrows_at
         scalar = None if described.scalar is None else context.parameters.tensor(described.scalar)
         *first, last = described.blocks
         norms = [block.before for block in described.blocks[1:]]
@@ -68,9 +68,9 @@ class GpuLayer:
     def __call__(
         self, hidden: torch.Tensor, normed: torch.Tensor, state: GpuStepState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             wanted = state.step.wanted
-            if self._narrows and not state.narrowed and wanted is not None and len(wanted) < len(hidden):
+            if index == self._narrows_at and wanted is not None and len(wanted) < len(hidden):
                 block.mixer.keep(normed, state)
                 state.narrow()
                 # Behind the positions: attention looks those up before the launch ahead of it has ended.

@@ -30,13 +30,14 @@ from windowpane.lowering.gpu.kernels.experts import run_experts
 from windowpane.lowering.gpu.kernels.gated import gated, times_sigmoid
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.kernels.norms import rms_norm
-from windowpane.lowering.gpu.kernels.routing import route
+from windowpane.lowering.gpu.kernels.routing import RouteWrite, route
 from windowpane.lowering.gpu.products import gated_product, product, ungated_product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters, joined, summed
 from windowpane.lowering.reference.mixers import normed_across_heads, tempered
 from windowpane.lowering.reference.ops import Angles, Ops
+from windowpane.lowering.reference.routing import Routing
 from windowpane.lowering.rope import cos_and_sin, frequencies
 from windowpane.models.blocks import RMS, Attention, Experts, GatedMLP, Norm, PerLayerInput
 from windowpane.models.rope import Rope
@@ -60,6 +61,8 @@ class GpuStepState:
     `projected`: the next layer's queries, keys and values, where the layer before it has made them already.
     `state_pages`: page offsets of states before and after, by group (`DeviceTables.state_pages`); `mixed`: what a
     mixer with a recurrent state has of the wanted rows, from the time that it is kept until the rows go on.
+    `route_places`: where its rows store the experts they visit, None where nobody asks. `routed`: those of the wanted
+    rows, from the time that all are stored until the rows go on.
     """
 
     step: DeviceStep
@@ -72,6 +75,8 @@ class GpuStepState:
     projected: torch.Tensor | None = None
     state_pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     mixed: dict[int, torch.Tensor] = field(default_factory=dict)
+    route_places: torch.Tensor | None = None
+    routed: Routing | None = None
 
     def narrow(self) -> None:
         """From here on only the wanted rows go on."""
@@ -343,6 +348,7 @@ class GpuExperts:
         )
         self.gate_up, self.down = parameters.experts(described.gate_up), parameters.experts(described.down)
         self._first = context.group.place.rank * self.gate_up.experts
+        self._routes = context.pages.routes
 
     @property
     def reads(self) -> list[tuple[Norm | None, torch.Tensor | None]]:
@@ -352,16 +358,30 @@ class GpuExperts:
     def __call__(self, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
         ops = self._context.ops
         to_router, x = (x if norm is None else ops.norm(x, weight, norm) for norm, weight in self.reads)
-        return self.mix(to_router, x)
+        return self.mix(to_router, x, state)
 
-    def mix(self, to_router: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """From inputs that are normed."""
-        described, router, context = self.described, self.described.router, self._context
-        routing = route(
-            to_router, self.router, self.bias, self.correction, self.scales, chosen=router.chosen,
-            scoring=router.scoring, renormalize=router.renormalizes, multiplier=router.multiplier,
-            groups=router.groups, chosen_groups=router.chosen_groups, pdl=context.pdl,
+    def keep(self, x: torch.Tensor, state: GpuStepState) -> None:
+        """Where all that is asked of most rows is which experts they visit."""
+        norm, weight = self.reads[0]
+        routing = self._route(x if norm is None else self._context.ops.norm(x, weight, norm), state)
+        state.routed = Routing(routing.ids[state.step.wanted], routing.shares[state.step.wanted])
+
+    def _route(self, x: torch.Tensor, state: GpuStepState) -> Routing:
+        router, places = self.described.router, state.route_places
+        write = None
+        if self._routes is not None and places is not None:
+            write = RouteWrite(self._routes.arena, places, self._routes.place(self.described.layer) * router.chosen)
+        return route(
+            x, self.router, self.bias, self.correction, self.scales, chosen=router.chosen, scoring=router.scoring,
+            renormalize=router.renormalizes, multiplier=router.multiplier, groups=router.groups,
+            chosen_groups=router.chosen_groups, write=write, pdl=self._context.pdl,
         )  # fmt: skip
+
+    def mix(self, to_router: torch.Tensor, x: torch.Tensor, state: GpuStepState) -> torch.Tensor:
+        """From inputs that are normed."""
+        described, context = self.described, self._context
+        kept, state.routed = state.routed, None
+        routing = kept or self._route(to_router, state)
         out = run_experts(
             x, routing, self.gate_up.weight, self.down.weight, experts=self.gate_up.experts,
             activation=described.activation, gate_up_bias=self.gate_up.bias, down_bias=self.down.bias,

@@ -18,6 +18,7 @@ from windowpane.kv.delta_workspace import delta_workspace_bytes
 from windowpane.lowering.gpu.chaining import ChainedLayer, chain_layers
 from windowpane.lowering.gpu.kernels.logits import softcap
 from windowpane.lowering.gpu.kernels.norms import rms_norm
+from windowpane.lowering.gpu.kernels.route_places import RoutePlaces
 from windowpane.lowering.gpu.layers import GpuLayer
 from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
 from windowpane.lowering.gpu.products import product
@@ -62,9 +63,10 @@ class GpuModel:
         self.prefill_scratch_bytes = self._make_prefill_scratch(context, max_model_len, use_hopper)
         following = [layer.blocks[0].before for layer in decoder.layers[1:]] + [decoder.norm]
         layers = [
-            GpuLayer(layer, context, norm, narrows=index == decoder.last_keeper)
+            GpuLayer(layer, context, norm, decoder.last_keeping_block if index == decoder.last_keeper else None)
             for index, (layer, norm) in enumerate(zip(decoder.layers, following, strict=True))
         ]
+        self._route_places = None if pages.routes is None else RoutePlaces(pages.routes, tables)
         self._attentions = context.attentions
         self._tables = tables
         self._state_groups = tuple(dict.fromkeys(stored.group for stored in pages.states.values()))
@@ -91,11 +93,14 @@ class GpuModel:
             group: self._tables.state_pages(group, sequences.slots, sequences.state_slots)
             for group in self._state_groups
         }
+        places = self._route_places(step) if self._route_places is not None else None
         hidden = look_up(self.embedding, tokens, self._group)
         if self.decoder.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
-        state = GpuStepState(step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages)
+        state = GpuStepState(
+            step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages, route_places=places
+        )
         normed = self._first_norm(hidden)
         for layer in self.layers:
             if state.narrowed and not len(hidden):

@@ -15,10 +15,10 @@ import torch
 
 from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
-from windowpane.device.pages import KVPages
+from windowpane.device.pages import KVPages, LayerPages, RoutePages
 from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
-from windowpane.kv.caches import TokenCache
+from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.schedule.step import Segment, Step
 
@@ -79,8 +79,7 @@ class StepBuilder:
         self._tables = tables
         self._tilings = tilings
         # A group's layers store the same rows in the same pages; None where it keeps no tokens.
-        first = [group.slices[0].cache for group in pages.layout.groups]
-        self._layers = [pages.layers[c.layer] if isinstance(c, TokenCache) else None for c in first]
+        self._layers = [self._keeper(group.slices[0].cache) for group in pages.layout.groups]
 
     def mixed(self, step: Step, changes: Changes) -> DeviceStep:
         """A step with segments. Updates the device's tables on the way."""
@@ -103,6 +102,11 @@ class StepBuilder:
             sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
             everything(sent), sent[wanted].long(), narrowed(sent), stored,
         )  # fmt: skip
+
+    def _keeper(self, cache: Kept) -> LayerPages | RoutePages | None:
+        if isinstance(cache, RouteCache):
+            return self._pages.routes
+        return self._pages.layers[cache.layer] if isinstance(cache, TokenCache) else None
 
     def _queries(
         self, segments: tuple[Segment, ...], transfer: Transfer

@@ -10,6 +10,7 @@ from windowpane.device.pages import KVPages
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters
 from windowpane.lowering.reference.ops import Angles, Ops
+from windowpane.lowering.reference.routing import Routing
 from windowpane.lowering.rope import RopeTables
 from windowpane.models.rope import Rope
 from windowpane.schedule.step import Segment, Step
@@ -31,7 +32,7 @@ class StepState:
     """One step on its way through the layers.
 
     `present` has K and V of this step's rows until they are written, by layer; `read` what the wanted rows read of a
-    recurrent state, from the time that it is kept until the rows go on.
+    recurrent state, and `routed` the experts they visit, from the time that it is kept until the rows go on.
     """
 
     step: Step
@@ -43,6 +44,7 @@ class StepState:
     narrowed: bool = False
     present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     read: dict[int, torch.Tensor] = field(default_factory=dict)
+    routed: dict[int, Routing] = field(default_factory=dict)
     angles: dict[Rope, Angles] = field(default_factory=dict)
 
     def narrow(self) -> None:

@@ -190,7 +190,7 @@ class ExpertsMixer:
         self.first = context.group.place.rank * self.gate_up.experts
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
-        described, routing = self.described, self.route(x)
+        described, routing = self.described, self.route(x, state)
         if described.norm is not None:
             x = self._ops.norm(x, self.norm, described.norm)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -203,6 +203,11 @@ class ExpertsMixer:
             out.index_add_(0, rows, made.float() * shares)
         return self._context.group.all_reduce(out).to(x.dtype)
 
+    def keep(self, x: torch.Tensor, state: StepState) -> None:
+        """Where all that is asked of most rows is which experts they visit."""
+        routing, wanted = self.route(x, state), state.wanted
+        state.routed[self.described.layer] = Routing(routing.ids[wanted], routing.shares[wanted])
+
     def _visited(self, routing: Routing) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's experts that anybody chose, and the places in `routing` where."""
         ids = routing.ids.flatten()
@@ -212,13 +217,20 @@ class ExpertsMixer:
             if 0 <= expert < self.gate_up.experts:
                 yield expert, pairs
 
-    def route(self, x: torch.Tensor) -> Routing:
+    def route(self, x: torch.Tensor, state: StepState) -> Routing:
+        """The experts of each row; of wanted rows, once the others are gone, those that they were sent to before."""
+        kept = state.routed.pop(self.described.layer, None)
+        if kept is not None:
+            return kept
         router = self.described.router
         if router.norm is not None:
             x = self._ops.norm(x, self.router_norm, router.norm)
         assert self.router is not None
         logits = self._ops.linear(x.float(), Linear(self.router)) * router.logit_multiplier
-        return choose(router, logits if self.bias is None else logits + self.bias, self.correction, self.scales)
+        routing = choose(router, logits if self.bias is None else logits + self.bias, self.correction, self.scales)
+        if state.pages.routes is not None:
+            state.pages.routes.write(state.step, self.described.layer, routing.ids)
+        return routing
 
 
 class PerLayerMixer:

@@ -39,7 +39,7 @@ class ReferenceModel:
         context = Context(parameters, self.ops, group, RopeTables(max_model_len), decoder.shared_layers)
         self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
         self.layers: list[LayerCall] = [
-            ReferenceLayer(layer, context, narrows=index == decoder.last_keeper)
+            ReferenceLayer(layer, context, decoder.last_keeping_block if index == decoder.last_keeper else None)
             for index, layer in enumerate(decoder.layers)
         ]
 
@@ -67,17 +67,17 @@ class ReferenceModel:
 
 
 class ReferenceLayer:
-    """`narrows`: it is the last one that keeps anything, so only wanted rows go on from it."""
+    """`narrows_at`: the last block of all that keeps anything, so only wanted rows go on from it."""
 
-    def __init__(self, described: Layer, context: Context, *, narrows: bool) -> None:
-        self.described, self.narrows = described, narrows
+    def __init__(self, described: Layer, context: Context, narrows_at: int | None) -> None:
+        self.described, self._narrows_at = described, narrows_at
         own = context.parameters, context.ops
         self.blocks = [ResidualBlock(block, make_mixer(block.mixer, context), *own) for block in described.blocks]
         self.scalar = None if described.scalar is None else context.parameters.tensor(described.scalar)
 
     def __call__(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
-        for block in self.blocks:
-            if self.narrows and not state.narrowed and len(state.wanted) < len(hidden):
+        for index, block in enumerate(self.blocks):
+            if index == self._narrows_at and len(state.wanted) < len(hidden):
                 block.keep(hidden, state)
                 state.narrow()
                 hidden = hidden[state.wanted]

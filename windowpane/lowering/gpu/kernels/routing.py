@@ -8,6 +8,8 @@ never depends on the rows beside it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -31,10 +33,20 @@ SCORINGS = {
 }
 
 
+class RouteWrite(NamedTuple):
+    """Where a layer's choices are stored: in `arena`, row i's from element `places[i]` + `first` on, unless that place
+    is negative.
+    """
+
+    arena: torch.Tensor
+    places: torch.Tensor
+    first: int
+
+
 def route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, correction: torch.Tensor | None,
     expert_scales: torch.Tensor | None, *, chosen: int, scoring: str, renormalize: bool, multiplier: float = 1.0,
-    groups: int = 1, chosen_groups: int = 1, pdl: bool = False,
+    groups: int = 1, chosen_groups: int = 1, write: RouteWrite | None = None, pdl: bool = False,
 ) -> Routing:  # fmt: skip
     """The `chosen` best experts of each row of `x` [rows, hidden], by `weight` [experts, hidden] and `bias`.
 
@@ -42,7 +54,7 @@ def route(
     "sigmoid": σ(logits); experts are chosen by that plus `correction`, among the `chosen_groups` of `groups` groups
     whose two best add up to most. "chosen_sigmoid": σ(logits) of the chosen.
     Shares then add up to 1 (`renormalize`) and are multiplied by `multiplier` and by the expert's own scale. Of equal
-    experts the first is chosen.
+    experts the first is chosen. `write`: where the choices are stored beside.
     """
     (rows, hidden), experts = x.shape, len(weight)
     steps = ceil_div(hidden, STEP)
@@ -59,8 +71,10 @@ def route(
         TILE_ROWS=TILE_ROWS, TILE_EXPERTS=TILE_EXPERTS, STEP=STEP, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
+    arena, places, first = write or (None, None, 0)
     choose_kernel[(rows,)](
-        logits, bias, correction, expert_scales, ids, shares, rows, float(multiplier), EXPERTS=experts,
+        logits, bias, correction, expert_scales, ids, shares, arena, places, first, rows, float(multiplier),
+        EXPERTS=experts,
         PADDED=max(32, triton.next_power_of_2(experts)), SPLITS=splits, CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen), SCORING=SCORINGS[scoring], RENORMALIZE=renormalize,
         GROUPS=groups, GROUPS_PADDED=triton.next_power_of_2(groups), CHOSEN_GROUPS=chosen_groups, PDL=pdl,
@@ -133,9 +147,9 @@ def _among_groups(
     return tl.where(kept, choice, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def choose_kernel(
-    LOGITS, BIAS, CORRECTION, EXPERT_SCALES, IDS, SHARES, rows, multiplier, EXPERTS: tl.constexpr,
+    LOGITS, BIAS, CORRECTION, EXPERT_SCALES, IDS, SHARES, ARENA, PLACES, first, rows, multiplier, EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, SPLITS: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_PADDED: tl.constexpr,
     SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, PDL: tl.constexpr,
@@ -188,4 +202,7 @@ def choose_kernel(
     if EXPERT_SCALES is not None:
         shares *= tl.load(EXPERT_SCALES + ids, mask=is_slot, other=0.0).to(tl.float32)
     tl.store(IDS + row * CHOSEN + slot, ids, mask=is_slot)
+    if ARENA is not None:
+        place = tl.load(PLACES + row)
+        tl.store(ARENA + place + first + slot, ids.to(ARENA.dtype.element_ty), mask=is_slot & (place >= 0))
     tl.store(SHARES + row * CHOSEN + slot, shares, mask=is_slot)
