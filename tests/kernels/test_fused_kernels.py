@@ -16,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from windowpane.attention.triton.view import LayerView
     from windowpane.lowering.gpu.kernels.branch_norms import add_branches, rms_norms
-    from windowpane.lowering.gpu.kernels.gated import gated
+    from windowpane.lowering.gpu.kernels.gated import gated, relu2, times_row_gate, times_sigmoid
     from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
     from windowpane.lowering.gpu.kernels.logits import ARGMAX_BLOCK, ArgmaxScratch, argmax, softcap
     from windowpane.lowering.gpu.kernels.matvec import Launch, matvec
@@ -106,6 +106,20 @@ def check_gates() -> None:
         gate, per_layer, out = strided(2, 48), torch.randn(2, 5, 48)[:, 3], nans(2, 48)
         gated(gate, out, name, up=per_layer)
         close(out, activation(gate) * per_layer)
+
+
+def check_gates_of_heads_and_rows_and_no_gates() -> None:
+    for rows, width in ((1, 64), (3, 1100)):
+        x, gate, weight = strided(rows, width), strided(rows, width), torch.randn(1, 48)
+        inputs, expected = strided(rows, 48), x * gate.sigmoid()
+        times_sigmoid(x, gate)
+        close(x, expected)
+        expected = x * (inputs @ weight.t()).sigmoid()
+        times_row_gate(x, inputs, weight)
+        close(x, expected)
+        expected = F.relu(x).square()
+        relu2(x)
+        close(x, expected)
 
 
 # -- heads ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.test_formats_compile import SHARED_BYTES, ints, record
+from tests.kernels.test_formats_compile import CPU, SHARED_BYTES, ints, numbers, record
 from tests.kernels.test_hopper_compiles import stack_bytes
-from windowpane.lowering.gpu.kernels import causal_convolution, mamba2
+from windowpane.device import tables
+from windowpane.lowering.gpu.kernels import causal_convolution, gated, mamba2
 from windowpane.lowering.gpu.kernels.mamba2 import Mamba2Layer
 from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
 from windowpane.models.families.mamba import Mamba
@@ -47,3 +48,25 @@ def test_kernels_of_mamba_2_keep_their_state_in_registers(name, monkeypatch, tmp
     for kernel in kernels:
         assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 8, kernel.kernel.fn.__name__
         assert kernel.compiled.metadata.shared <= SHARED_BYTES[90]
+
+
+def test_what_else_hybrid_models_launch_compiles(monkeypatch):
+    convolving = record(monkeypatch, causal_convolution, "_convolution_kernel", 90)
+    tail = StatePart(torch.zeros(1024, dtype=torch.bfloat16), 0, 128, 2048, 2)
+    places, conv = StatePlaces(ints(8), ints(8), ints(8)), torch.zeros(2048, 3)
+    made, out = numbers(8, 3 * 2048), numbers(8, 2048)
+    for segments, longest in ((None, 1), (ints(2, 6), 300)):
+        convolving.compiled = None
+        causal_convolution.short_convolution(made, places, 6, segments, longest, tail, conv, None, out, pdl=True)
+        assert convolving.compiled is not None
+    looking_up = record(monkeypatch, tables, "_state_pages_kernel", 90)
+    tables.DeviceTables([(8, 2, 30)], CPU).state_pages(0, ints(8), ints(8))
+    assert looking_up.compiled is not None
+    gating_rows = record(monkeypatch, gated, "_row_gate_kernel", 90)
+    gated.times_row_gate(out, out, numbers(1, 2048), pdl=True)
+    assert gating_rows.compiled is not None
+    gating = record(monkeypatch, gated, "_pointwise_kernel", 90)
+    for launch in (lambda: gated.times_sigmoid(out, made[:, 2048:], pdl=True), lambda: gated.relu2(out, pdl=True)):
+        gating.compiled = None
+        launch()
+        assert gating.compiled is not None

@@ -66,13 +66,14 @@ class DeviceTables:
         """
         reading, writing = self.reading[group], self.writing[group]
         _, width, stripes = reading.shape
-        before = torch.empty(stripes, len(slots), dtype=torch.int32, device=slots.device)
-        after = torch.empty_like(before)
-        _state_pages_kernel[(triton.cdiv(before.numel(), UPDATE_BLOCK),)](
-            reading, writing, slots, state_slots, before, after, len(slots), before.numel(), WIDTH=width,
-            STRIPES=stripes, BLOCK=UPDATE_BLOCK,
+        # Rows begin at multiples of 16 bytes, as kernels are compiled for.
+        stride = -(-len(slots) // 4) * 4
+        before, after = torch.empty(2, stripes, stride, dtype=torch.int32, device=slots.device)
+        _state_pages_kernel[(triton.cdiv(stripes * stride, UPDATE_BLOCK),)](
+            reading, writing, slots, state_slots, before, after, len(slots), stride, WIDTH=width, STRIPES=stripes,
+            BLOCK=UPDATE_BLOCK,
         )  # fmt: skip
-        return before, after
+        return before[:, : len(slots)], after[:, : len(slots)]
 
     def _list(self, updates: Iterable[tuple[TableUpdate, list[int]]]) -> Ints:
         places: list[Ints] = []
@@ -101,14 +102,14 @@ def _apply_kernel(TABLES, UPDATES, count, BLOCK: tl.constexpr):
     tl.store(TABLES + place, tl.load(UPDATES + count + i, mask=valid, other=0), mask=valid)
 
 
-@triton.jit(do_not_specialize=["sequences", "count"], do_not_specialize_on_alignment=["SLOTS", "STATE_SLOTS"])
+@triton.jit(do_not_specialize=["sequences", "stride"], do_not_specialize_on_alignment=["SLOTS", "STATE_SLOTS"])
 def _state_pages_kernel(
-    READING, WRITING, SLOTS, STATE_SLOTS, BEFORE, AFTER, sequences, count, WIDTH: tl.constexpr, STRIPES: tl.constexpr,
+    READING, WRITING, SLOTS, STATE_SLOTS, BEFORE, AFTER, sequences, stride, WIDTH: tl.constexpr, STRIPES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = i < count
-    stripe, sequence = i // sequences, i % sequences
+    stripe, sequence = i // stride, i % stride
+    valid = (stripe < STRIPES) & (sequence < sequences)
     row = tl.load(SLOTS + sequence, mask=valid, other=0).to(tl.int64) * WIDTH
     present = tl.load(STATE_SLOTS + sequence, mask=valid, other=0)
     tl.store(BEFORE + i, tl.load(READING + (row + present) * STRIPES + stripe, mask=valid, other=0), mask=valid)

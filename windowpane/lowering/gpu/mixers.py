@@ -27,7 +27,7 @@ from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.lowering.gpu.kernels.experts import run_experts
-from windowpane.lowering.gpu.kernels.gated import gated, times_sigmoid
+from windowpane.lowering.gpu.kernels.gated import gated, times_row_gate, times_sigmoid
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.kernels.norms import rms_norm
 from windowpane.lowering.gpu.kernels.routing import RouteWrite, route
@@ -328,7 +328,13 @@ class GpuMlp:
         else:
             inner = ungated_product(x, self.gate_up, pdl=pdl)
         out = summed(one, inner, self.down, self._context.group)
-        return out if self.out_gate is None else out * one(x, self.out_gate).sigmoid()
+        if self.out_gate is None:
+            return out
+        gate = self.out_gate.weight
+        if not isinstance(gate, torch.Tensor) or self.out_gate.bias is not None:
+            return out * one(x, self.out_gate).sigmoid()
+        times_row_gate(out, x, gate, pdl=pdl)
+        return out
 
 
 class GpuExperts:

@@ -29,6 +29,16 @@ def times_sigmoid(x: torch.Tensor, gate: torch.Tensor, *, pdl: bool = False) -> 
     _pointwise(x, gate, pdl)
 
 
+def times_row_gate(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> None:
+    """out [rows, width] ×= σ(x · weightᵀ), one value a row, in place; weight is [1, inputs]."""
+    (rows, width), inputs = out.shape, weight.shape[1]
+    if rows:
+        _row_gate_kernel[(rows,)](
+            out, x, weight, out.stride(0), x.stride(0), width, inputs, BLOCK=triton.next_power_of_2(max(width, inputs)),
+            PDL=pdl, num_warps=8, launch_pdl=pdl,
+        )  # fmt: skip
+
+
 def relu2(x: torch.Tensor, *, pdl: bool = False) -> None:
     """x [rows, width] = max(x, 0)², in place."""
     _pointwise(x, None, pdl)
@@ -107,3 +117,21 @@ def _pointwise_kernel(X, GATE, x_stride, gate_stride, width, BLOCK: tl.constexpr
         x = tl.maximum(x, 0.0)
         x *= x
     tl.store(X + row * x_stride + at, x.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_gate_kernel(
+    OUT, X, WEIGHT, out_stride, x_stride, width, inputs, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program: a row. The product and its sigmoid are rounded as plain torch rounds them."""
+    wait_if_overlapped(PDL)
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(X + row * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+    weight = tl.load(WEIGHT + at, mask=at < inputs, other=0.0).to(tl.float32)
+    to = OUT + row * out_stride + at
+    out = tl.load(to, mask=at < width, other=0.0).to(tl.float32)
+    gate = tl.sum(x * weight, 0).to(DTYPE).to(tl.float32)
+    gate = (1.0 / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    tl.store(to, (out * gate).to(DTYPE), mask=at < width)
