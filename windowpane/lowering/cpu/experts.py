@@ -93,18 +93,8 @@ class CpuExperts(ExpertsMixer):
     def __init__(self, described: Experts, context: Context) -> None:
         super().__init__(described, context)
         assert isinstance(context.ops, CpuOps)
-        self._cpu = context.ops
-        library = self._cpu.library
-        experts = self.gate_up.experts
-        self._held = [_held(linear, library) for linear in (self.gate_up, self.down)]
+        self.visited = VisitedExperts(context.ops, self.gate_up, self.down, described, self.first)
         del self.gate_up, self.down  # their memory is free again
-        activation = "clamped" if described.limit is not None else described.activation
-        self._described = _Experts(
-            *(held.described for held in self._held), experts, self.first, ACTIVATIONS.index(activation),
-            described.weighs_inputs, described.limit or 0.0, described.alpha,
-        )  # fmt: skip
-        self._run = function(library, "run_experts", ctypes.POINTER(_Experts), ctypes.POINTER(_Visits), c_int)
-        self._scratch_floats = count(library, "experts_scratch_floats", ctypes.POINTER(_Experts), c_long)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         routing, norm = self.route(x), self.described.norm
@@ -112,13 +102,27 @@ class CpuExperts(ExpertsMixer):
             x = self._ops.norm(x, self.norm, norm)
         return self._context.group.all_reduce(self.visited(x.contiguous(), routing))
 
-    def visited(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Σ share × expert(x) over this rank's experts."""
+
+class VisitedExperts:
+    """Σ share × expert(x) over the experts that are here; `first` is the first of them."""
+
+    def __init__(self, ops: CpuOps, gate_up: ExpertLinear, down: ExpertLinear, described: Experts, first: int) -> None:
+        self._ops, library = ops, ops.library
+        self._held = [_held(linear, library) for linear in (gate_up, down)]
+        activation = "clamped" if described.limit is not None else described.activation
+        self._described = _Experts(
+            *(held.described for held in self._held), gate_up.experts, first, ACTIVATIONS.index(activation),
+            described.weighs_inputs, described.limit or 0.0, described.alpha,
+        )  # fmt: skip
+        self._run = function(library, "run_experts", ctypes.POINTER(_Experts), ctypes.POINTER(_Visits), c_int)
+        self._scratch_floats = count(library, "experts_scratch_floats", ctypes.POINTER(_Experts), c_long)
+
+    def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         chosen = routing.ids.shape[1]
         at_once = max(1, MOST_VISITS // chosen)
         ids, shares, out = routing.ids.contiguous(), routing.shares.contiguous(), torch.empty_like(x)
         described = ctypes.byref(self._described)
-        scratch = self._cpu.scratch(self._scratch_floats(described, min(len(x), at_once) * chosen))
+        scratch = self._ops.scratch(self._scratch_floats(described, min(len(x), at_once) * chosen))
         for start in range(0, len(x), at_once):
             rows = slice(start, start + at_once)
             visits = _Visits(
