@@ -93,8 +93,9 @@ class CpuExperts(ExpertsMixer):
     def __init__(self, described: Experts, context: Context) -> None:
         super().__init__(described, context)
         assert isinstance(context.ops, CpuOps)
-        self.visited = VisitedExperts(context.ops, self.gate_up, self.down, described, self.first)
-        del self.gate_up, self.down  # their memory is free again
+        del self.gate_up, self.down  # what they held is freed as panels are made of it
+        gate_up, down = (context.parameters.take_experts(of) for of in (described.gate_up, described.down))
+        self.visited = VisitedExperts(context.ops, gate_up, down, described, self.first)
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
         routing, norm = self.route(x), self.described.norm

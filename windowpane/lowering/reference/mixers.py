@@ -186,7 +186,7 @@ class ExpertsMixer:
         self.router, self.bias, self.correction, self.scales = (
             None if spec is None else parameters.tensor(spec).float() for spec in tensors
         )
-        self.gate_up, self.down = (parameters.take_experts(of) for of in (described.gate_up, described.down))
+        self.gate_up, self.down = parameters.experts(described.gate_up), parameters.experts(described.down)
         self.first = context.group.place.rank * self.gate_up.experts
 
     def __call__(self, x: torch.Tensor, state: StepState) -> torch.Tensor:
