@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,20 +156,25 @@ def step(scheduler: Scheduler, runner: Runner) -> None:
 
 
 class There:
-    """transformers' own model with the same weights."""
+    """transformers' own model."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], attention: str) -> None:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @classmethod
+    def of_gemma(cls, spec: ModelSpec, weights: dict[str, torch.Tensor], attention: str) -> There:
+        """With the same weights."""
         fields = {k: v for k, v in spec.text.fields.items() if k not in ("architectures", "model_type", "_windowpane")}
         config = Gemma3TextConfig(**fields)
         config._attn_implementation = attention
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-        missing, unexpected = self.model.load_state_dict(weights, strict=False, assign=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
         assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
-        self.model.tie_weights()
-        self.model.eval()
+        model.tie_weights()
+        return cls(model.eval())
 
     def prepare(self, case: Case) -> Callable[[], Taken]:
-        rows = prompts(case)
+        rows = prompts(case, self.model.config.vocab_size)
 
         @torch.inference_mode()
         def run() -> Taken:
@@ -338,7 +344,7 @@ def main() -> None:
     spec = load(path).expanded()
     weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
     here = Here(spec, weights)
-    there = {f"transformers {kind}": There(spec, weights, kind) for kind in args.peers}
+    there = {f"transformers {kind}": There.of_gemma(spec, weights, kind) for kind in args.peers}
     roof = Roof.measure()
     table = Table(
         title=f"Gemma 3 270M, float32, tok/s\n{machine_line()}, torch {torch.__version__}, transformers "

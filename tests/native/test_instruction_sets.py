@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.native.test_experts import check_experts
 from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, chunk_step, through_format_cases
 from tests.native.test_packed import KINDS, packed
+from tests.native.test_states import FAMILIES, check_states
 from windowpane.attention.mask import CAUSAL
 from windowpane.attention.scores import Scores
 from windowpane.kv.retention import Full
@@ -22,7 +24,6 @@ from windowpane.lowering.cpu.pages import FORMATS, CPages
 from windowpane.lowering.strips import Packed
 from windowpane.native import build
 
-NATIVE = Path(build.__file__).parent
 PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 SETS = {"aarch64": ["-march=armv8-a"], "x86_64": ["-march=x86-64", *["-march=haswell"] * (" avx2 " in PROCESSOR)]}
 
@@ -33,9 +34,11 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C compiler is installed")
     target = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    sources = [str(NATIVE / name) for name in ("pages.c", "decoding.c", "chunks.c", "packed.c", "repack.c")]
+    sources = [str(source) for source in build.SOURCES if source.suffix == ".c"]
     openmp = str(build._openmp() or "-lgomp")
-    subprocess.run([compiler, *build._FLAGS, request.param, "-shared", *sources, "-o", target, openmp], check=True)
+    subprocess.run(
+        [compiler, *build._FLAGS, request.param, "-shared", *sources, "-o", target, openmp, "-lm"], check=True
+    )
     return ctypes.CDLL(str(target))
 
 
@@ -85,3 +88,12 @@ def test_packed_weights_get_the_same_sums(library):
         )
         ours = weight.linear(x)
         assert (out - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+def test_experts_and_states(library, monkeypatch):
+    """Their panels, tiles and lanes are others on each instruction set."""
+    torch.manual_seed(3)
+    monkeypatch.setattr(build, "library", lambda: library)
+    check_experts("gpt-oss")
+    for name, kind in FAMILIES[:2]:
+        check_states(name, kind)

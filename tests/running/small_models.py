@@ -322,6 +322,7 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_text",
         "architectures": ["Qwen3_5ForCausalLM"],
         "layer_types": [LINEAR, FULL, LINEAR, LINEAR, FULL],
+        "linear_value_head_dim": 32,
     },
     "qwen3.5 experts": {
         **_BASE,

@@ -404,18 +404,23 @@ class StatePages:
             view = _page_view(arena, offset, row_bytes, part.heads, 1, part.elements_per_head)
             self.parts.append(view[:, :, 0])
 
+    def places(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pages of the states before and after this step [sequences], and the sequences that are new."""
+        before, after, new = self._pages.state_offsets(self.group, step)
+        return before[:, self.stripe], after[:, self.stripe], new
+
     def load(self, step: Step) -> list[torch.Tensor]:
         """Each part of the states before this step [sequences, heads, elements]. New sequences begin with zeros,
         whatever their page holds.
         """
-        before, _, new = self._pages.state_offsets(self.group, step)
-        return [part.index_select(0, before[:, self.stripe]).index_fill_(0, new, 0.0) for part in self.parts]
+        before, _, new = self.places(step)
+        return [part.index_select(0, before).index_fill_(0, new, 0.0) for part in self.parts]
 
     def store(self, step: Step, states: list[torch.Tensor]) -> None:
         """Each part of the states after this step."""
-        _, after, _ = self._pages.state_offsets(self.group, step)
+        _, after, _ = self.places(step)
         for part, values in zip(self.parts, states, strict=True):
-            part[after[:, self.stripe]] = values.to(part.dtype)
+            part[after] = values.to(part.dtype)
 
 
 class RoutePages:

@@ -189,6 +189,12 @@ class Parameters:
             self._experts[projection] = ExpertLinear(weight, experts, bias)
         return self._experts[projection]
 
+    def take_experts(self, projection: ExpertProjection) -> ExpertLinear:
+        """As `experts`, for the last time: whatever is made of it may take its memory."""
+        found = self.experts(projection)
+        del self._experts[projection]
+        return found
+
     def norm(self, norm: Norm | None) -> torch.Tensor | None:
         """The weight in float32, as norms are computed; None where there is none."""
         if norm is None or norm.weight is None:

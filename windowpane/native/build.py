@@ -90,7 +90,7 @@ def _compiled(compiler: str) -> Path:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda source: _run([*command, "-c", str(source), "-o", objects[source]]), objects))
             linked = Path(scratch) / "kernels.so"
-            _run([compiler, "-shared", *objects.values(), "-o", str(linked), str(openmp or "-lgomp")])
+            _run([compiler, "-shared", *objects.values(), "-o", str(linked), str(openmp or "-lgomp"), "-lm"])
             linked.replace(target)
     return target
 

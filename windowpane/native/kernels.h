@@ -33,3 +33,6 @@ void heads(const float *x, long x_stride, int normed, const float *weight, const
 void gated(const float *gate_up, float *out, long rows, long width, int is_gelu, int threads);
 void product_of_few(const float *x, long x_stride, const float *w, const float *bias, float *out, float *packed,
                     long rows, long n, long k, int threads);
+void product_block(const float *const *from, long rows, const float *packed, float *out, long out_stride, long first,
+                   long last, long k, float *mine);
+long product_block_floats(void);

@@ -315,7 +315,7 @@ static __attribute__((noinline)) void half_strip(const Packed *w, long strip, co
 static int is_half(const Packed *w) { return w->kind == F16 || w->kind == BF16; }
 
 /* One strip times rows [row, row + count). */
-static void strip_times(const Packed *w, long strip, const Inputs *x, const float *floats, long floats_stride,
+void strip_times(const Packed *w, long strip, const Inputs *x, const float *floats, long floats_stride,
                         const float *bias, float *out, long out_stride, long row, long count) {
     if (is_half(w)) {
         half_strip(w, strip, floats + row * floats_stride, floats_stride, bias, out + row * out_stride, out_stride, count);
@@ -332,13 +332,9 @@ static void strip_times(const Packed *w, long strip, const Inputs *x, const floa
 
 #define BLOCK_ROWS 64 /* their inputs stay in the second-level cache while strips pass */
 
-/* Rows into 8 bits, 32 inputs with one scale. */
-void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long inputs, int threads) {
-    long groups = inputs / GROUP;
-#pragma omp parallel for num_threads(rows * inputs < 32768 ? 1 : threads) schedule(static)
-    for (long i = 0; i < rows * groups; i++) {
-        const float *from = x + i / groups * x_stride + i % groups * GROUP;
-        Inputs *to = out + i;
+/* One row into 8 bits, 32 inputs with one scale. */
+void quantize_row(const float *from, Inputs *to, long inputs) {
+    for (long group = 0; group < inputs / GROUP; group++, from += GROUP, to++) {
         vec most = {0};
         for (int j = 0; j < GROUP; j += LANES) {
             vec v = LOAD(from + j);
@@ -362,6 +358,11 @@ void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long i
         for (int k = 0; k < 3; k++) to->weighted[k] = to->scale * to->sums[k];
         to->unused = 0;
     }
+}
+
+void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long inputs, int threads) {
+#pragma omp parallel for num_threads(rows * inputs < 32768 ? 1 : threads) schedule(static)
+    for (long row = 0; row < rows; row++) quantize_row(x + row * x_stride, out + row * (inputs / GROUP), inputs);
 }
 
 /* out[rows, outputs of all parts] = x · wᵀ + bias. `x` are the rows in 8 bits, `floats` the rows themselves, which weights

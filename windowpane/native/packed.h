@@ -117,6 +117,9 @@ INLINE int stored_value(const uint8_t *group, const Form *f, long output, long i
     return value;
 }
 
+void quantize_row(const float *from, Inputs *to, long inputs);
 void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long inputs, int threads);
 void packed_product(const Packed *parts, long count, const Inputs *x, const float *rows_as_floats, long floats_stride,
                     const float *bias, float *out, long out_stride, long rows, int threads);
+void strip_times(const Packed *w, long strip, const Inputs *x, const float *floats, long floats_stride,
+                 const float *bias, float *out, long out_stride, long row, long count);

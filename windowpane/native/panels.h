@@ -19,34 +19,39 @@
 #define NV 2
 #endif
 #define NR (NV * LANES)
+#define BLOCK_ROWS (128 / MR * MR) /* that pass over a panel of outputs while it is near */
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long rounded_up(long count, long whole) { return (count + whole - 1) / whole * whole; }
 
-INLINE void multiply(const float *rows, const float *outputs, long depth, vec total[MR][NV]) {
-    for (long i = 0; i < depth; i++, rows += MR, outputs += NR) {
+/* M rows: their panel is [depth, M]. */
+INLINE void multiply(const float *rows, const float *outputs, long depth, vec total[MR][NV], const int M) {
+    for (long i = 0; i < depth; i++, rows += M, outputs += NR) {
         vec w[NV];
         UNROLL for (int n = 0; n < NV; n++) w[n] = LOAD(outputs + n * LANES);
-#if LANES == 4 /* one instruction multiplies by a vector's element */
-        UNROLL for (int half = 0; half < MR; half += 4) {
-            vec x = LOAD(rows + half);
-            UNROLL for (int m = 0; m < 4; m++)
-                UNROLL for (int n = 0; n < NV; n++) total[half + m][n] += w[n] * x[m];
+        if (LANES == 4 && M % 4 == 0) { /* one instruction multiplies by a vector's element */
+            UNROLL for (int m = 0; m < M; m += 4) {
+                vec x = LOAD(rows + m);
+                UNROLL for (int e = 0; e < 4; e++)
+                    UNROLL for (int n = 0; n < NV; n++) total[m + e][n] += w[n] * x[e];
+            }
+        } else {
+            UNROLL for (int m = 0; m < M; m++) UNROLL for (int n = 0; n < NV; n++) total[m][n] += w[n] * rows[m];
         }
-#else
-        UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NV; n++) total[m][n] += w[n] * rows[m];
-#endif
     }
 }
 
-/* out[m, n] (+)= rows · outputs, of which only the first `some_rows` and `some_outputs` are wanted. */
-static __attribute__((noinline, unused)) void tile(const float *rows, const float *outputs, long depth, float *out,
-                                                   long stride, long some_rows, long some_outputs, int adds) {
+/* out[m, n] (+)= rows · outputs, of which only the first `some_rows` and `some_outputs` are wanted. A result has the same
+ * bits for every M. */
+INLINE void tile_of(const float *rows, const float *outputs, long depth, float *out, long stride, long some_rows,
+                    long some_outputs, int adds, const int M) {
     vec total[MR][NV];
-    UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NV; n++) total[m][n] = (vec){0};
-    multiply(rows, outputs, depth, total);
-    if (some_rows >= MR && some_outputs >= NR) {
-        UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NV; n++) {
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int n = 0; n < NV; n++) total[m][n] = (vec){0};
+    if (adds)
+        for (int m = 0; m < M && m < some_rows; m++) __builtin_prefetch(out + m * stride, 1);
+    multiply(rows, outputs, depth, total, M);
+    if (some_rows >= M && some_outputs >= NR) {
+        UNROLL for (int m = 0; m < M; m++) UNROLL for (int n = 0; n < NV; n++) {
             float *to = out + m * stride + n * LANES;
             if (adds) total[m][n] += LOAD(to);
             STORE(to, total[m][n]);
@@ -54,29 +59,67 @@ static __attribute__((noinline, unused)) void tile(const float *rows, const floa
         return;
     }
     float all[MR][NR];
-    UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NV; n++) STORE(all[m] + n * LANES, total[m][n]);
-    for (long m = 0; m < least(some_rows, MR); m++)
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int n = 0; n < NV; n++) STORE(all[m] + n * LANES, total[m][n]);
+    for (long m = 0; m < least(some_rows, M); m++)
         for (long n = 0; n < least(some_outputs, NR); n++)
             out[m * stride + n] = adds ? out[m * stride + n] + all[m][n] : all[m][n];
 }
 
-/* Up to `width` rows of x become a panel [depth, width], zeros in the place of rows that are not there. */
-INLINE void pack(const float *x, long stride, long rows, long depth, float *panel, const int width) {
-    long i = 0;
+static __attribute__((noinline, unused)) void tile(const float *rows, const float *outputs, long depth, float *out,
+                                                   long stride, long some_rows, long some_outputs, int adds) {
+    tile_of(rows, outputs, depth, out, stride, some_rows, some_outputs, adds, MR);
+}
+
+/* Square blocks of v trade places across the diagonal, 1, 2, 4 and 8 lanes wide: v[i][j] and v[j][i] change. */
+#define FROM_LOW(s, j) ((j) & (s) ? LANES + (j) - (s) : (j))
+#define FROM_HIGH(s, j) ((j) & (s) ? LANES + (j) : (j) + (s))
+#define FOUR(F, s, j) F(s, j), F(s, j + 1), F(s, j + 2), F(s, j + 3)
 #if LANES == 4
-    if (rows >= width)
-        for (; i + 4 <= depth; i += 4, panel += 4 * width)
-            UNROLL for (int r = 0; r < width; r += 4) { /* four rows of four, turned */
-                const float *from = x + r * stride + i;
-                vec r0 = LOAD(from), r1 = LOAD(from + stride), r2 = LOAD(from + 2 * stride), r3 = LOAD(from + 3 * stride);
-                vec even01 = __builtin_shuffle(r0, r1, (ivec){0, 4, 2, 6}), odd01 = __builtin_shuffle(r0, r1, (ivec){1, 5, 3, 7});
-                vec even23 = __builtin_shuffle(r2, r3, (ivec){0, 4, 2, 6}), odd23 = __builtin_shuffle(r2, r3, (ivec){1, 5, 3, 7});
-                STORE(panel + r, __builtin_shuffle(even01, even23, (ivec){0, 1, 4, 5}));
-                STORE(panel + width + r, __builtin_shuffle(odd01, odd23, (ivec){0, 1, 4, 5}));
-                STORE(panel + 2 * width + r, __builtin_shuffle(even01, even23, (ivec){2, 3, 6, 7}));
-                STORE(panel + 3 * width + r, __builtin_shuffle(odd01, odd23, (ivec){2, 3, 6, 7}));
-            }
+#define ALL(F, s) ((ivec){FOUR(F, s, 0)})
+#elif LANES == 8
+#define ALL(F, s) ((ivec){FOUR(F, s, 0), FOUR(F, s, 4)})
+#else
+#define ALL(F, s) ((ivec){FOUR(F, s, 0), FOUR(F, s, 4), FOUR(F, s, 8), FOUR(F, s, 12)})
 #endif
+#define EXCHANGE(s)                                                        \
+    UNROLL for (int i = 0; i < LANES; i++) if (!(i & (s))) {               \
+        vec low = v[i], high = v[i + (s)];                                 \
+        v[i] = __builtin_shuffle(low, high, ALL(FROM_LOW, s));             \
+        v[i + (s)] = __builtin_shuffle(low, high, ALL(FROM_HIGH, s));      \
+    }
+
+INLINE void transpose(vec v[LANES]) {
+    EXCHANGE(1)
+    EXCHANGE(2)
+#if LANES > 4
+    EXCHANGE(4)
+#endif
+#if LANES > 8
+    EXCHANGE(8)
+#endif
+}
+
+/* Up to `width` rows, each at its own place, become a panel [depth, width], zeros in the place of missing ones. */
+INLINE void pack_rows(const float *const *from, long rows, long depth, float *panel, const int width) {
+    long i = 0;
+    for (; i + LANES <= depth; i += LANES, panel += LANES * width)
+        for (int r = 0; r < width; r += LANES) {
+            vec v[LANES];
+            UNROLL for (int l = 0; l < LANES; l++) v[l] = r + l < width && r + l < rows ? LOAD(from[r + l] + i) : (vec){0};
+            transpose(v);
+            /* What a store writes beyond the width the next one overwrites. */
+            UNROLL for (int l = 0; l < LANES; l++) {
+                if (l < LANES - 1 || width - r >= LANES) STORE(panel + l * width + r, v[l]);
+                else memcpy(panel + l * width + r, v + l, 4 * (width - r));
+            }
+        }
     for (; i < depth; i++, panel += width)
-        for (long r = 0; r < width; r++) panel[r] = r < rows ? x[r * stride + i] : 0;
+        for (long r = 0; r < width; r++) panel[r] = r < rows ? from[r][i] : 0;
+}
+
+/* The same for rows that are `stride` floats apart. */
+INLINE void pack(const float *x, long stride, long rows, long depth, float *panel, const int width) {
+    const float *from[64];
+    for (long r = 0; r < width; r++) from[r] = x + (r < rows ? r : 0) * stride;
+    pack_rows(from, rows, depth, panel, width);
 }

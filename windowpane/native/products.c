@@ -133,37 +133,90 @@ void product_of_few(const float *x, long x_stride, const float *w, const float *
  * part of their width at a time, so that they stay in the second-level cache while the outputs' panels pass.
  */
 
-#define BLOCK_ROWS (128 / MR * MR)
 #define BLOCK_OUTPUTS (80 * NR)
-#define DEPTH 512 /* most of the width that is taken at a time: a panel of outputs then fits the first-level cache */
+#define DEPTH (6144 / NR) /* most that a tile takes at a time: a panel of outputs then fits the first-level cache */
+#define AT_ONCE (1024 / DEPTH) /* such parts whose packed rows fit the second-level cache */
 
 /* Floats that `packed` needs. */
 long product_packed_floats(long n, long k) { return rounded_up(n, NR) * k; }
 
-static void block_of_many(const float *x, long x_stride, const float *packed, float *out, long rows, long first,
-                          long last, long n, long k, float *mine) {
-    long parts = (k + DEPTH - 1) / DEPTH, most = rounded_up((k + parts - 1) / parts, 4);
-    for (long at = 0; at < k; at += most) {
-        long depth = least(most, k - at);
-        for (long m = 0; m < rows; m += MR) pack(x + m * x_stride + at, x_stride, rows - m, depth, mine + m * depth, MR);
+/* All weights [n, k] into panels. */
+void pack_outputs(const float *w, float *packed, long n, long k, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long o = 0; o < n; o += NR) pack(w + o * k, k, n - o, k, packed + o * k, NR);
+}
+
+/* Floats that `mine` of `product_block` needs. */
+long product_block_floats(void) { return BLOCK_ROWS * DEPTH * AT_ONCE; }
+
+/* Few rows have narrower panels, so that nothing is computed for rows that are not there. */
+INLINE int panel_rows(long left) { return left > 4 ? MR : left > 2 ? 4 : left; }
+
+static void pack_panel(const float *const *from, long at, long rows, long depth, float *panel) {
+    const float *shifted[MR];
+    for (long r = 0; r < MR; r++) shifted[r] = from[r < rows ? r : 0] + at;
+    switch (panel_rows(rows)) {
+        case 1: memcpy(panel, shifted[0], 4 * depth); break;
+        case 2: pack_rows(shifted, rows, depth, panel, 2); break;
+        case 4: pack_rows(shifted, rows, depth, panel, 4); break;
+        default: pack_rows(shifted, rows, depth, panel, MR);
+    }
+}
+
+#define TILE(M)                                                                                                        \
+    static __attribute__((noinline)) void tile##M(const float *rows, const float *outputs, long depth, float *out,     \
+                                                  long stride, long some_rows, long some_outputs, int adds) {          \
+        tile_of(rows, outputs, depth, out, stride, some_rows, some_outputs, adds, M);                                  \
+    }
+TILE(1)
+TILE(2)
+TILE(4)
+
+/* out[rows, first to last of n] = up to BLOCK_ROWS rows, each at its own place, · packed weights. */
+void product_block(const float *const *from, long rows, const float *packed, float *out, long out_stride, long first,
+                   long last, long k, float *mine) {
+    long parts = (k + DEPTH - 1) / DEPTH, most = rounded_up((k + parts - 1) / parts, 16), whole = rounded_up(rows, MR);
+    for (long start = 0, stop; start < k; start = stop) {
+        stop = least(start + AT_ONCE * most, k);
+        for (long at = start; at < stop; at += most)
+            for (long m = 0; m < rows; m += MR) {
+                long depth = least(most, stop - at);
+                pack_panel(from + m, at, rows - m, depth, mine + (at - start) * whole + m * depth);
+            }
         for (long o = first; o < last; o += NR)
-            for (long m = 0; m < rows; m += MR)
-                tile(mine + m * depth, packed + o * k + at * NR, depth, out + m * n + o, n, rows - m, last - o, at > 0);
+            for (long at = start; at < stop; at += most) {
+                long depth = least(most, stop - at), share = rounded_up((depth * NR * MR) / whole, 16);
+                const float *panel = packed + o * k + at * NR, *next = panel + depth * NR;
+                for (long m = 0; m < rows; m += MR, next += share) {
+                    const float *mine_at = mine + (at - start) * whole + m * depth;
+                    float *to = out + m * out_stride + o;
+                    /* What the next tiles read comes near meanwhile; memory behind the last panel is never loaded. */
+                    if (rows > 4)
+                        for (long i = 0; i < share; i += 16) __builtin_prefetch(next + i, 0, 2);
+                    switch (panel_rows(rows - m)) {
+                        case 1: tile1(mine_at, panel, depth, to, out_stride, rows - m, last - o, at > 0); break;
+                        case 2: tile2(mine_at, panel, depth, to, out_stride, rows - m, last - o, at > 0); break;
+                        case 4: tile4(mine_at, panel, depth, to, out_stride, rows - m, last - o, at > 0); break;
+                        default: tile(mine_at, panel, depth, to, out_stride, rows - m, last - o, at > 0);
+                    }
+                }
+            }
     }
 }
 
 void product_of_many(const float *x, long x_stride, const float *w, const float *bias, float *out, float *packed,
                      long rows, long n, long k, int threads) {
+    pack_outputs(w, packed, n, k, threads);
 #pragma omp parallel num_threads(threads)
     {
-        float *mine = aligned_alloc(64, 4 * rounded_up(BLOCK_ROWS * DEPTH, 16));
-#pragma omp for schedule(static)
-        for (long o = 0; o < n; o += NR) pack(w + o * k, k, n - o, k, packed + o * k, NR);
+        float *mine = aligned_alloc(64, 4 * rounded_up(product_block_floats(), 16));
 #pragma omp for collapse(2) schedule(dynamic)
         for (long row = 0; row < rows; row += BLOCK_ROWS)
             for (long first = 0; first < n; first += BLOCK_OUTPUTS) {
                 long some = least(rows - row, BLOCK_ROWS), last = least(first + BLOCK_OUTPUTS, n);
-                block_of_many(x + row * x_stride, x_stride, packed, out + row * n, some, first, last, n, k, mine);
+                const float *from[BLOCK_ROWS];
+                for (long r = 0; r < some; r++) from[r] = x + (row + r) * x_stride;
+                product_block(from, some, packed, out + row * n, n, first, last, k, mine);
                 for (long r = row; bias && r < row + some; r++)
                     for (long o = first; o < last; o++) out[r * n + o] += bias[o];
             }

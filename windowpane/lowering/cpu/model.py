@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from windowpane.lowering.cpu.experts import make_experts
 from windowpane.lowering.cpu.layers import join_layers
 from windowpane.lowering.cpu.ops import CpuOps
+from windowpane.lowering.cpu.states import CpuGatedDelta, CpuMamba2
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters
+from windowpane.lowering.reference.mixers import MIXERS
 from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.lowering.strips import StripWeight
-from windowpane.models.blocks import Decoder
+from windowpane.models.blocks import Decoder, Experts, GatedDeltaNet, Mamba2
 from windowpane.native import build
+
+KINDS = {**MIXERS, Experts: make_experts, GatedDeltaNet: CpuGatedDelta, Mamba2: CpuMamba2}
 
 
 def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE) -> ReferenceModel:
@@ -23,6 +28,6 @@ def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: R
     library = build.library() if covered else None
     if library is None:
         return ReferenceModel(decoder, parameters, max_model_len, group)
-    model = ReferenceModel(decoder, parameters, max_model_len, group, CpuOps(library))
+    model = ReferenceModel(decoder, parameters, max_model_len, group, CpuOps(library), KINDS)
     join_layers(model, library)
     return model

@@ -29,10 +29,13 @@ FEW_ROWS = range(2, 49)
 # Rows of an MLP at a time: what lies between its products then stays in a cache, and is small enough for the allocator
 # to hand out the same memory again instead of fresh pages.
 MLP_ROWS = 1024
+MOST_SCRATCH_FLOATS = 16 * 1024**2  # that are held from one operation to the next
 
 
 class CpuOps(Ops):
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self._scratch = torch.empty(0)
         product = [c_void_p, c_long, *[c_void_p] * 4, *[c_long] * 3, c_int]
         self._few = function(library, "product_of_few", *product)
         self._many = function(library, "product_of_many", *product)
@@ -58,12 +61,20 @@ class CpuOps(Ops):
             product, packed_floats = self._few, rows * width
         else:
             product, packed_floats = self._many, self._packed_floats(outputs, width)
-        out, packed = x.new_empty(rows, outputs), x.new_empty(packed_floats)
+        out, packed = x.new_empty(rows, outputs), self.scratch(packed_floats)
         product(
             x.data_ptr(), x.stride(0), weight.data_ptr(), address(linear.bias), out.data_ptr(), packed.data_ptr(), rows,
             outputs, width, torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def scratch(self, floats: int) -> torch.Tensor:
+        """Memory that is the caller's until the next one asks: pages that were touched before cost nothing again."""
+        if floats > MOST_SCRATCH_FLOATS:
+            return torch.empty(floats)
+        if floats > len(self._scratch):
+            self._scratch = torch.empty(floats)
+        return self._scratch
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         if weight is None:

@@ -6,7 +6,8 @@ all layers after it, runs only for rows whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from windowpane.device.pages import KVPages
 from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
 from windowpane.lowering.reference.context import Context, StepState
-from windowpane.lowering.reference.mixers import Branch, make_mixer, write_present
+from windowpane.lowering.reference.mixers import MIXERS, Branch, make_mixer, write_present
 from windowpane.lowering.reference.ops import PLAIN, Ops
 from windowpane.lowering.rope import RopeTables
 from windowpane.models.blocks import Decoder, Layer
@@ -26,12 +27,15 @@ LayerCall = Callable[[torch.Tensor, StepState], torch.Tensor]
 class ReferenceModel:
     """Of several ranks, each has its own heads, its own part of each MLP and of the vocabulary.
 
+    `kinds`: the class of each kind of mixer, as in `make_mixer`.
+
     A pass may replace entries of `layers` by other callables that compute the same.
     """
 
     def __init__(
-        self, decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE, ops: Ops = PLAIN
-    ) -> None:
+        self, decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE, ops: Ops = PLAIN,
+        kinds: Mapping[type, Any] = MIXERS,
+    ) -> None:  # fmt: skip
         self.decoder, self.group, self.ops = decoder, group, ops
         self.embedding = parameters.table(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
@@ -39,7 +43,7 @@ class ReferenceModel:
         context = Context(parameters, self.ops, group, RopeTables(max_model_len), decoder.shared_layers)
         self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
         self.layers: list[LayerCall] = [
-            ReferenceLayer(layer, context, decoder.last_keeping_block if index == decoder.last_keeper else None)
+            ReferenceLayer(layer, context, kinds, decoder.last_keeping_block if index == decoder.last_keeper else None)
             for index, layer in enumerate(decoder.layers)
         ]
 
@@ -69,10 +73,12 @@ class ReferenceModel:
 class ReferenceLayer:
     """`narrows_at`: the last block of all that keeps anything, so only wanted rows go on from it."""
 
-    def __init__(self, described: Layer, context: Context, narrows_at: int | None) -> None:
+    def __init__(self, described: Layer, context: Context, kinds: Mapping[type, Any], narrows_at: int | None) -> None:
         self.described, self._narrows_at = described, narrows_at
         own = context.parameters, context.ops
-        self.blocks = [ResidualBlock(block, make_mixer(block.mixer, context), *own) for block in described.blocks]
+        self.blocks = [
+            ResidualBlock(block, make_mixer(block.mixer, context, kinds), *own) for block in described.blocks
+        ]
         self.scalar = None if described.scalar is None else context.parameters.tensor(described.scalar)
 
     def __call__(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:

@@ -87,20 +87,23 @@ class GatedDeltaMixer:
         if read is None:
             made = self._ops.linear(x, self.inputs)
             gates = made[:, channels:behind]
-            read = self._read(torch.cat([made[:, :channels], made[:, behind:]], dim=1), state)
+            read = self._read(made[:, :channels], made[:, behind:], state)
         else:
             gates = self._ops.linear(x, self.inputs[channels:behind])
+        return summed(self._ops.linear, self._gated(read, gates).to(x.dtype), self.out, self._context.group)
+
+    def _gated(self, read: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         normed = self._ops.norm(read, self.norm, self.described.norm)
-        gated = normed * F.silu(gates.float()).view(normed.shape)
-        return summed(self._ops.linear, gated.flatten(1).to(x.dtype), self.out, self._context.group)
+        return (normed * F.silu(gates.float()).view(normed.shape)).flatten(1)
 
     def keep(self, x: torch.Tensor, state: StepState) -> None:
         first, last = self.inputs[: self._channels], self.inputs[self._channels + self._values :]
-        made = torch.cat([self._ops.linear(x, first), self._ops.linear(x, last)], dim=1)
-        state.read[self.described.layer] = self._read(made, state)[state.wanted]
+        read = self._read(self._ops.linear(x, first), self._ops.linear(x, last), state)
+        state.read[self.described.layer] = read[state.wanted]
 
-    def _read(self, made: torch.Tensor, state: StepState) -> torch.Tensor:
-        """[rows, value heads, dim] of q, k, v, b and a."""
+    def _read(self, qkv: torch.Tensor, rates_and_steps: torch.Tensor, state: StepState) -> torch.Tensor:
+        """[rows, value heads, dim] of q, k and v, and of b and a."""
+        made = torch.cat([qkv, rates_and_steps], dim=1)
         return advance_states(self.described.layer, made, state, self._advance)
 
     def _advance(self, made: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -148,8 +151,7 @@ class Mamba2Mixer:
             y, gates = self._read(made[:, self._inner :], state), made[:, : self._inner]
         else:
             gates = self._made(x, 0, self._inner)
-        gated = self._gated(y, F.silu(gates.float())).to(x.dtype)
-        return summed(self._ops.linear, gated, self.out, self._context.group)
+        return summed(self._ops.linear, self._gated(y, gates).to(x.dtype), self.out, self._context.group)
 
     def keep(self, x: torch.Tensor, state: StepState) -> None:
         made = self._made(x, self._inner, self.inputs.outputs)
@@ -161,7 +163,7 @@ class Mamba2Mixer:
         return made if self._multipliers is None else (made * self._multipliers[start:stop]).to(made.dtype)
 
     def _gated(self, y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        norm = self.described.norm
+        norm, gates = self.described.norm, F.silu(gates.float())
         if norm is None:
             return y * gates
         if self.described.norms_first:

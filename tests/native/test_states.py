@@ -1,0 +1,107 @@
+"""Recurrent states in compiled kernels: what the reference gives, and the same bits however a prompt is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.native.test_experts import both
+from tests.native.test_kernels import assert_close
+from tests.running.harness import Knobs, layout_of
+from tests.running.small_models import spec_of
+from windowpane.device.pages import KVPages
+from windowpane.lowering.cpu.states import CpuGatedDelta, CpuMamba2
+from windowpane.lowering.reference.context import StepState
+from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer
+from windowpane.native import build
+from windowpane.schedule.step import Segment, Step
+
+# Norms of groups behind the gate, and before it; queries and keys that several value heads share.
+FAMILIES = [("qwen3.5", GatedDeltaMixer), ("nemotron-h", Mamba2Mixer), ("granite hybrid", Mamba2Mixer)]
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    torch.manual_seed(5)
+    if build.library() is None and "failed" in str(build.why_not()):
+        pytest.fail(str(build.why_not()))
+    if build.library() is None:
+        pytest.skip(f"no kernels here: {build.why_not()}")
+
+
+class Sequences:
+    """Pages of a small model with one sequence in each slot, at the positions that earlier calls brought them to."""
+
+    def __init__(self, name: str, slots: int) -> None:
+        layout = layout_of(list(spec_of(name).caches), Knobs())
+        pages_each = 2 * sum(len(g.slices) for g in layout.groups)
+        page_bytes = max(g.page_bytes for g in layout.groups)
+        slabs = -(-slots * pages_each * page_bytes // layout.slab_bytes) + 1
+        self.pages = KVPages(layout, slabs, slots, 256, torch.device("cpu"))
+        self.pages.arena.fill_(0xFF)
+        free = iter(np.random.default_rng(3).permutation(slots * pages_each) * (page_bytes // 256))
+        for tables in zip(self.pages.reading, self.pages.writing, strict=True):
+            for at in np.ndindex(tables[0][:, :2].shape):
+                tables[0][at] = tables[1][at] = next(free)
+        self.positions, self.present = [0] * slots, [0] * slots
+
+    def step(self, tokens: list[int]) -> StepState:
+        """So many tokens of each slot; those with one that are not new decode."""
+        decoding = [s for s, n in enumerate(tokens) if n == 1 and self.positions[s]]
+        segments, row = [], len(decoding)
+        for slot, count in enumerate(tokens):
+            if count and slot not in decoding:
+                start = self.positions[slot]
+                segments.append(Segment(slot, start, start + count, row, row, count))
+                row += count
+        slots = [*decoding, *(s.slot for s in segments)]
+        positions = [*(self.positions[s] for s in decoding), *(p for s in segments for p in range(s.start, s.stop))]
+        step = Step(
+            np.zeros(row, dtype=np.int32), np.array(positions), np.array(decoding, dtype=np.int64), tuple(segments),
+            tuple(segments), np.arange(row), np.array([self.present[s] for s in slots], dtype=np.int8),
+        )  # fmt: skip
+        for slot in slots:
+            self.positions[slot] += tokens[slot]
+            self.present[slot] = 1 - self.present[slot]
+        self.pages._states.clear()
+        at = torch.arange(row)
+        return StepState(step, self.pages, None, torch.tensor(positions), at, tuple(segments))
+
+
+def check_states(name: str, kind: type) -> None:
+    """Three sequences over several steps: new ones, chunks of few and many tokens, and decoding ones."""
+    compiled, plain = both(name, kind)[0]
+    assert isinstance(compiled, CpuGatedDelta | CpuMamba2)
+    ours, theirs = Sequences(name, 3), Sequences(name, 3)
+    for tokens in ([130, 2, 0], [1, 1, 1], [3, 1, 70], [1, 1, 1]):
+        x = torch.randn(sum(tokens), spec_of(name).decoder.hidden_size)
+        assert_close(compiled(x, ours.step(tokens)), plain(x, theirs.step(tokens)), 2e-5)
+    last = ours.step([1, 1, 1]).step
+    for mine, other in zip(*(s.pages.states[compiled.described.layer].load(last) for s in (ours, theirs)), strict=True):
+        assert_close(mine, other, 2e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), FAMILIES)
+def test_states_give_what_the_reference_gives(name, kind):
+    check_states(name, kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), FAMILIES[:2])
+def test_what_is_read_has_the_same_bits_however_a_prompt_is_cut(name, kind):
+    """Projections apart, which are products."""
+    mixer, _ = both(name, kind)[0]
+    made = torch.randn(150, mixer.inputs.outputs)
+    split = mixer._channels if kind is GatedDeltaMixer else mixer._inner
+
+    def read(rows: torch.Tensor, state: StepState) -> torch.Tensor:
+        if kind is Mamba2Mixer:
+            return mixer._read(rows[:, split:], state)
+        return mixer._read(rows[:, :split], rows[:, split + mixer._values :], state)
+
+    whole = read(made, Sequences(name, 1).step([150]))
+    for cuts in ([150], [1, 2, 64, 83], [100, 1, 1, 48]):
+        sequence, parts = Sequences(name, 1), torch.split(made, cuts)
+        assert torch.equal(torch.cat([read(part, sequence.step([len(part)])) for part in parts]), whole)
+    beside = Sequences(name, 2)
+    assert torch.equal(read(torch.cat([torch.randn_like(made), made]), beside.step([150, 150]))[150:], whole)
