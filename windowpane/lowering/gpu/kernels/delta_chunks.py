@@ -116,7 +116,8 @@ def chunk_delta(
 
     `places` are those of the step: its last ones belong to the segments. Weights are those of `decode_delta`.
     `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots`, int32 [n, 3], are sequences (as in
-    `places`), positions within their segments or at the end, and pages that get the states in front of those positions.
+    `places`), positions within their segments or at the end, and pages that get the states in front of those positions;
+    those of a sequence are in order.
     """
     if not segments.host_segments:
         return
@@ -396,6 +397,69 @@ def solve_kernel(
 # -- from chunk to chunk -------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _learned(state, LEARNED, KNOWN, head_at, v_dims, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+             PAST_L1: tl.constexpr):  # fmt: skip
+    """What the tokens of a chunk learn [CHUNK, VALUES], given the state in front of it."""
+    known = tl.load(KNOWN + head_at * K + tl.arange(0, K)[None, :], cache_modifier=PAST_L1)
+    fresh = tl.load(LEARNED + head_at * V + v_dims[None, :], cache_modifier=PAST_L1)
+    return fresh.to(tl.float32) - tl.dot(known, state.to(known.dtype), input_precision=PRECISION)
+
+
+@triton.jit
+def _through(
+    state, chunk, stop, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, OUT, out_stride, strip_tokens, tokens, first_token,
+    v_dims, head, key_head,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PAST_L1: tl.constexpr,
+):  # fmt: skip
+    """The state behind chunks [chunk, stop) of the strip, whose outputs are stored.
+
+    `first_token` is the number that the strip's first token has in this segment, and OUT is where its output would go:
+    both may lie in front of the segment.
+    """
+    DTYPE: tl.constexpr = PAIRS.dtype.element_ty
+    i = tl.arange(0, CHUNK)
+    pairs = PAIRS + key_head * K + tl.arange(0, K)[None, :]
+    for index in tl.range(chunk, stop, num_stages=STAGES):
+        at = (i + index * CHUNK).to(tl.int64)
+        head_at = at[:, None] * VALUE_HEADS + head
+        learned = _learned(state, LEARNED, KNOWN, head_at, v_dims, K, V, PRECISION, PAST_L1)
+        q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+        inside = tl.load(INSIDE + head_at * CHUNK + i[None, :], cache_modifier=PAST_L1)
+        k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+        totals = TOTALS + head * strip_tokens + index * CHUNK
+        total = tl.load(totals + i, cache_modifier=PAST_L1)
+        last = tl.load(totals + (CHUNK - 1), cache_modifier=PAST_L1)
+        o = tl.dot(q, state.to(DTYPE), input_precision=PRECISION) * tl.exp(total)[:, None]
+        o = tl.dot(inside, learned.to(DTYPE), o, input_precision=PRECISION)
+        mask = (first_token + at < tokens)[:, None]
+        tl.store(OUT + at[:, None] * out_stride + v_dims[None, :], o.to(OUT.dtype.element_ty), mask=mask)
+        kept = (learned * tl.exp(last - total)[:, None]).to(DTYPE)
+        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
+    return state
+
+
+@triton.jit
+def _within(
+    state, chunk, behind, PAIRS, LEARNED, KNOWN, TOTALS, strip_tokens, v_dims, head, key_head,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    PAST_L1: tl.constexpr,
+):  # fmt: skip
+    """The state behind the first `behind` tokens of a chunk: what these learn does not depend on later ones."""
+    i = tl.arange(0, CHUNK)
+    at = (chunk * CHUNK + i).to(tl.int64)
+    head_at = at[:, None] * VALUE_HEADS + head
+    learned = _learned(state, LEARNED, KNOWN, head_at, v_dims, K, V, PRECISION, PAST_L1)
+    key_at = (strip_tokens + at)[:, None] * (KEY_HEADS * K) + key_head * K + tl.arange(0, K)[None, :]
+    k = tl.load(PAIRS + key_at, cache_modifier=PAST_L1)
+    total = tl.load(TOTALS + head * strip_tokens + at, cache_modifier=PAST_L1)
+    until = tl.sum(tl.where(i == behind - 1, total, 0.0), 0)
+    decays = tl.exp(tl.where(i < behind, until - total, float("-inf")))
+    kept = (learned * decays[:, None]).to(k.dtype)
+    return tl.dot(tl.trans(k), kept, state * tl.exp(until), input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"])
 def pass_kernel(
     SEGMENTS, BEFORE, AFTER, STARTS, MATRIX, SNAPSHOTS, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, CARRIED, OUT,
@@ -407,7 +471,6 @@ def pass_kernel(
     """Program (part of the value dims, value head, segment): the state [K, VALUES] through the chunks of a strip."""
     wait_if_overlapped(PDL)
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
-    DTYPE: tl.constexpr = PAIRS.dtype.element_ty
     part = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -419,10 +482,8 @@ def pass_kernel(
     start, tokens, row = _rows_of(SEGMENTS, segment)
     sequence = first_sequence + segment
 
-    i = tl.arange(0, CHUNK)
-    k_dims = tl.arange(0, K)
     v_dims = part * VALUES + tl.arange(0, VALUES)
-    element = head * (K * V) + k_dims[:, None] * V + v_dims[None, :]
+    element = head * (K * V) + tl.arange(0, K)[:, None] * V + v_dims[None, :]
     is_begun = segment_begin < first_chunk
     page = MATRIX + tl.load(BEFORE + sequence).to(tl.int64) * matrix_unit + matrix_first
     has_state = (tl.load(STARTS + sequence) > 0) & (is_begun == 0)
@@ -430,39 +491,29 @@ def pass_kernel(
     carried = CARRIED + turn * (VALUE_HEADS * K * V) + element
     state += tl.load(carried, mask=is_begun, other=0.0, cache_modifier=".cg")
 
-    for chunk in tl.range(tl.maximum(segment_begin, first_chunk), tl.minimum(segment_end, last_chunk),
-                          num_stages=STAGES):  # fmt: skip
-        at = ((chunk - first_chunk) * CHUNK + i).to(tl.int64)
-        head_at = at[:, None] * VALUE_HEADS + head
-        known = tl.load(KNOWN + head_at * K + k_dims[None, :], cache_modifier=PAST_L1)
-        fresh = tl.load(LEARNED + head_at * V + v_dims[None, :], cache_modifier=PAST_L1)
-        pairs = PAIRS + key_head * K + k_dims[None, :]
-        q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
-        inside = tl.load(INSIDE + head_at * CHUNK + i[None, :], cache_modifier=PAST_L1)
-        k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
-        totals = TOTALS + head * strip_tokens + (chunk - first_chunk) * CHUNK
-        total = tl.load(totals + i, cache_modifier=PAST_L1)
-        last = tl.load(totals + (CHUNK - 1), cache_modifier=PAST_L1)
-
-        rounded = state.to(DTYPE)
-        learned = fresh.to(tl.float32) - tl.dot(known, rounded, input_precision=PRECISION)
-        o = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(total)[:, None]
-        o = tl.dot(inside, learned.to(DTYPE), o, input_precision=PRECISION)
-        first = (chunk - segment_begin) * CHUNK
-        out_at = (row + first + i)[:, None] * out_stride + head * V + v_dims[None, :]
-        tl.store(OUT + out_at, o.to(OUT.dtype.element_ty), mask=(first + i < tokens)[:, None])
-        if SNAPSHOTS is not None:
-            for index in range(snapshots):
-                behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first
-                is_mine = tl.load(SNAPSHOTS + index * 3) == sequence
-                if is_mine and behind > 0 and behind <= CHUNK:
-                    until = tl.sum(tl.where(i == behind - 1, total, 0.0), 0)
-                    decays = tl.exp(tl.where(i < behind, until - total, float("-inf")))
-                    added = tl.dot(tl.trans(k), (learned * decays[:, None]).to(DTYPE), input_precision=PRECISION)
-                    to = MATRIX + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * matrix_unit + matrix_first
-                    tl.store(to + element, (state * tl.exp(until) + added).to(MATRIX.dtype.element_ty))
-        kept = (learned * tl.exp(last - total)[:, None]).to(DTYPE)
-        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
+    # From here on chunks are those of the strip.
+    chunk = tl.maximum(segment_begin - first_chunk, 0)
+    end = tl.minimum(segment_end, last_chunk) - first_chunk
+    first_token = (first_chunk - segment_begin) * CHUNK
+    out = OUT + (row + first_token) * out_stride + head * V
+    if SNAPSHOTS is not None:
+        for index in range(snapshots):
+            behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first_token
+            there = (behind - 1) // CHUNK
+            is_here = (tl.load(SNAPSHOTS + index * 3) == sequence) & (behind > chunk * CHUNK) & (there < end)
+            stop = tl.where(is_here, there, chunk)
+            state = _through(state, chunk, stop, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens,
+                             tokens, first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION,
+                             STAGES, PAST_L1)  # fmt: skip
+            chunk = stop
+            if is_here:
+                found = _within(state, chunk, behind - chunk * CHUNK, PAIRS, LEARNED, KNOWN, TOTALS, strip_tokens,
+                                v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, PAST_L1)  # fmt: skip
+                to = MATRIX + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * matrix_unit + matrix_first
+                tl.store(to + element, found.to(MATRIX.dtype.element_ty))
+    state = _through(state, chunk, end, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens, tokens,
+                     first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, STAGES,
+                     PAST_L1)  # fmt: skip
 
     is_done = segment_end <= last_chunk
     page = MATRIX + tl.load(AFTER + sequence).to(tl.int64) * matrix_unit + matrix_first
