@@ -22,6 +22,7 @@ from bench.gpu_checks import (
     formats,
     fused,
     hopper,
+    mamba2,
     overlap,
     parallel,
     quantized,
@@ -32,7 +33,7 @@ from bench.gpu_checks import (
 def main() -> None:
     words = [w for w in sys.argv[1:] if not w.startswith("-")]
     torch.manual_seed(time.time_ns() % 2**31)
-    modules = (attention, overlap, hopper, fused, quantized, experts, chain, engine, formats, parallel, states)
+    modules = (attention, overlap, hopper, fused, quantized, experts, chain, engine, formats, parallel, states, mamba2)
     checks = [check for module in modules for check in module.checks()]
     failed = []
     for name, check in checks:
