@@ -25,13 +25,14 @@ from bench.gpu_checks import (
     formats,
     fused,
     hopper,
+    mamba2,
     overlap,
     parallel,
     quantized,
     states,
 )
 
-MODULES = (attention, overlap, hopper, fused, quantized, experts, states, chain, engine, formats, parallel)
+MODULES = (attention, overlap, hopper, fused, quantized, experts, states, mamba2, chain, engine, formats, parallel)
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     else:
         failed = run_checks(arguments.words, *map(int, arguments.share.split("/")))
     if arguments.timings:
-        for module in (attention, hopper, fused, quantized, experts, states, chain, formats):
+        for module in (attention, hopper, fused, quantized, experts, states, mamba2, chain, formats):
             module.timings()
     sys.exit(bool(failed))
 

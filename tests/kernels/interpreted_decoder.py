@@ -1,5 +1,5 @@
 """The fused decoder in Triton's interpreter against the plain one: the same greedy tokens. Run by its test, with the
-name of a model, and of a KV format where it is not the activations' own.
+names of models, between semicolons, and of a KV format where it is not the activations' own.
 
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
@@ -132,7 +132,12 @@ CHAINED, UNCHAINED, ROUTED = " chained", " unchained", " routed"
 
 def main() -> None:
     torch.set_num_threads(1)
-    name, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
+    names, kv_cache_dtype = (*sys.argv[1:], "auto")[:2]
+    for name in names.split(";"):
+        check(name, kv_cache_dtype)
+
+
+def check(name: str, kv_cache_dtype: str) -> None:
     is_chained, is_unchained, routes = (name.endswith(suffix) for suffix in (CHAINED, UNCHAINED, ROUTED))
     name = name.removesuffix(CHAINED).removesuffix(UNCHAINED).removesuffix(ROUTED)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
