@@ -222,7 +222,7 @@ def _poll(pieces: Any, first_of_thread: Pointer, again: bool) -> tuple[Tensor, .
             found[i] = torch.where(missing, places.load(missing), x)
         if not again or not any((x == NOT_WRITTEN).any() for x in found):
             return tuple(Tensor(x) for x in found)
-        if time.monotonic() > until or program.failed.is_set():
+        if time.monotonic() > until or program.failures:
             raise TimeoutError("a result that a program waits for is never written")
         time.sleep(1e-4)
 
@@ -247,19 +247,17 @@ def _specialize(functions_and_args: list[Any], worker_warps: list[int], worker_r
         vars(program).update(own)
         function(*args)
 
-    _run_beside([partial(partition, *each) for each in functions_and_args], program.failed)
+    _run_beside([partial(partition, *each) for each in functions_and_args], program.failures)
 
 
-def _run_beside(works: list[Callable[[], None]], failed: threading.Event) -> None:
-    """Each in a thread. Once one fails, others that wait for it fail too."""
-    failures: list[BaseException] = []
+def _run_beside(works: list[Callable[[], None]], failures: list[BaseException]) -> None:
+    """Each in a thread. Once one fails, others of the launch that wait for it fail too; the first failure is raised."""
 
     def run(work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:
             failures.append(error)
-            failed.set()
 
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for thread in threads:
@@ -330,13 +328,13 @@ class Interpreted:
             maxnreg: int | None = None, **constants: Any,
         ) -> None:  # fmt: skip
             made = [_argument(x) for x in args]
-            failed = threading.Event()
+            failures: list[BaseException] = []
 
             def run(number: int) -> None:
-                program.number, program.count, program.failed = number, grid[0], failed
+                program.number, program.count, program.failures = number, grid[0], failures
                 self._run(*made, **constants)
 
-            _run_beside([partial(run, number) for number in range(grid[0])], failed)
+            _run_beside([partial(run, number) for number in range(grid[0])], failures)
 
         return launch
 
@@ -362,4 +360,7 @@ class Interpreted:
 def _argument(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return Described(x)
-    return Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
+    if not isinstance(x, torch.Tensor):
+        return x
+    between_rows = x if x.is_contiguous() else x.as_strided((len(x), x.stride(0)), (x.stride(0), 1))
+    return Pointer(between_rows.view(-1))
