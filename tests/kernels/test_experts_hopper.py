@@ -114,7 +114,7 @@ def test_a_product_is_that_of_the_dequantised_weight(activation, rows, inputs, o
     # Half a step of bfloat16, and what float32 sums may be off.
     allowed = want.abs() / 256 + want.abs().amax(0) * 2e-6
     off = (out[at].double() - want).abs() / allowed
-    assert not (off > 1).any(), f"{float(off.max()):.2f} times what is allowed"
+    assert (off <= 1).all(), f"{float(off.max()):.2f} times what is allowed"
     assert (~memory.isnan()).sum() == len(mine) * width, "nothing else is written"
 
 
