@@ -26,6 +26,7 @@ MOST_SECONDS = 60.0  # that a program waits for another
 NOT_WRITTEN = -1
 
 program = threading.local()
+_atomic = threading.Lock()
 
 
 class Tensor:
@@ -124,6 +125,12 @@ class Described:
         box[: inside.shape[0], : inside.shape[1]] = inside
         return box
 
+    def store(self, at: list[Any], box: torch.Tensor) -> None:
+        """What reaches beyond the tensor is left out."""
+        rows, columns = (slice(int(start), int(start) + size) for start, size in zip(at, self._box_shape, strict=True))
+        inside = self._memory[rows, columns]
+        inside.copy_(box[: inside.shape[0], : inside.shape[1]])
+
 
 class Shared:
     """Shared memory of a program. Reinterpreted, its bytes are in the order of rows: swizzles of both forms agree."""
@@ -152,9 +159,12 @@ class Shared:
         return Shared(self.values.view(-1).view(dtype).view(shape))
 
 
-def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    if not isinstance(condition, Tensor):
+        condition = Tensor(torch.tensor(condition))
     found = torch.where(condition.values, values_of(a), values_of(b))
-    return Tensor(found.to(torch.int32) if found.dtype == torch.int64 else found)
+    is_of_numbers = not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    return Tensor(found.to(torch.int32) if is_of_numbers and found.dtype == torch.int64 else found)
 
 
 def _maximum(a: Tensor, b: Any, propagate_nan: Any = None) -> Tensor:
@@ -173,12 +183,30 @@ def _largest(x: Tensor, axis: int, combine: Any) -> Tensor:
     return Tensor(x.values.amax(axis))
 
 
-def _load(at: Pointer, mask: Tensor | None = None, other: Any = 0, **_: Any) -> Tensor:
-    return Tensor(at.load(values_of(mask), 0 if other is None else other))
+def _load(at: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Tensor:
+    return Tensor(at.load(None if mask is None else torch.as_tensor(values_of(mask)), 0 if other is None else other))
 
 
 def _store(at: Pointer, x: Any, mask: Tensor | None = None) -> None:
     at.store(torch.as_tensor(values_of(x)), values_of(mask))
+
+
+def _atomic_add(at: Pointer, number: int, sem: str, scope: str) -> int:
+    """Of 0: what a program does again and again until others have come, which takes a while."""
+    if number == 0:
+        time.sleep(1e-3)
+        program.polls = getattr(program, "polls", 0) + 1
+        if program.polls > MOST_SECONDS * 1e3 or program.failures:
+            raise TimeoutError("a number that a program waits for is never reached")
+    with _atomic:
+        before = int(at.load())
+        at.store(torch.tensor(before + number))
+    return before
+
+
+def _atomic_exchange(at: Pointer, number: int, sem: str, scope: str) -> None:
+    with _atomic:
+        at.store(torch.tensor(number))
 
 
 def _asm(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
@@ -297,6 +325,8 @@ LANGUAGE = SimpleNamespace(
     split=lambda x: (Tensor(x.values[..., 0]), Tensor(x.values[..., 1])),
     load=_load,
     store=_store,
+    atomic_add=_atomic_add,
+    atomic_xchg=_atomic_exchange,
     inline_asm_elementwise=_asm,
     allocate_shared_memory=_allocate,
     warp_specialize=_specialize,
@@ -327,12 +357,12 @@ class Interpreted:
             *args: Any, num_warps: int, launch_pdl: bool, launch_cooperative_grid: bool = False,
             maxnreg: int | None = None, **constants: Any,
         ) -> None:  # fmt: skip
-            made = [_argument(x) for x in args]
+            made, fixed = [_argument(x) for x in args], {name: _argument(x) for name, x in constants.items()}
             failures: list[BaseException] = []
 
             def run(number: int) -> None:
                 program.number, program.count, program.failures = number, grid[0], failures
-                self._run(*made, **constants)
+                self._run(*made, **fixed)
 
             _run_beside([partial(run, number) for number in range(grid[0])], failures)
 
@@ -360,6 +390,8 @@ class Interpreted:
 def _argument(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return Described(x)
+    if isinstance(x, gluon_language.dtype):
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}[x.name]
     if not isinstance(x, torch.Tensor):
         return x
     between_rows = x if x.is_contiguous() else x.as_strided((len(x), x.stride(0)), (x.stride(0), 1))

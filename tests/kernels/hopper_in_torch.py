@@ -1,14 +1,15 @@
 """What Gluon kernels for Hopper add to `gluon_in_torch`: barriers with phases, boxes copied by TMA, and wgmma.
 
 All of it is as late or as early as the hardware may be, whichever shows more mistakes: a copy spoils its target at once
-and lands when somebody waits for it; a product reads its operands at once, fails if one of them changes before it is
-waited for, and has no values until then.
+and lands when somebody waits for it; one from shared memory is made when it is waited for; a product reads its operands
+at once, fails if one of them changes before it is waited for, and has no values until then.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,12 +122,26 @@ def _bring(tensor: Described, at: list[Any], barrier: Barrier, to: Shared) -> No
     barrier.bring(tensor.box(at), to.values)
 
 
+def _take_away(tensor: Described, at: list[Any], box: Shared) -> None:
+    program.stores = [*getattr(program, "stores", []), partial(tensor.store, at, box.values)]
+
+
+def _wait_for_stores(most_in_flight: int) -> None:
+    stores = getattr(program, "stores", [])
+    program.stores = stores[len(stores) - most_in_flight :]
+    for store in stores[: len(stores) - most_in_flight]:
+        store()
+
+
 NAMES: dict[str, Any] = {
     "mbarrier": SimpleNamespace(
         MBarrierLayout=lambda: Barriers, init=Barrier.init, expect=Barrier.expect, arrive=Barrier.arrive,
         wait=Barrier.wait,
     ),
-    "tma": SimpleNamespace(async_copy_global_to_shared=_bring),
+    "tma": SimpleNamespace(
+        async_copy_global_to_shared=_bring, async_copy_shared_to_global=_take_away, store_wait=_wait_for_stores
+    ),
+    "fence_async_shared": lambda: None,
     "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": _wait_for_products,
 }  # fmt: skip
