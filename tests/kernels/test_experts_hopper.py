@@ -36,7 +36,7 @@ def weight_of(outputs: int, inputs: int) -> PackedWeight:
 
 @pytest.mark.parametrize(
     ("rows", "activation", "pdl"),
-    [(16, CLAMPED, True), (64, SILU, True), (64, NO_ACTIVATION, False), (128, CLAMPED, True)],
+    [(16, CLAMPED, True), (64, NO_ACTIVATION, False), (128, SILU, True)],
 )
 def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activation, pdl, monkeypatch, tmp_path):
     recorder = Recorder(KERNEL)
