@@ -1,26 +1,32 @@
 """Runs the source of Gluon kernels in torch: every program is a thread, and a tensor is a torch tensor.
 
 Layouts say where values lie and not which they are, so they are left out; inline PTX, which sees a few values of a
-thread at once, is done for whole tensors. Only what the layer chain needs is here. Programs really run beside each
-other, so that one may wait for another's results, and fails where these never come.
+thread at once, is done for whole tensors. Only what kernels here need is here; `hopper_in_torch` has what those for
+Hopper add. Programs really run beside each other, as do the warps of one that is specialised, so that one may wait for
+another's results, and fails where these never come.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
+
+from tests.kernels.ptx_in_torch import run_elementwise
 
 MOST_SECONDS = 60.0  # that a program waits for another
 NOT_WRITTEN = -1
 
-_program = threading.local()
+program = threading.local()
+_atomic = threading.Lock()
 
 
 class Tensor:
@@ -45,6 +51,12 @@ class Tensor:
     def __getitem__(self, at: Any) -> Tensor:
         return Tensor(self.values[at])
 
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def __index__(self) -> int:
+        return int(self.values)
+
     def __invert__(self) -> Tensor:
         return Tensor(~self.values)
 
@@ -61,8 +73,8 @@ def _operator(name: str) -> Callable[[Tensor, Any], Tensor]:
     return apply
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "and", "or",
-              "lshift", "rshift", "lt", "gt", "le", "ge", "eq"):  # fmt: skip
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod",
+              "rmod", "and", "or", "lshift", "rshift", "lt", "gt", "le", "ge", "eq"):  # fmt: skip
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -97,6 +109,29 @@ class Pointer:
         self.memory[at[mask].long()] = x[mask].to(self.memory.dtype)
 
 
+class Described:
+    """A tensor that TMA copies boxes of."""
+
+    layout = None
+
+    def __init__(self, descriptor: TensorDescriptor) -> None:
+        self._memory, self._box_shape = descriptor.base, descriptor.block_shape
+
+    def box(self, at: list[Any]) -> torch.Tensor:
+        """Zeros where it reaches beyond the tensor."""
+        rows, columns = (slice(int(start), int(start) + size) for start, size in zip(at, self._box_shape, strict=True))
+        box = torch.zeros(self._box_shape, dtype=self._memory.dtype)
+        inside = self._memory[rows, columns]
+        box[: inside.shape[0], : inside.shape[1]] = inside
+        return box
+
+    def store(self, at: list[Any], box: torch.Tensor) -> None:
+        """What reaches beyond the tensor is left out."""
+        rows, columns = (slice(int(start), int(start) + size) for start, size in zip(at, self._box_shape, strict=True))
+        inside = self._memory[rows, columns]
+        inside.copy_(box[: inside.shape[0], : inside.shape[1]])
+
+
 class Shared:
     """Shared memory of a program. Reinterpreted, its bytes are in the order of rows: swizzles of both forms agree."""
 
@@ -124,13 +159,22 @@ class Shared:
         return Shared(self.values.view(-1).view(dtype).view(shape))
 
 
-def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    if not isinstance(condition, Tensor):
+        condition = Tensor(torch.tensor(condition))
     found = torch.where(condition.values, values_of(a), values_of(b))
-    return Tensor(found.to(torch.int32) if found.dtype == torch.int64 else found)
+    is_of_numbers = not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    return Tensor(found.to(torch.int32) if is_of_numbers and found.dtype == torch.int64 else found)
 
 
 def _maximum(a: Tensor, b: Any, propagate_nan: Any = None) -> Tensor:
     return Tensor(torch.maximum(a.values, torch.as_tensor(values_of(b), dtype=a.dtype)))
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    if not isinstance(a, Tensor):
+        return _minimum(b, a) if isinstance(b, Tensor) else min(a, b)
+    return Tensor(torch.minimum(a.values, torch.as_tensor(values_of(b), dtype=a.dtype)))
 
 
 def _largest(x: Tensor, axis: int, combine: Any) -> Tensor:
@@ -139,16 +183,37 @@ def _largest(x: Tensor, axis: int, combine: Any) -> Tensor:
     return Tensor(x.values.amax(axis))
 
 
-def _load(at: Pointer, mask: Tensor | None = None, other: Any = 0, **_: Any) -> Tensor:
-    return Tensor(at.load(values_of(mask), 0 if other is None else other))
+def _load(at: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Tensor:
+    return Tensor(at.load(None if mask is None else torch.as_tensor(values_of(mask)), 0 if other is None else other))
 
 
 def _store(at: Pointer, x: Any, mask: Tensor | None = None) -> None:
     at.store(torch.as_tensor(values_of(x)), values_of(mask))
 
 
+def _atomic_add(at: Pointer, number: int, sem: str, scope: str) -> int:
+    """Of 0: what a program does again and again until others have come, which takes a while."""
+    if number == 0:
+        time.sleep(1e-3)
+        program.polls = getattr(program, "polls", 0) + 1
+        if program.polls > MOST_SECONDS * 1e3 or program.failures:
+            raise TimeoutError("a number that a program waits for is never reached")
+    with _atomic:
+        before = int(at.load())
+        at.store(torch.tensor(before + number))
+    return before
+
+
+def _atomic_exchange(at: Pointer, number: int, sem: str, scope: str) -> None:
+    with _atomic:
+        at.store(torch.tensor(number))
+
+
 def _asm(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """Each piece of PTX that the chain has, for whole tensors."""
+    """PTX whose values are in one row is run; each other piece, which the chain has, is done for whole tensors."""
+    if pack <= 2 and is_pure:
+        found = run_elementwise(text, constraints, [x.values for x in args], dtype, pack)
+        return tuple(map(Tensor, found)) if isinstance(found, tuple) else Tensor(found)
     if "prmt" in text:
         return _pick_bytes(*args)
     if "lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a" in text:
@@ -185,7 +250,7 @@ def _poll(pieces: Any, first_of_thread: Pointer, again: bool) -> tuple[Tensor, .
             found[i] = torch.where(missing, places.load(missing), x)
         if not again or not any((x == NOT_WRITTEN).any() for x in found):
             return tuple(Tensor(x) for x in found)
-        if time.monotonic() > until or _program.failed.is_set():
+        if time.monotonic() > until or program.failures:
             raise TimeoutError("a result that a program waits for is never written")
         time.sleep(1e-4)
 
@@ -198,11 +263,45 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return Tensor(c.values + (a.values.double() @ b.values.double()).to(torch.int32))
 
 
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Callable[[torch.Tensor], Any] | None) -> Any:
+    """The layout of barriers says what is made of the memory."""
+    return (layout or Shared)(torch.zeros(list(shape), dtype=dtype))
+
+
+def _specialize(functions_and_args: list[Any], worker_warps: list[int], worker_registers: list[int]) -> None:
+    own = dict(vars(program))
+
+    def partition(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        vars(program).update(own)
+        function(*args)
+
+    _run_beside([partial(partition, *each) for each in functions_and_args], program.failures)
+
+
+def _run_beside(works: list[Callable[[], None]], failures: list[BaseException]) -> None:
+    """Each in a thread. Once one fails, others of the launch that wait for it fail too; the first failure is raised."""
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
 LANGUAGE = SimpleNamespace(
-    int8=torch.int8, int16=torch.int16, int32=torch.int32, float32=torch.float32, bfloat16=torch.bfloat16,
+    int8=torch.int8, int16=torch.int16, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+    bfloat16=torch.bfloat16, float16=torch.float16,
     pointer_type=lambda element: element,
-    program_id=lambda axis: _program.number,
-    num_programs=lambda axis: _program.count,
+    program_id=lambda axis: program.number,
+    num_programs=lambda axis: program.count,
     static_range=range,
     thread_barrier=lambda: None,
     arange=lambda first, last, layout=None: Tensor(torch.arange(first, last, dtype=torch.int32)),
@@ -211,6 +310,7 @@ LANGUAGE = SimpleNamespace(
     zeros_like=lambda x: Tensor(torch.zeros_like(x.values)),
     where=_where,
     maximum=_maximum,
+    minimum=_minimum,
     reduce=_largest,
     abs=lambda x: Tensor(x.values.abs()),
     exp=lambda x: Tensor(x.values.exp()),
@@ -225,8 +325,11 @@ LANGUAGE = SimpleNamespace(
     split=lambda x: (Tensor(x.values[..., 0]), Tensor(x.values[..., 1])),
     load=_load,
     store=_store,
+    atomic_add=_atomic_add,
+    atomic_xchg=_atomic_exchange,
     inline_asm_elementwise=_asm,
-    allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.zeros(list(shape), dtype=dtype)),
+    allocate_shared_memory=_allocate,
+    warp_specialize=_specialize,
     **{name: lambda *args, **named: None for name in dir(gluon_language) if name.endswith("Layout")},
 )  # fmt: skip
 _COPIES = SimpleNamespace(
@@ -239,35 +342,29 @@ _NAMES: dict[str, Any] = {
 
 
 class Interpreted:
-    """Stands in for a kernel: a launch runs its source, one thread for each program."""
+    """Stands in for a kernel: a launch runs its source, one thread for each program.
 
-    def __init__(self, kernel: Any) -> None:
+    `names`: what names of its modules mean, where that is not what they mean in all kernels.
+    """
+
+    def __init__(self, kernel: Any, names: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._modules: dict[int, dict[str, Any]] = {}
+        self._names = {**_NAMES, **names}
         self._run = self._in_torch(kernel.fn)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(
-            *args: Any, num_warps: int, launch_pdl: bool, launch_cooperative_grid: bool, **constants: Any
-        ) -> None:
-            made = [Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in args]
+            *args: Any, num_warps: int, launch_pdl: bool, launch_cooperative_grid: bool = False,
+            maxnreg: int | None = None, **constants: Any,
+        ) -> None:  # fmt: skip
+            made, fixed = [_argument(x) for x in args], {name: _argument(x) for name, x in constants.items()}
             failures: list[BaseException] = []
-            failed = threading.Event()
 
-            def program(number: int) -> None:
-                _program.number, _program.count, _program.failed = number, grid[0], failed
-                try:
-                    self._run(*made, **constants)
-                except BaseException as error:
-                    failures.append(error)
-                    failed.set()
+            def run(number: int) -> None:
+                program.number, program.count, program.failures = number, grid[0], failures
+                self._run(*made, **fixed)
 
-            threads = [threading.Thread(target=program, args=(number,)) for number in range(grid[0])]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if failures:
-                raise failures[0]
+            _run_beside([partial(run, number) for number in range(grid[0])], failures)
 
         return launch
 
@@ -286,5 +383,16 @@ class Interpreted:
                     own[name] = value.value
                 elif isinstance(value, JITFunction | ConstexprFunction):
                     own[name] = self._in_torch(value.fn)
-            own |= {name: value for name, value in _NAMES.items() if name in names}
+            own |= {name: value for name, value in self._names.items() if name in names}
         return self._modules[id(names)]
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, TensorDescriptor):
+        return Described(x)
+    if isinstance(x, gluon_language.dtype):
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}[x.name]
+    if not isinstance(x, torch.Tensor):
+        return x
+    between_rows = x if x.is_contiguous() else x.as_strided((len(x), x.stride(0)), (x.stride(0), 1))
+    return Pointer(between_rows.view(-1))

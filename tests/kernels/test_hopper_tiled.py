@@ -1,6 +1,6 @@
-"""Products with int4 weights on Hopper from the host's side: how work is shared, what is launched, if it compiles.
+"""Products with int4 weights on Hopper: how work is shared, what is launched, if it compiles, what its source gives.
 
-The kernel has no interpreter; `python3 -m bench.gpu_check quantized` checks it on a GPU.
+`python3 -m bench.gpu_check quantized` checks the kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels import hopper_in_torch
+from tests.kernels.gluon_in_torch import Interpreted
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
 from windowpane.lowering.gpu.kernels import hopper_tiled
 from windowpane.lowering.gpu.kernels.hopper_tiled import STAGES, hopper_product, is_described, plan_shares
+from windowpane.lowering.gpu.kernels.launch import flags_of
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 
@@ -122,3 +125,22 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, dtype,
     assert ptx.count("wgmma.mma_async") == 2 * products * 8
     assert ptx.count(f"wgmma.wait_group.sync.aligned {products // 2}") == 2
     assert STAGES[launched["ROWS"] + launched["EXTRA"]] == launched["STAGES"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "programs", "dtype"), [(20, 296, 3, torch.float16), (40, 552, 2, BF16)],
+    ids=["every tile is shared", "more rows than a power of two, and whole tiles"],
+)  # fmt: skip
+def test_a_product_is_that_of_the_dequantised_weight(rows, outputs, programs, dtype, monkeypatch):
+    torch.manual_seed(4)
+    monkeypatch.setattr(hopper_tiled, "int4_kernel", Interpreted(hopper_tiled.int4_kernel, hopper_in_torch.NAMES))
+    packed = PackedWeight.empty(PackedForm("int4", outputs, 768, 32), dtype, torch.device("cpu"))
+    packed.units.random_(-(2**15), 2**15)
+    packed.scales.copy_(torch.rand(packed.scales.shape) + 0.5)
+    x, bias = torch.randn(rows, 768).to(dtype), torch.randn(outputs).to(dtype)
+    out = torch.full((rows, outputs), torch.nan, dtype=dtype)
+    hopper_product(x, packed, bias, out, plan_shares(rows, outputs, 768, programs), pdl=True)
+    want = x.double() @ packed.dequantize(dtype).double().t() + bias.double()
+    # Half a step of the result, and what float32 sums may be off.
+    assert ((out.double() - want).abs() <= want.abs() * torch.finfo(dtype).eps / 2 + 2e-6 * want.abs().max()).all()
+    assert not flags_of(x.device).any(), "flags are left as they were found"

@@ -1,0 +1,122 @@
+"""The kernel of MXFP4 experts on Hopper: whether it compiles, and what its source computes, run in torch.
+
+`python3 -m bench.gpu_check experts` checks the same on a GPU, at real sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels import hopper_in_torch
+from tests.kernels.gluon_in_torch import Interpreted
+from tests.kernels.interpreted_experts import activated
+from tests.kernels.test_format_kernels import run_interpreted
+from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
+from windowpane.lowering.gpu.kernels import experts_hopper
+from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, NO_ACTIVATION, SILU, is_gated
+from windowpane.lowering.gpu.kernels.experts_grouped import Sorted
+from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product
+from windowpane.lowering.packed import PackedWeight
+from windowpane.models.packing import PackedForm
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+KERNEL = experts_hopper.mxfp4_experts_kernel
+
+
+def weight_of(outputs: int, inputs: int) -> PackedWeight:
+    """Outputs have scales of their own from 2^-20 to 2^4, and spans of inputs others near them."""
+    made = PackedWeight.empty(PackedForm("mxfp4", outputs, inputs, 32), BF16, CPU)
+    made.units.random_(-(2**15), 2**15)
+    of_output = torch.randint(127 - 20 + 2, 127 + 4 - 1, (outputs, 1))
+    return replace(made, scales=(of_output + torch.randint(-2, 2, made.scales.shape)).to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "activation", "pdl"),
+    [(16, CLAMPED, True), (64, NO_ACTIVATION, False), (128, SILU, True)],
+)
+def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activation, pdl, monkeypatch, tmp_path):
+    recorder = Recorder(KERNEL)
+    monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", recorder)
+    outputs = 5760 if activation != NO_ACTIVATION else 2880
+    weight = PackedWeight.empty(PackedForm("mxfp4", 2 * outputs, 2880, 32), BF16, CPU)
+    by_expert = Sorted(*(torch.zeros(shape, dtype=torch.int32) for shape in (1000, (40, 3), 1)))
+    boxed_product(
+        torch.zeros(1000, 2880, dtype=BF16), weight, torch.zeros(2, outputs, dtype=BF16), by_expert,
+        torch.zeros(1000, 2880, dtype=BF16), local=2, activation=activation.value, limit=7.0, alpha=1.702,
+        launch=Boxed(rows), pdl=pdl,
+    )  # fmt: skip
+    compiled = recorder.compile()
+    ptx = compiled.asm["ptx"]
+    assert recorder.launched["tiles"] == (23 if outputs == 5760 else 12) and recorder.launched["blocks"] == 23
+    assert compiled.metadata.shared <= SHARED_BYTES
+    assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
+    assert ("griddepcontrol.wait" in ptx) == pdl
+    # Two products of 8 steps in each warp group's loop, and one is waited for while the other is in flight.
+    assert ptx.count("wgmma.mma_async") == 2 * 2 * 8
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2
+
+
+def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
+    """As `sort_pairs` does it. `experts`: of each pair, those of other ranks from `local` on."""
+    pairs = experts.sort(stable=True).indices.int()
+    blocks, begin = [], 0
+    for expert, count in enumerate(experts.bincount(minlength=local)[:local].tolist()):
+        blocks += [[expert, at, begin + count] for at in range(begin, begin + count, block_rows)]
+        begin += count
+    room = [[9999, 9999, 9999]] * 2  # as there is where experts have more blocks than these
+    return Sorted(pairs, torch.tensor(blocks + room, dtype=torch.int32), torch.tensor([len(blocks)], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("activation", "rows", "inputs", "outputs", "has_bias"),
+    [
+        (CLAMPED, 16, 328, 2 * 136, True),
+        (SILU, 32, 136, 2 * 200, False),
+        (GELU, 16, 128, 2 * 64, False),
+        (NO_ACTIVATION, 16, 328, 428, True),
+        (NO_ACTIVATION, 32, 136, 272, False),
+    ],
+)  # fmt: skip
+def test_a_product_is_that_of_the_dequantised_weight(activation, rows, inputs, outputs, has_bias, monkeypatch):
+    """Of five experts one has no pairs, one has many blocks, and one is of another rank. Tiles are more than programs,
+    and blocks of inputs more than stages.
+    """
+    torch.manual_seed(3)
+    monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", Interpreted(KERNEL, hopper_in_torch.NAMES))
+    monkeypatch.setattr(experts_hopper, "_processors", lambda device: 3)
+    monkeypatch.setitem(experts_hopper.STAGES, rows, 3)
+    experts = torch.tensor([0] * 7 + [2] * (8 * rows + 1) + [3] * rows + [4] * 5)
+    experts = experts[torch.randperm(len(experts))]
+    by_expert = sort(experts, 4, rows)
+    x, weight = torch.randn(len(experts), inputs).to(BF16), weight_of(4 * outputs, inputs)
+    bias = torch.randn(4, outputs).to(BF16) if has_bias else None
+    gated = is_gated(activation.value)
+    width = outputs // 2 if gated else outputs
+    memory = torch.full((len(experts), width + 64), torch.nan, dtype=BF16)
+    out = memory[:, :width]
+    boxed_product(
+        x, weight, bias, by_expert, out, local=4, activation=activation.value, limit=7.0, alpha=1.702,
+        launch=Boxed(rows), pdl=True,
+    )  # fmt: skip
+    matrices = weight.dequantize(torch.float64).view(4, outputs, inputs)
+    mine = by_expert.pairs[: int((experts < 4).sum())].long()
+    want = torch.stack([matrices[expert] @ row for expert, row in zip(experts[mine], x.double(), strict=False)])
+    if bias is not None:
+        want += bias[experts[mine]].double()
+    if gated:
+        name = "gelu_pytorch_tanh" if activation == GELU else "silu"
+        want = activated(want.t(), name, 7.0 if activation == CLAMPED else None, 1.702).t()
+    at = torch.arange(len(mine)) if gated else mine
+    # Half a step of bfloat16, and what float32 sums may be off.
+    allowed = want.abs() / 256 + want.abs().amax(0) * 2e-6
+    off = (out[at].double() - want).abs() / allowed
+    assert (off <= 1).all(), f"{float(off.max()):.2f} times what is allowed"
+    assert (~memory.isnan()).sum() == len(mine) * width, "nothing else is written"
+
+
+def test_a_layer_of_experts_goes_through_sorting_gathering_both_products_and_the_sum():
+    run_interpreted("tests.kernels.interpreted_experts", "boxes")
