@@ -139,6 +139,7 @@ class CpuGatedDelta(GatedDeltaMixer):
         held, rows, heads = _Held(stored, state.step, taps), len(qkv), described.value_heads
         rates, steps = rates_and_steps[:, :heads], rates_and_steps[:, heads:]
         out = qkv.new_empty(rows, heads, described.value_dim)
+        scratch = self._kernels.ops.scratch(rows * (channels + 2 * heads))
         asked = _Delta(
             held.described,
             _Convolution(
@@ -147,7 +148,7 @@ class CpuGatedDelta(GatedDeltaMixer):
             ),
             rates.data_ptr(), steps.data_ptr(), rates.stride(0), steps.stride(0), self.decay.data_ptr(),
             self.dt_bias.data_ptr(), out.data_ptr(),
-            self._kernels.ops.scratch(rows * (channels + 2 * heads)).data_ptr(), rows, described.key_heads, heads,
+            scratch.data_ptr(), rows, described.key_heads, heads,
             described.key_dim, described.value_dim,
         )  # fmt: skip
         self._run(ctypes.byref(asked), torch.get_num_threads())
@@ -176,6 +177,7 @@ class CpuMamba2(Mamba2Mixer):
             return super()._read(made, state)
         held, rows = _Held(stored, state.step, taps), len(made)
         out = made.new_empty(rows, self._inner)
+        scratch = self._kernels.ops.scratch(rows * (channels + 2 * described.heads))
         asked = _Scan(
             held.described,
             _Convolution(
@@ -184,7 +186,7 @@ class CpuMamba2(Mamba2Mixer):
             ),
             made[:, channels:].data_ptr(), made.stride(0), self.rates.data_ptr(), self.dt_bias.data_ptr(),
             self.skip.data_ptr(), out.data_ptr(),
-            self._kernels.ops.scratch(rows * (channels + 2 * described.heads)).data_ptr(), rows, described.heads,
+            scratch.data_ptr(), rows, described.heads,
             described.groups, described.head_dim, described.state_dim, *described.dt_limits,
         )  # fmt: skip
         self._run(ctypes.byref(asked), torch.get_num_threads())
