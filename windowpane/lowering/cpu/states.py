@@ -15,7 +15,7 @@ from windowpane.lowering.cpu.ops import CpuOps
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS
 from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer
-from windowpane.models.blocks import GatedDeltaNet, Mamba2
+from windowpane.models.blocks import RMS, GatedDeltaNet, Mamba2
 from windowpane.native.calls import address, count, function
 from windowpane.schedule.step import Step
 
@@ -155,7 +155,7 @@ class CpuGatedDelta(GatedDeltaMixer):
         return out
 
     def _gated(self, read: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        if not self._aligned or self.norm is None:
+        if not self._aligned or self.norm is None or self.described.norm.kind != RMS:
             return super()._gated(read, gates)
         heads, eps = self.described.value_heads, self.described.norm.eps
         return self._kernels.gated_norm(read.flatten(1).contiguous(), gates, self.norm, heads, eps, norms_last=False)
