@@ -77,8 +77,9 @@ def check_states(name: str, kind: type) -> None:
     for tokens in ([130, 2, 0], [1, 1, 1], [3, 1, 70], [1, 1, 1]):
         x = torch.randn(sum(tokens), spec_of(name).decoder.hidden_size)
         assert_close(compiled(x, ours.step(tokens)), plain(x, theirs.step(tokens)), 2e-5)
-    last = ours.step([1, 1, 1]).step
-    for mine, other in zip(*(s.pages.states[compiled.described.layer].load(last) for s in (ours, theirs)), strict=True):
+    layer = compiled.described.layer
+    behind = [sequences.pages.states[layer].load(sequences.step([1, 1, 1]).step) for sequences in (ours, theirs)]
+    for mine, other in zip(*behind, strict=True):
         assert_close(mine, other, 2e-5)
 
 

@@ -15,7 +15,7 @@ from windowpane.lowering.cpu.ops import CpuOps
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS
 from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer
-from windowpane.models.blocks import GatedDeltaNet, Mamba2
+from windowpane.models.blocks import RMS, GatedDeltaNet, Mamba2
 from windowpane.native.calls import address, count, function
 from windowpane.schedule.step import Step
 
@@ -139,6 +139,7 @@ class CpuGatedDelta(GatedDeltaMixer):
         held, rows, heads = _Held(stored, state.step, taps), len(qkv), described.value_heads
         rates, steps = rates_and_steps[:, :heads], rates_and_steps[:, heads:]
         out = qkv.new_empty(rows, heads, described.value_dim)
+        scratch = self._kernels.ops.scratch(rows * (channels + 2 * heads))
         asked = _Delta(
             held.described,
             _Convolution(
@@ -147,14 +148,14 @@ class CpuGatedDelta(GatedDeltaMixer):
             ),
             rates.data_ptr(), steps.data_ptr(), rates.stride(0), steps.stride(0), self.decay.data_ptr(),
             self.dt_bias.data_ptr(), out.data_ptr(),
-            self._kernels.ops.scratch(rows * (channels + 2 * heads)).data_ptr(), rows, described.key_heads, heads,
+            scratch.data_ptr(), rows, described.key_heads, heads,
             described.key_dim, described.value_dim,
         )  # fmt: skip
         self._run(ctypes.byref(asked), torch.get_num_threads())
         return out
 
     def _gated(self, read: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        if not self._aligned or self.norm is None:
+        if not self._aligned or self.norm is None or self.described.norm.kind != RMS:
             return super()._gated(read, gates)
         heads, eps = self.described.value_heads, self.described.norm.eps
         return self._kernels.gated_norm(read.flatten(1).contiguous(), gates, self.norm, heads, eps, norms_last=False)
@@ -176,6 +177,7 @@ class CpuMamba2(Mamba2Mixer):
             return super()._read(made, state)
         held, rows = _Held(stored, state.step, taps), len(made)
         out = made.new_empty(rows, self._inner)
+        scratch = self._kernels.ops.scratch(rows * (channels + 2 * described.heads))
         asked = _Scan(
             held.described,
             _Convolution(
@@ -184,7 +186,7 @@ class CpuMamba2(Mamba2Mixer):
             ),
             made[:, channels:].data_ptr(), made.stride(0), self.rates.data_ptr(), self.dt_bias.data_ptr(),
             self.skip.data_ptr(), out.data_ptr(),
-            self._kernels.ops.scratch(rows * (channels + 2 * described.heads)).data_ptr(), rows, described.heads,
+            scratch.data_ptr(), rows, described.heads,
             described.groups, described.head_dim, described.state_dim, *described.dt_limits,
         )  # fmt: skip
         self._run(ctypes.byref(asked), torch.get_num_threads())
