@@ -47,7 +47,7 @@ def main() -> None:
     else:
         failed = run_checks(arguments.words, *map(int, arguments.share.split("/")))
     if arguments.timings:
-        for module in (attention, hopper, fused, quantized, experts, states, mamba2, chain, formats):
+        for module in (attention, hopper, fused, quantized, experts, states, chain, formats):
             module.timings()
     sys.exit(bool(failed))
 

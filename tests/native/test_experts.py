@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
@@ -48,9 +51,13 @@ def kernels() -> None:
         pytest.skip(f"no kernels here: {build.why_not()}")
 
 
+def no_step() -> StepState:
+    """What experts ask of a step: whether it stores which ones its rows visit."""
+    return cast("StepState", SimpleNamespace(routed={}, pages=SimpleNamespace(routes=None)))
+
+
 def called(mixer: ExpertsMixer, x: torch.Tensor) -> torch.Tensor:
-    state: StepState | None = None  # experts ask nothing of a step
-    return mixer(x, state)  # type: ignore[arg-type]
+    return mixer(x, no_step())
 
 
 def check_experts(name: str) -> None:
@@ -59,7 +66,7 @@ def check_experts(name: str) -> None:
     x = torch.randn(300, plain.router.shape[1])
     together = called(compiled, x)
     assert_close(together, called(plain, x), 1e-5)
-    routing = compiled.route(x)
+    routing = compiled.route(x, no_step())
     for rows in (1, 2, 5, 40, 299):
         some = Routing(routing.ids[-rows:], routing.shares[-rows:])
         inputs = x[-rows:] if plain.norm is None else compiled._ops.norm(x[-rows:], plain.norm, plain.described.norm)
