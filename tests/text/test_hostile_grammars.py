@@ -14,6 +14,8 @@ import pytest
 
 from tests.text.models import SMOLLM2, embedded_tokenizer
 from windowpane.text.grammar import AnswerMatcher, GrammarError, Grammars
+from windowpane.text.grammar_pool import CACHED_BYTES, _Cache
+from windowpane.text.grammar_worker import Source
 
 COLOURS = ["red", "green", "blue"]
 
@@ -155,3 +157,15 @@ def test_choices_are_these_texts_and_no_others(grammars: Grammars, texts: list[s
         assert follow(grammars, text, grammars.choice(texts).matcher())
     assert not follow(grammars, texts[0] + "?", grammars.choice(texts).matcher())
     assert not follow(grammars, "axc", grammars.choice(texts).matcher())
+
+
+def test_what_is_remembered_of_large_sources_is_bounded_by_bytes() -> None:
+    cache = _Cache()
+    sources = [Source("regex", f"{i:03}" * 2**18) for i in range(100)]
+    for source in sources:
+        cache.add(source, GrammarError("too large"))
+    kept = [source for source in sources if cache.find(source) is not None]
+    assert kept == sources[-len(kept) :] and len(kept) > 20
+    assert sum(source.size_bytes for source in kept) <= CACHED_BYTES < sum(source.size_bytes for source in sources)
+    cache.drop(kept[0])
+    assert cache.find(kept[0]) is None and cache.find(kept[1]) is not None

@@ -48,7 +48,7 @@ COMPILE_LIMITS = Limits(memory_bytes=512 * 2**20, niceness=5)
 SHARED_LIMITS = Limits(memory_bytes=4 * 2**30, niceness=0)
 COMPILERS = 8  # at once; more than cores, so that quick grammars get past slow ones
 OWN_WORKERS = 16  # grammars that took long, in use at once
-CACHED_GRAMMARS = 256
+CACHED_GRAMMARS, CACHED_BYTES = 256, 32 * 2**20  # what came of them, and of their sources
 
 _KEEPER = "import sys; sys.path[:] = {path!r}; from windowpane.text.grammar_worker import keep; keep({fd})"
 
@@ -210,6 +210,39 @@ class PooledAnswer:
         return Row(self.id, grammar.id, source, is_new, tokens, self.may_stop)
 
 
+class _Cache:
+    """What came of the sources asked for last: so many, and together no more than so many bytes of them."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Source, PooledGrammar | GrammarError] = OrderedDict()
+        self._sizes: dict[Source, int] = {}
+
+    def find(self, source: Source) -> PooledGrammar | GrammarError | None:
+        found = self._found.get(source)
+        if found is not None:
+            self._found.move_to_end(source)
+        return found
+
+    def add(self, source: Source, result: PooledGrammar | GrammarError) -> None:
+        self._found[source], self._sizes[source] = result, source.size_bytes
+        while len(self._found) > CACHED_GRAMMARS or sum(self._sizes.values()) > CACHED_BYTES:
+            self.drop(next(iter(self._found)))
+
+    def drop(self, source: Source) -> None:
+        self._found.pop(source, None)
+        self._sizes.pop(source, None)
+
+    def drop_own(self) -> None:
+        """Forget grammars that have a worker of their own, which ends once no request holds them."""
+        owning = [s for s, found in self._found.items() if isinstance(found, PooledGrammar) and found.own is not None]
+        for source in owning:
+            self.drop(source)
+
+    def clear(self) -> None:
+        self._found.clear()
+        self._sizes.clear()
+
+
 class GrammarPool:
     """Compiles sources and answers for masks. Any thread may compile; answers are one thread's business at a time."""
 
@@ -223,7 +256,7 @@ class GrammarPool:
         self._own = 0
         self._unused: deque[WorkerHandle] = deque()  # own workers of grammars that are gone; filled in any thread
         self._ids = count()
-        self._cache: OrderedDict[Source, PooledGrammar | GrammarError] = OrderedDict()
+        self._cache = _Cache()
         self._shared: WorkerHandle | None = None
         self._asked: list[PooledAnswer] = []
 
@@ -264,9 +297,7 @@ class GrammarPool:
     def compile(self, source: Source) -> PooledGrammar:
         """Ready to be followed; from the cache where it is there. Raises GrammarError."""
         with self._lock:
-            known = self._cache.get(source)
-            if known is not None:
-                self._cache.move_to_end(source)
+            known = self._cache.find(source)
         if known is None:
             with self._compilers:
                 known = self._try(source)
@@ -283,9 +314,7 @@ class GrammarPool:
         except GrammarError as error:
             result = error.with_traceback(None)
         with self._lock:
-            self._cache[source] = result
-            while len(self._cache) > CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
+            self._cache.add(source, result)
         return result
 
     def _compile(self, source: Source) -> PooledGrammar:
@@ -316,9 +345,7 @@ class GrammarPool:
     def _keep_own(self, id: int, source: Source, worker: WorkerHandle) -> PooledGrammar:
         with self._lock:
             if self._own >= OWN_WORKERS:  # those that no request holds can go
-                for other, grammar in list(self._cache.items()):
-                    if isinstance(grammar, PooledGrammar) and grammar.own is not None:
-                        del self._cache[other], grammar
+                self._cache.drop_own()
             self._end_unused()
             is_full = self._own >= OWN_WORKERS
             self._own += not is_full
@@ -396,7 +423,7 @@ class GrammarPool:
         if is_own or (len(batch) == 1 and not self._lost_keeper()):
             with self._lock:
                 for answer in batch:
-                    self._cache.pop(answer.grammar.source, None)
+                    self._cache.drop(answer.grammar.source)
                     answer.error = f"the grammar cannot go on: {reason}"
         else:
             for answer in batch:

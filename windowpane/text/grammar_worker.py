@@ -62,6 +62,12 @@ class Source:
     text: str | tuple[str, ...]
     thought: str | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory."""
+        texts = (self.text,) if isinstance(self.text, str) else self.text
+        return sum(sys.getsizeof(text) for text in texts)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
