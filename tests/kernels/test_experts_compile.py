@@ -112,9 +112,8 @@ def test_where_rows_store_their_experts(monkeypatch, tmp_path):
     kernel = record(monkeypatch, route_places, "route_places_kernel")
     layout = plan_layout([RouteCache(tuple(range(36)), 4, 128)], {}, block_tokens=16)
     tables = DeviceTables([(64, 8192, 1)], CPU)
-    rows = torch.zeros(64, dtype=torch.int32)
     routes = KVPages(layout, 1, 64, 64, CPU).routes
     assert routes is not None
-    places = route_places.RoutePlaces(routes, tables)(DeviceStep(positions=rows, slots=rows))
+    places = route_places.RoutePlaces(routes, tables)(DeviceStep.decoding(torch.zeros(3, 64, dtype=torch.int32)))
     assert (places.dtype, len(places)) == (torch.int64, 64)
     assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) == 0
