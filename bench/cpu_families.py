@@ -41,7 +41,7 @@ _SHAPE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-# By name: tokens of the prompt, and the model. 0.8, 0.5 and 0.6 billion weights.
+# By name: tokens of the prompt, and the model. 0.58, 0.35 and 0.26 billion weights.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3-moe": (
         512,
