@@ -86,16 +86,18 @@ class Barrier:
 
 
 class Product:
-    """A wgmma in flight."""
+    """A wgmma in flight; the first operand may be in registers."""
 
-    def __init__(self, a: Tensor, b: Shared, sums: Tensor) -> None:
-        self._read, self._b = b.values.clone(), b.values
-        self._result = Tensor(sums.values + a.values.float() @ self._read.float())
+    def __init__(self, a: Tensor | Shared, b: Shared, sums: Tensor) -> None:
+        self._shared = [x.values for x in (a, b) if isinstance(x, Shared)]
+        self._read = [x.clone() for x in self._shared]
+        self._result = Tensor(sums.values + a.values.float() @ b.values.float())
         self.is_done = False
 
     def finish(self) -> None:
-        same = torch.equal(self._read.view(torch.int16), self._b.view(torch.int16))
-        assert same, "an operand in shared memory changed while it was multiplied"
+        for read, there in zip(self._read, self._shared, strict=True):
+            same = torch.equal(read.view(torch.int16), there.view(torch.int16))
+            assert same, "an operand in shared memory changed while it was multiplied"
         self.is_done = True
 
     def result(self) -> Tensor:
@@ -103,8 +105,8 @@ class Product:
         return self._result
 
 
-def _multiply(a: Tensor, b: Shared, sums: Tensor, *, is_async: bool) -> Product:
-    assert is_async and a.dtype == b.values.dtype
+def _multiply(a: Tensor | Shared, b: Shared, sums: Tensor, *, is_async: bool) -> Product:
+    assert is_async and a.values.dtype == b.values.dtype
     program.products = [*getattr(program, "products", []), Product(a, b, sums)]
     return program.products[-1]
 

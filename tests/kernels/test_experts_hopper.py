@@ -1,4 +1,4 @@
-"""The kernel of MXFP4 experts on Hopper: whether it compiles, and what its source computes, run in torch.
+"""The kernels of experts on Hopper: whether they compile, and what their source computes, run in torch.
 
 `python3 -m bench.gpu_check experts` checks the same on a GPU, at real sizes.
 """
@@ -23,7 +23,7 @@ from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
-KERNEL = experts_hopper.mxfp4_experts_kernel
+KERNEL, PLAIN_KERNEL = experts_hopper.mxfp4_experts_kernel, experts_hopper.plain_experts_kernel
 
 
 def weight_of(outputs: int, inputs: int) -> PackedWeight:
@@ -60,6 +60,22 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activa
     assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2
 
 
+def test_plain_weights_compile_for_hopper(monkeypatch, tmp_path):
+    recorder = Recorder(PLAIN_KERNEL)
+    monkeypatch.setattr(experts_hopper, "plain_experts_kernel", recorder)
+    by_expert = Sorted(*(torch.zeros(shape, dtype=torch.int32) for shape in (1000, (40, 3), 1)))
+    boxed_product(
+        torch.zeros(1000, 2816, dtype=BF16), torch.zeros(2 * 1408, 2816, dtype=BF16), None, by_expert,
+        torch.zeros(1000, 704, dtype=BF16), local=2, activation=GELU.value, limit=0.0, alpha=0.0, launch=Boxed(128),
+        pdl=True,
+    )  # fmt: skip
+    compiled = recorder.compile()
+    assert recorder.launched["tiles"] == 6 and recorder.launched["blocks"] == 44
+    assert compiled.metadata.shared <= SHARED_BYTES
+    assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 2 * 4
+
+
 def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
     """As `sort_pairs` does it. `experts`: of each pair, those of other ranks from `local` on."""
     pairs = experts.sort(stable=True).indices.int()
@@ -72,27 +88,32 @@ def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
 
 
 @pytest.mark.parametrize(
-    ("activation", "rows", "inputs", "outputs", "has_bias"),
+    ("activation", "rows", "inputs", "outputs", "has_bias", "is_plain"),
     [
-        (CLAMPED, 16, 328, 2 * 136, True),
-        (SILU, 32, 136, 2 * 200, False),
-        (GELU, 16, 128, 2 * 64, False),
-        (NO_ACTIVATION, 16, 328, 428, True),
-        (NO_ACTIVATION, 32, 136, 272, False),
+        (CLAMPED, 16, 328, 2 * 136, True, False),
+        (SILU, 32, 136, 2 * 200, False, False),
+        (GELU, 16, 128, 2 * 64, False, False),
+        (NO_ACTIVATION, 16, 328, 428, True, False),
+        (NO_ACTIVATION, 32, 136, 272, False, False),
+        (GELU, 16, 328, 2 * 136, False, True),
+        (NO_ACTIVATION, 16, 200, 428, True, True),
     ],
 )  # fmt: skip
-def test_a_product_is_that_of_the_dequantised_weight(activation, rows, inputs, outputs, has_bias, monkeypatch):
+def test_a_product_is_that_of_the_weight_in_float64(activation, rows, inputs, outputs, has_bias, is_plain, monkeypatch):
     """Of five experts one has no pairs, one has many blocks, and one is of another rank. Tiles are more than programs,
     and blocks of inputs more than stages.
     """
     torch.manual_seed(3)
     monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", Interpreted(KERNEL, hopper_in_torch.NAMES))
+    monkeypatch.setattr(experts_hopper, "plain_experts_kernel", Interpreted(PLAIN_KERNEL, hopper_in_torch.NAMES))
+    monkeypatch.setattr(experts_hopper, "PLAIN_STAGES", 3)
     monkeypatch.setattr(experts_hopper, "_processors", lambda device: 3)
     monkeypatch.setitem(experts_hopper.STAGES, rows, 3)
     experts = torch.tensor([0] * 7 + [2] * (8 * rows + 1) + [3] * rows + [4] * 5)
     experts = experts[torch.randperm(len(experts))]
     by_expert = sort(experts, 4, rows)
-    x, weight = torch.randn(len(experts), inputs).to(BF16), weight_of(4 * outputs, inputs)
+    x = torch.randn(len(experts), inputs).to(BF16)
+    weight = torch.randn(4 * outputs, inputs).to(BF16) if is_plain else weight_of(4 * outputs, inputs)
     bias = torch.randn(4, outputs).to(BF16) if has_bias else None
     gated = is_gated(activation.value)
     width = outputs // 2 if gated else outputs
@@ -102,7 +123,8 @@ def test_a_product_is_that_of_the_dequantised_weight(activation, rows, inputs, o
         x, weight, bias, by_expert, out, local=4, activation=activation.value, limit=7.0, alpha=1.702,
         launch=Boxed(rows), pdl=True,
     )  # fmt: skip
-    matrices = weight.dequantize(torch.float64).view(4, outputs, inputs)
+    exact = weight.double() if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float64)
+    matrices = exact.view(4, outputs, inputs)
     mine = by_expert.pairs[: int((experts < 4).sum())].long()
     want = torch.stack([matrices[expert] @ row for expert, row in zip(experts[mine], x.double(), strict=False)])
     if bias is not None:
