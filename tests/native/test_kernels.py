@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.native.compiled import compiled_library
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
 from windowpane.device.pages import KVPages
@@ -20,7 +21,6 @@ from windowpane.lowering.cpu.pages import FORMATS, covers
 from windowpane.lowering.linear import Linear
 from windowpane.lowering.reference.ops import ACTIVATIONS, Ops
 from windowpane.models.blocks import LAYER, Norm
-from windowpane.native import build
 from windowpane.schedule.step import Segment, Step
 
 PLAIN = Ops()
@@ -28,12 +28,7 @@ PLAIN = Ops()
 
 @pytest.fixture(scope="module")
 def kernels() -> CpuOps:
-    library = build.library()
-    if library is None and "failed" in str(build.why_not()):
-        pytest.fail(str(build.why_not()))
-    if library is None:
-        pytest.skip(f"no kernels here: {build.why_not()}")
-    return CpuOps(library)
+    return CpuOps(compiled_library())
 
 
 @pytest.fixture(autouse=True)

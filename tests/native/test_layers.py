@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.native.compiled import compiled_library
 from tests.running.harness import Knobs, generate
 from windowpane.lowering.cpu import model
 from windowpane.lowering.cpu.layers import JoinedLayer
 from windowpane.lowering.cpu.pages import FORMATS
-from windowpane.native import build
 
 PROMPTS = [list(range(3, 60)), list(range(40, 97)), list(range(70, 127))]  # equally long, so that all decode together
 JOINED = ("llama with biases", "qwen3", "gemma3", "gemma4", "gemma2", "exaone4", "granite", "smollm3")
@@ -20,8 +20,7 @@ JOINED = ("llama with biases", "qwen3", "gemma3", "gemma4", "gemma2", "exaone4",
     [*((name, "auto") for name in JOINED), *(("gemma3", dtype) for dtype in FORMATS), ("qwen3", "int8_per_token_head")],
 )
 def test_a_layer_in_one_call(name, kv_cache_dtype, monkeypatch):
-    if build.library() is None:
-        pytest.skip(f"no kernels here: {build.why_not()}")
+    compiled_library()
     calls = []
     decode = JoinedLayer._decode
     monkeypatch.setattr(JoinedLayer, "_decode", lambda *args: (calls.append(1), decode(*args))[1])
