@@ -2,8 +2,8 @@
 
 A tile is 256 outputs of one expert by a block of its pairs, 128 of the outputs to each of two warp groups: 64 of a gate
 and the 64 that it gates, so that both are in the same thread's registers. One warp brings weights by TMA, another one
-the inputs, which lie by expert. Programs, one to a multiprocessor, take every so manieth tile, and what they need for
-the next one is brought while they end the last.
+the inputs, which lie by expert. There is one program to a multiprocessor; program p takes tiles p, p + programs and so
+on, and what it needs for the next one is brought while it ends the last.
 
 Of MXFP4, a warp group turns the units of 64 outputs into an operand in registers while the tensor cores multiply the
 one before it. Scales are read by the threads that need them, a step ahead: a word has those of a block for one output,
