@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windowpane.doctor.diagnosis import diagnose
@@ -192,6 +192,11 @@ class TestSurroundings:
 
     @given(st.binary(max_size=400), st.integers(0, len(ENGINE)))
     def test_nothing_in_a_log_raises_a_python_error(self, noise: bytes, cut: int) -> None:
+        read_log(decode(ENGINE[:cut].encode() + noise + FIGURES.encode() + noise))
+
+    @settings(max_examples=8)  # a search takes a second or two
+    @given(st.binary(max_size=400), st.integers(0, len(ENGINE)))
+    def test_nor_does_what_is_searched_from_it(self, noise: bytes, cut: int) -> None:
         text = decode(ENGINE[:cut].encode() + noise + FIGURES.encode() + noise)
         with suppress(LogError):
             diagnose(text, LogFacts())
