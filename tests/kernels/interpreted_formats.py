@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,8 @@ from tests.kernels.interpreted_attention import FLOAT, require
 from windowpane.kv.formats import FORMATS
 
 CODED = [name for name, fmt in FORMATS.items() if fmt.family != "float"]
+# The interpreter takes long over fp8. What such codes mean is one function, which two layers show as well as seven.
+OF_FP8 = ("pair, window, 3 stripes", "latent, soft-capped, sinks")
 LAYERS = {
     "pair": Layer(2, 3, 64),
     "pair, window, 3 stripes": Layer(1, 2, 32, window_tokens=41, block_tokens=8, stripes=3),
@@ -24,27 +27,32 @@ LAYERS = {
 }
 
 
-def decode() -> None:
+def cases() -> Iterator[tuple[str, str, Layer]]:
     for name in CODED:
         for title, layer in LAYERS.items():
-            window = layer.window_tokens or 64
-            lengths = [0, 1, 2 * layer.block_tokens, window, 3 * window + 1]
-            paged = make_pages(replace(layer, kv_format=name), lengths, "cpu", FLOAT, room_tokens=1)
-            for programs in (None, 1):
-                got, exact, _ = run_decode(paged, padding=2, programs=programs)
-                require(error(got, exact), f"decode, {name}, {title}")
+            if title in OF_FP8 or not name.startswith("fp8"):
+                yield name, title, replace(layer, kv_format=name)
+
+
+def decode() -> None:
+    for name, title, layer in cases():
+        window = layer.window_tokens or 64
+        lengths = [0, 1, 2 * layer.block_tokens, window, 3 * window + 1]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=1)
+        for programs in (None, 1):
+            got, exact, _ = run_decode(paged, padding=2, programs=programs)
+            require(error(got, exact), f"decode, {name}, {title}")
 
 
 def prefill() -> None:
     """Chunks over a past that is decoded for them, all at once and one at a time."""
-    for name in CODED:
-        for title, layer in LAYERS.items():
-            window = layer.window_tokens or 40
-            lengths = [0, window - 1, 2 * window + 3]
-            paged = make_pages(replace(layer, kv_format=name), lengths, "cpu", FLOAT, room_tokens=80)
-            for together in (True, False):
-                got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)], together=together)
-                require(error(got, exact), f"prefill, {name}, {title}")
+    for name, title, layer in cases():
+        window = layer.window_tokens or 40
+        lengths = [0, window - 1, 2 * window + 3]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=80)
+        for together in (True, False):
+            got, exact, _ = run_prefill(paged, [(18, 18), (1, 1), (19, 4)], together=together)
+            require(error(got, exact), f"prefill, {name}, {title}")
 
 
 if __name__ == "__main__":
