@@ -47,9 +47,10 @@ class TestHeads:
         assert WINDOW_31B.has_kernel and FULL_31B.has_kernel
         assert Heads(2, 8, 512, latent=False, windowed=False).has_kernel
         assert Heads(8, 16, 128, latent=False, windowed=False).has_kernel
+        assert Heads(8, 64, 64, latent=False, windowed=True).has_kernel
 
     def test_others_are_left_to_the_plain_kernel(self):
-        assert not replace(WINDOW_31B, dim=64).has_kernel
+        assert not replace(WINDOW_31B, dim=96).has_kernel
         assert not replace(WINDOW_31B, latent=True).has_kernel
         assert not replace(FULL_31B, windowed=True).has_kernel
         assert not replace(WINDOW_31B, windowed=False, chunked=True).has_kernel
@@ -77,7 +78,7 @@ class TestScratch:
         assert scratch.edges(FULL_31B).shape == (1, 2, 4, 64, 512)
 
     def test_heads_without_a_kernel_need_none(self):
-        assert scratch_bytes([replace(WINDOW_31B, dim=64)], 131_072) == 0
+        assert scratch_bytes([replace(WINDOW_31B, dim=96)], 131_072) == 0
         assert hopper_scratch([(LATENT, FULL_31B)], 1000, CPU) is None
 
 
@@ -118,10 +119,19 @@ class TestSplitting:
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
         assert ChunkAttention(pair_layer(Scores(1.0)), scratch).tiling == Tiling(64, 512)
 
-    @pytest.mark.parametrize("scores", [Scores(1.0, softcap=50.0), Scores(1.0, sinks=torch.zeros(32))])
-    def test_soft_caps_and_sinks_are_the_plain_kernels(self, scores):
+    def test_soft_caps_are_the_plain_kernels(self):
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
-        assert ChunkAttention(pair_layer(scores), scratch).tiling == Tiling(64)
+        assert ChunkAttention(pair_layer(Scores(1.0, softcap=50.0)), scratch).tiling == Tiling(64)
+
+    def test_sinks_are_known_to_the_kernel_of_pairs_and_not_to_that_of_the_widest_heads(self):
+        scores, scratch = Scores(1.0, sinks=torch.zeros(32)), PrefillScratch([WINDOW_31B, FULL_31B], 4096, CPU)
+        assert ChunkAttention(pair_layer(scores), scratch).tiling == Tiling(64, 512)
+        table = torch.zeros(1, LATENT.columns, LATENT.stripes, dtype=torch.int32)
+        wide = PagedLayer(torch.zeros(2**20, dtype=torch.uint8), replace(LATENT, data_offsets=(0, 2**17)),
+                          table, 32, CAUSAL, scores)  # fmt: skip
+        assert ChunkAttention(wide, scratch).tiling.below_queries is None
+        plain = ChunkAttention(replace(wide, scores=Scores(1.0)), scratch)
+        assert plain.tiling.below_queries is not None
 
     def test_chunked_layers_are_the_plain_kernels(self):
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
