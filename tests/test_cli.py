@@ -113,6 +113,7 @@ DOCUMENT: dict[str, Any] = {
     "async_scheduling": bool,
     "enable_prefix_caching": bool,
     "kv_cache_dtype": str,
+    "mamba_ssm_cache_dtype": str,
     "swa_full": bool,
     "compute_dtype": str,
     "kv_cache_bytes_per_rank": int,
