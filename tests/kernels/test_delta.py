@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from tests.kernels.test_format_kernels import run_interpreted
+from tests.kernels.interpreting import run_interpreted
 from tests.kernels.test_formats_compile import SHARED_BYTES, ints, record
 from tests.kernels.test_hopper_compiles import stack_bytes
 from windowpane.attention.segments import ChunkQueries

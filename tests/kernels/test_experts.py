@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.test_format_kernels import run_interpreted
+from tests.kernels.interpreting import run_interpreted
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from tests.kernels import hopper_in_torch
 from tests.kernels.gluon_in_torch import Interpreted
 from tests.kernels.interpreted_experts import activated
-from tests.kernels.test_format_kernels import run_interpreted
+from tests.kernels.interpreting import run_interpreted
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
 from windowpane.lowering.gpu.kernels import experts_hopper
 from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, NO_ACTIVATION, SILU, is_gated
@@ -107,7 +107,7 @@ def test_a_product_is_that_of_the_weight_in_float64(activation, rows, inputs, ou
     monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", Interpreted(KERNEL, hopper_in_torch.NAMES))
     monkeypatch.setattr(experts_hopper, "plain_experts_kernel", Interpreted(PLAIN_KERNEL, hopper_in_torch.NAMES))
     monkeypatch.setattr(experts_hopper, "PLAIN_STAGES", 3)
-    monkeypatch.setattr(experts_hopper, "_processors", lambda device: 3)
+    monkeypatch.setattr(experts_hopper, "processors_of", lambda device: 3)
     monkeypatch.setitem(experts_hopper.STAGES, rows, 3)
     experts = torch.tensor([0] * 7 + [2] * (8 * rows + 1) + [3] * rows + [4] * 5)
     experts = experts[torch.randperm(len(experts))]

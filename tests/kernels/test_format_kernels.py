@@ -5,20 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-
-def run_interpreted(*arguments: str) -> None:
-    """In a process of its own: the interpreter is chosen when triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+from tests.kernels.interpreting import run_interpreted
 
 
 @pytest.mark.parametrize("check", ["decode", "prefill"])

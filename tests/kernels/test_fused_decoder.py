@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.kernels.interpreting import run_interpreted
 
 CHAINED = ("gemma4 int4 chained", "gemma4 int4 unchained")
 EXPERTS = ("gemma4 experts routed", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
@@ -27,10 +25,3 @@ def test_what_coded_values_attend_is_turned_back_before_a_chain():
 def test_two_ranks_say_what_one_does():
     """Of the headline's kind: int4, K = V in full layers. Others are run by hand: `interpreted_ranks NAME`."""
     run_interpreted("tests.kernels.interpreted_ranks", "gemma4 int4")
-
-
-def run_interpreted(module: str, *arguments: str) -> None:
-    """In a process of its own: the interpreter is chosen when triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]

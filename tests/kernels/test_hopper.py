@@ -5,15 +5,13 @@ The kernels themselves have no interpreter; `python3 -m bench.gpu_check hopper` 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.kernels.interpreting import run_interpreted
 from windowpane.attention.chunk_attention import ChunkAttention, has_rows_for_hopper, hopper_scratch
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import CAUSAL, Mask
@@ -36,10 +34,7 @@ PAIR = LayerView(16, 256, 16, 8, True, (0, 131_072), 0, 1, torch.bfloat16)
 @pytest.mark.parametrize("check", ["edges", "rotated"])
 def test_what_is_made_ready_for_the_kernels(check):
     """In a process of its own: the interpreter is chosen when triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.interpreted_hopper", check]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.kernels.interpreted_hopper", check)
 
 
 class TestHeads:

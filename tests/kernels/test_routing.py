@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.test_format_kernels import run_interpreted
+from tests.kernels.interpreting import run_interpreted
 
 
 def test_routing():

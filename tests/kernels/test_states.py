@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.test_fused_decoder import run_interpreted
+from tests.kernels.interpreting import run_interpreted
 
 
 def test_mixers_give_what_the_reference_gives_and_leave_its_states():

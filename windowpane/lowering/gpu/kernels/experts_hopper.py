@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import is_gated
 from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS, Sorted
@@ -61,7 +61,7 @@ def boxed_product(
     outputs, gated = len(weight) // local, is_gated(activation)
     width = outputs // 2 if gated else outputs
     tiles = ceil_div(width, HALF_OUTPUTS) if gated else ceil_div(outputs, 2 * HALF_OUTPUTS)
-    programs = min(_processors(x.device), len(by_expert.blocks) * tiles)
+    programs = min(processors_of(x.device), len(by_expert.blocks) * tiles)
     sizes = outputs, width, out.stride(0), float(limit), float(alpha)
     common = {
         "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4,
@@ -78,11 +78,6 @@ def boxed_product(
         described(x, [launch.rows, PLAIN_INPUTS], 128), described(weight, [HALF_OUTPUTS, PLAIN_INPUTS], 128), out, bias,
         *by_expert, tiles, ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, STAGES=PLAIN_STAGES, **common,
     )  # fmt: skip
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 @triton.jit
