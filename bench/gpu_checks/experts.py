@@ -29,8 +29,9 @@ from bench.timing import microseconds
 from windowpane.lowering.gpu.kernels.experts import Boxed, Few, Grouped, Launches, plan_experts, run_experts
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
-from windowpane.lowering.gpu.kernels.experts_grouped import Sorted, grouped_product, sort_pairs
+from windowpane.lowering.gpu.kernels.experts_grouped import grouped_product
 from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, gather_rows, takes_boxes
+from windowpane.lowering.gpu.kernels.experts_sorted import Sorted, sort_pairs
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing

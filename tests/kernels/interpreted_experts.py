@@ -15,8 +15,8 @@ from tests.kernels.gluon_in_torch import Interpreted
 from tests.kernels.test_packed_kernels import random_weight
 from windowpane.lowering.gpu.kernels import experts_hopper
 from windowpane.lowering.gpu.kernels.experts import Few, Grouped, run_experts
-from windowpane.lowering.gpu.kernels.experts_grouped import sort_pairs
 from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, gather_rows
+from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
@@ -198,8 +198,13 @@ def crowds() -> None:
 
 
 def sorting() -> None:
-    """Pairs of an expert are in order, blocks cover them all, and more pairs than are looked at together are sorted."""
-    routing = random_routing(3000, 2)
+    """Pairs of an expert are in order and blocks cover them all, in one chunk, in few, and in many."""
+    for rows in (5, 200, 3000):
+        sorted_rows(rows)
+
+
+def sorted_rows(rows: int) -> None:
+    routing = random_routing(rows, 2)
     found = sort_pairs(routing, 1, 4, 64, pdl=False)
     ids = routing.ids.flatten()
     count = int(found.count)

@@ -17,8 +17,8 @@ from tests.kernels.interpreting import run_interpreted
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
 from windowpane.lowering.gpu.kernels import experts_hopper
 from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, NO_ACTIVATION, SILU, is_gated
-from windowpane.lowering.gpu.kernels.experts_grouped import Sorted
 from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product
+from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 

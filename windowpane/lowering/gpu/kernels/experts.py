@@ -15,8 +15,9 @@ import triton
 
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, RELU2, code_of
 from windowpane.lowering.gpu.kernels.experts_few import Few, few_product
-from windowpane.lowering.gpu.kernels.experts_grouped import Grouped, add_pairs, grouped_product, sort_pairs
+from windowpane.lowering.gpu.kernels.experts_grouped import Grouped, add_pairs, grouped_product
 from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, gather_rows, takes_boxes
+from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
 

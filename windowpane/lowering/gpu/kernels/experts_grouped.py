@@ -1,8 +1,8 @@
 """Experts of many rows: pairs of a row and an expert are sorted by expert, and each expert multiplies its own.
 
-`sort_pairs` makes blocks of pairs that have their expert in common. A program of `grouped_product` has one block and a
-tile of outputs. Grids are as large as shapes allow; programs beyond the last block return at once. `add_pairs` adds the
-results of a row in order. No sum depends on timing or on other rows.
+A program of `grouped_product` has one block of `experts_sorted` and a tile of outputs. Grids are as large as shapes
+allow; programs beyond the last block return at once. `add_pairs` adds the results of a row in order. No sum depends on
+timing or on other rows.
 """
 
 # mypy: disable-error-code="assignment"
@@ -24,13 +24,12 @@ from windowpane.lowering.gpu.kernels.experts_activation import (
     ungated,
     weight_rows,
 )
+from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
 from windowpane.lowering.gpu.kernels.launch import Operands, wait_if_overlapped
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
 
-# Pairs that a program of the sort looks at together.
-SORT_PAIRS = 4096
 # Neighbouring blocks, mostly of one expert, that take the same weights one after the other.
 GROUP_BLOCKS = 8
 # Rows of a gate and of what it gates in turn: both are in the same thread's registers of an accumulator.
@@ -49,29 +48,6 @@ class Grouped(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
-
-
-class Sorted(NamedTuple):
-    """Pairs by expert, int32 [pairs]; blocks [most, 3]: expert, first pair and the end of pairs; how many, [1]."""
-
-    pairs: torch.Tensor
-    blocks: torch.Tensor
-    count: torch.Tensor
-
-
-def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl: bool) -> Sorted:
-    """The pairs of experts `first` to `first + local`, by expert and then in order of rows."""
-    pairs = routing.ids.numel()
-    # Every block has a pair, and every expert at most one block that is not full.
-    most = min(pairs, pairs // block_rows + local)
-    made = torch.empty(pairs + 3 * most + 1, dtype=torch.int32, device=routing.ids.device)
-    found = Sorted(made[:pairs], made[pairs : pairs + 3 * most].view(most, 3), made[pairs + 3 * most :])
-    at_once = max(32, min(SORT_PAIRS, triton.next_power_of_2(pairs)))
-    sort_kernel[(local,)](
-        routing.ids, *found, pairs, first, LOCAL=local, BINS=max(32, triton.next_power_of_2(local + 1)),
-        ROWS=block_rows, AT_ONCE=at_once, PDL=pdl, num_warps=max(1, min(8, at_once // 256)), launch_pdl=pdl,
-    )  # fmt: skip
-    return found
 
 
 def grouped_product(
@@ -121,44 +97,6 @@ def add_pairs(
         results, routing.ids, routing.shares, out, results.stride(0), out.stride(0), outputs, first, local,
         CHOSEN=routing.ids.shape[1], BLOCK=block, WEIGHTED=weighted, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-
-
-@triton.jit
-def sort_kernel(
-    IDS, PAIRS, BLOCKS, COUNT, pairs, first, LOCAL: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One expert: counts the pairs of all, which tells where its own begin, and writes them and their blocks."""
-    wait_if_overlapped(PDL)
-    mine = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in tl.range(0, pairs, AT_ONCE):
-        counts += tl.histogram(_experts(IDS, start, pairs, first, LOCAL, AT_ONCE), BINS)
-    blocks = tl.where(bins < LOCAL, (counts + ROWS - 1) // ROWS, 0)
-    begin = tl.sum(tl.where(bins < mine, counts, 0), 0)
-    end = begin + tl.sum(tl.where(bins == mine, counts, 0), 0)
-    block = tl.sum(tl.where(bins < mine, blocks, 0), 0)
-    if mine == 0:
-        tl.store(COUNT, tl.sum(blocks, 0))
-    for at in tl.range(begin, end, ROWS):
-        tl.store(BLOCKS + block * 3, mine)
-        tl.store(BLOCKS + block * 3 + 1, at)
-        tl.store(BLOCKS + block * 3 + 2, end)
-        block += 1
-    for start in tl.range(0, pairs, AT_ONCE):
-        is_mine = _experts(IDS, start, pairs, first, LOCAL, AT_ONCE) == mine
-        rank = tl.cumsum(is_mine.to(tl.int32), 0)
-        tl.store(PAIRS + begin + rank - 1, start + tl.arange(0, AT_ONCE), mask=is_mine)
-        begin += tl.sum(is_mine.to(tl.int32), 0)
-
-
-@triton.jit
-def _experts(IDS, start, pairs, first, LOCAL: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Of some pairs; LOCAL where an expert is another rank's, and beyond the last pair."""
-    at = start + tl.arange(0, AT_ONCE)
-    expert = tl.load(IDS + at, mask=at < pairs, other=-1, cache_modifier=".cg") - first
-    return tl.where((at < pairs) & (expert >= 0) & (expert < LOCAL), expert, LOCAL)
 
 
 @triton.jit

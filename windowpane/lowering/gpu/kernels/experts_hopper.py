@@ -11,7 +11,8 @@ import triton.language as tl
 from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import is_gated
-from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS, Sorted
+from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS
+from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
 from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel, plain_experts_kernel
 from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped

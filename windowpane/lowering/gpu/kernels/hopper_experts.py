@@ -29,6 +29,8 @@ from windowpane.lowering.gpu.kernels.unpacking import TAKE_MXFP4_BFLOAT16, four_
 
 # The second half of a tile, where it is not what the first one gates.
 _HALF = gl.constexpr(128)
+# How a warp group stores [pairs, 64 outputs]: each thread 8 outputs of a pair.
+_STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # A product with the scale is exact: it is a power of two.
 _DECODE = gl.constexpr(TAKE_MXFP4_BFLOAT16)
 # The four scales of a word as bfloat16, each in both halves of a register: byte e becomes the bits e << 7.
@@ -145,13 +147,16 @@ def _gated(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _store(OUT, sums, m, width, row, is_pair, out_stride):
-    to = OUT + row.to(gl.int64)[None, :] * out_stride + m[:, None]
-    gl.store(to, sums.to(OUT.dtype.element_ty), mask=(m < width)[:, None] & is_pair[None, :])
+def _store(OUT, sums, staged, first, width, row, is_pair, out_stride):
+    """Through shared memory, where outputs of a pair come to lie side by side."""
+    staged.permute((1, 0)).store(sums.to(OUT.dtype.element_ty))
+    m = first + gl.arange(0, 64, gl.SliceLayout(0, _STORED))
+    to = OUT + row.to(gl.int64)[:, None] * out_stride + m[None, :]
+    gl.store(to, staged.load(_STORED), mask=is_pair[:, None] & (m < width)[None, :])
 
 
 @gluon.jit
-def _finish(results, sums0, sums1, place, first, shape, numbers, ACTIVATION: gl.constexpr):
+def _finish(results, sums0, sums1, staged, place, first, shape, numbers, ACTIVATION: gl.constexpr):
     """Adds the biases of outputs from `first` on and of those half a tile on, applies the activation, and stores."""
     OUT, BIAS, PAIRS = results
     expert, begin, end = place
@@ -160,19 +165,20 @@ def _finish(results, sums0, sums1, place, first, shape, numbers, ACTIVATION: gl.
     layout: gl.constexpr = sums0.type.layout
     GATED: gl.constexpr = is_gated(ACTIVATION)
     SECOND = width if GATED else _HALF
-    at = begin + gl.arange(0, sums0.type.shape[1], gl.SliceLayout(0, layout))
-    is_pair = at < end
-    m = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
     if BIAS is not None:
+        m = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
         biases = BIAS + expert * outputs
         sums0 += gl.load(biases + m, mask=m < width, other=0.0).to(gl.float32)[:, None]
         sums1 += gl.load(biases + m + SECOND, mask=m + SECOND < outputs, other=0.0).to(gl.float32)[:, None]
+    at = begin + gl.arange(0, sums0.type.shape[1], gl.SliceLayout(1, _STORED))
+    is_pair = at < end
     if GATED:
-        _store(OUT, _gated(sums0, sums1, limit, alpha, ACTIVATION), m, width, at, is_pair, out_stride)
+        gated = _gated(sums0, sums1, limit, alpha, ACTIVATION)
+        _store(OUT, gated, staged, first, width, at, is_pair, out_stride)
     else:
         row = gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg")
-        _store(OUT, sums0, m, outputs, row, is_pair, out_stride)
-        _store(OUT, sums1, m + _HALF, outputs, row, is_pair, out_stride)
+        _store(OUT, sums0, staged, first, outputs, row, is_pair, out_stride)
+        _store(OUT, sums1, staged, first + _HALF, outputs, row, is_pair, out_stride)
 
 
 @gluon.jit
@@ -181,7 +187,7 @@ def _multiply_units(
     GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """64 outputs of either half of the program's tiles."""
-    unit_tiles, x_tiles = tiles_of
+    unit_tiles, x_tiles, staged = tiles_of
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
     STAGES: gl.constexpr = x_tiles.type.shape[0]
@@ -232,7 +238,8 @@ def _multiply_units(
             sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
             mbarrier.arrive(empty.index(buf), count=1)
             s1 = next_s1
-        _finish(results, sums0, sums1, place, tile_first + which * 64, shape, numbers, ACTIVATION)
+        first = tile_first + which * 64
+        _finish(results, sums0, sums1, staged.index(which), place, first, shape, numbers, ACTIVATION)
         item += gl.num_programs(0)
 
 
@@ -242,7 +249,7 @@ def _multiply_plain(
     GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `_multiply_units`; both warp groups take turns at the tensor cores."""
-    w_tiles, x_tiles = tiles_of
+    w_tiles, x_tiles, staged = tiles_of
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
@@ -269,12 +276,12 @@ def _multiply_plain(
             mbarrier.arrive(empty.index(buf), count=1)
             i += 1
         first = tile * (_HALF if is_gated(ACTIVATION) else 2 * _HALF) + which * 64
-        _finish(results, sums0, sums1, place, first, shape, numbers, ACTIVATION)
+        _finish(results, sums0, sums1, staged.index(which), place, first, shape, numbers, ACTIVATION)
         item += gl.num_programs(0)
 
 
-# Shapes compile to nothing better, and each would take seconds.
-@gluon.jit(do_not_specialize=["tiles", "blocks", "outputs", "width", "out_stride", "limit", "alpha"])
+# Numbers of tiles compile to nothing better, and each would take seconds.
+@gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def mxfp4_experts_kernel(
     x, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
     ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr,
@@ -285,13 +292,14 @@ def mxfp4_experts_kernel(
         gdc_launch_dependents()
     unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, 128, 32], units.layout)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], x.layout)
+    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)  # weights and inputs
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
-    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles)
+    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
     gl.warp_specialize(
         [
@@ -304,7 +312,7 @@ def mxfp4_experts_kernel(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tiles", "blocks", "outputs", "width", "out_stride", "limit", "alpha"])
+@gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def plain_experts_kernel(
     x, weights, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
     ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
@@ -314,13 +322,14 @@ def plain_experts_kernel(
         gdc_launch_dependents()
     w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 128, 64], weights.layout)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
+    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
-    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles)
+    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
     gl.warp_specialize(
         [

@@ -1,7 +1,8 @@
 """Which experts a row goes to, and with what shares: a product for the logits, then a choice row by row.
 
-Tiles of the product have one shape and its inputs are cut in one way, whatever the number of rows: what a row is given
-never depends on the rows beside it.
+The inputs are cut in one way and the sums of all parts are added in order, whatever the number of rows: what a row is
+given never depends on the rows beside it. Of few rows, each part has a program of its own, and the choice adds them;
+of more, a program goes through them all.
 """
 
 # mypy: disable-error-code="assignment"
@@ -19,10 +20,12 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.reference.routing import Routing
 
-# A tile of logits, and the inputs of a step.
-TILE_ROWS, TILE_EXPERTS, STEP = 16, 32, 128
-# Programs that share the inputs of one row, so that few rows read the weight quickly.
-PROGRAMS = 48
+# A tile of logits. Larger ones read weights less often; from 64 rows on they would be multiplied by instructions that
+# need not add in the same order.
+TILE, LARGE_TILE = (16, 32), (32, 128)
+FEW_ROWS, MANY_ROWS = 16, 1024
+# Inputs that are multiplied at once.
+PART_INPUTS, MOST_PARTS = 128, 32
 
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID, CHOSEN_SIGMOID = (tl.constexpr(i) for i in range(4))
 SCORINGS = {
@@ -57,18 +60,21 @@ def route(
     experts the first is chosen. `write`: where the choices are stored beside.
     """
     (rows, hidden), experts = x.shape, len(weight)
-    steps = ceil_div(hidden, STEP)
-    tiles = ceil_div(experts, TILE_EXPERTS)
-    share_steps = ceil_div(steps, min(steps, max(1, PROGRAMS // tiles)))
-    splits = ceil_div(steps, share_steps)
+    inputs = PART_INPUTS
+    while ceil_div(hidden, inputs) > MOST_PARTS:
+        inputs *= 2
+    parts = ceil_div(hidden, inputs)
+    splits = parts if rows <= FEW_ROWS else 1
+    large = rows > MANY_ROWS and weight.dtype == torch.bfloat16
+    tile_rows, tile_experts = LARGE_TILE if large else TILE
     logits = torch.empty(splits, rows, experts, dtype=torch.float32, device=x.device)
     ids = torch.empty(rows, chosen, dtype=torch.int32, device=x.device)
     shares = torch.empty(rows, chosen, dtype=torch.float32, device=x.device)
     if not rows:
         return Routing(ids, shares)
-    logits_kernel[(ceil_div(rows, TILE_ROWS), tiles, splits)](
-        x, weight, logits, x.stride(0), weight.stride(0), rows, hidden, experts, SHARE_STEPS=share_steps,
-        TILE_ROWS=TILE_ROWS, TILE_EXPERTS=TILE_EXPERTS, STEP=STEP, PDL=pdl, num_warps=4,
+    logits_kernel[(ceil_div(rows, tile_rows), ceil_div(experts, tile_experts), splits)](
+        x, weight, logits, x.stride(0), weight.stride(0), rows, hidden, experts, parts // splits, 1.0,
+        IS_SPLIT=splits > 1, TILE_ROWS=tile_rows, TILE_EXPERTS=tile_experts, INPUTS=inputs, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     arena, places, first = write or (None, None, 0)
@@ -83,38 +89,41 @@ def route(
     return Routing(ids, shares)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def logits_kernel(
-    X, W, LOGITS, x_stride, w_stride, rows, hidden, experts, SHARE_STEPS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_EXPERTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    X, W, LOGITS, x_stride, w_stride, rows, hidden, experts, parts, one, IS_SPLIT: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, experts, share of the inputs). Where the weight is in float32, so are the products. Weights are
-    loaded a step ahead, the first before the launch ahead has ended.
-    """
+    """Program (rows, experts, part of the inputs or all). Where the weight is in float32, so are the products."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     expert = tl.program_id(1) * TILE_EXPERTS + tl.arange(0, TILE_EXPERTS)
-    begin = tl.program_id(2) * SHARE_STEPS * STEP
-    k = tl.arange(0, STEP)
+    part, k = tl.program_id(2), tl.arange(0, INPUTS)
     x_at = X + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = W + expert.to(tl.int64)[None, :] * w_stride + k[:, None]
-    w_inside = (expert < experts)[None, :]
-    w = tl.load(w_at + begin, mask=w_inside & (begin + k < hidden)[:, None], other=0.0)
-    if PDL:
-        gdc_wait()
+    is_row, is_expert = (row < rows)[:, None], (expert < experts)[None, :]
     sums = tl.zeros([TILE_ROWS, TILE_EXPERTS], tl.float32)
-    for step in tl.static_range(SHARE_STEPS):
-        start = begin + step * STEP
-        x_inside = (row < rows)[:, None] & (start + k < hidden)[None, :]
-        x = tl.load(x_at + start, mask=x_inside, other=0.0, cache_modifier=".cg")
-        now = w
-        if step + 1 < SHARE_STEPS:
-            following = start + STEP
-            w = tl.load(w_at + following, mask=w_inside & (following + k < hidden)[:, None], other=0.0)
-        sums = tl.dot(x.to(now.dtype), now, sums, input_precision="ieee")
-    at = (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * experts + expert[None, :]
-    tl.store(LOGITS + at, sums, mask=(row < rows)[:, None] & (expert < experts)[None, :])
+    if IS_SPLIT:
+        # Weights are on their way before the launch ahead has ended.
+        inside = part * INPUTS + k < hidden
+        w = tl.load(w_at + part * INPUTS, mask=is_expert & inside[:, None], other=0.0)
+        if PDL:
+            gdc_wait()
+        x = tl.load(x_at + part * INPUTS, mask=is_row & inside[None, :], other=0.0, cache_modifier=".cg")
+        sums = tl.dot(x.to(w.dtype), w, sums, input_precision="ieee")
+    else:
+        if PDL:
+            gdc_wait()
+        for start in tl.range(0, parts * INPUTS, INPUTS, num_stages=3):
+            inside = start + k < hidden
+            w = tl.load(w_at + start, mask=is_expert & inside[:, None], other=0.0)
+            x = tl.load(x_at + start, mask=is_row & inside[None, :], other=0.0, cache_modifier=".cg")
+            product = tl.dot(x.to(w.dtype), w, tl.zeros_like(sums), input_precision="ieee")
+            # A plain sum would become part of the product, and round otherwise than the sum over programs does.
+            sums = tl.fma(product, one, sums)
+    at = (part.to(tl.int64) * rows + row)[:, None] * experts + expert[None, :]
+    tl.store(LOGITS + at, sums, mask=is_row & is_expert)
 
 
 @triton.jit

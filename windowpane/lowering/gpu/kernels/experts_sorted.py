@@ -1,0 +1,108 @@
+"""Pairs of a row and an expert by expert, in blocks that have their expert in common.
+
+A chunk of pairs is counted by one program and placed by another: where a pair goes is told by the counts of all chunks,
+and by the pairs of its own chunk before it.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from windowpane.kv.retention import ceil_div
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.lowering.reference.routing import Routing
+
+# Pairs of a chunk, each of which is compared with all others.
+CHUNK = 256
+# So few chunks are counted anew by every program that places: that takes less time than a launch.
+COUNTED_HERE = 2
+# Chunks whose counts are added at once.
+_ADDED = tl.constexpr(8)
+
+
+class Sorted(NamedTuple):
+    """Pairs by expert, int32 [pairs]; blocks [most, 3]: expert, first pair and the end of pairs; how many, [1]."""
+
+    pairs: torch.Tensor
+    blocks: torch.Tensor
+    count: torch.Tensor
+
+
+def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl: bool) -> Sorted:
+    """The pairs of experts `first` to `first + local`, by expert and then in order of rows."""
+    pairs = routing.ids.numel()
+    # Every block has a pair, and every expert at most one block that is not full.
+    most = min(pairs, pairs // block_rows + local)
+    made = torch.empty(pairs + 3 * most + 1, dtype=torch.int32, device=routing.ids.device)
+    found = Sorted(made[:pairs], made[pairs : pairs + 3 * most].view(most, 3), made[pairs + 3 * most :])
+    chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
+    chunks, bins = ceil_div(pairs, chunk), max(32, triton.next_power_of_2(local + 1))
+    common = {"LOCAL": local, "BINS": bins, "CHUNK": chunk, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+    counts = None
+    if chunks > COUNTED_HERE:
+        counts = torch.empty(chunks, bins, dtype=torch.int32, device=routing.ids.device)
+        count_kernel[(chunks,)](routing.ids, counts, pairs, first, **common)
+    place_kernel[(chunks,)](routing.ids, counts, *found, pairs, first, ROWS=block_rows, **common)
+    return found
+
+
+@triton.jit
+def count_kernel(
+    IDS, COUNTS, pairs, first, LOCAL: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """One chunk: its pairs of each expert."""
+    wait_if_overlapped(PDL)
+    counts = tl.histogram(_experts(IDS, tl.program_id(0), pairs, first, LOCAL, CHUNK), BINS)
+    tl.store(COUNTS + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
+def place_kernel(
+    IDS, COUNTS, PAIRS, BLOCKS, COUNT, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One chunk; the first program writes the blocks of all experts besides."""
+    wait_if_overlapped(PDL)
+    mine, bins = tl.program_id(0), tl.arange(0, BINS)
+    totals = tl.zeros([BINS], tl.int32)
+    ahead = tl.zeros([BINS], tl.int32)  # pairs of chunks before this one
+    if COUNTS is None:
+        for chunk in tl.range(0, tl.num_programs(0)):
+            counts = tl.histogram(_experts(IDS, chunk, pairs, first, LOCAL, CHUNK), BINS)
+            totals += counts
+            ahead += tl.where(chunk < mine, counts, 0)
+    else:
+        for start in tl.range(0, tl.num_programs(0), _ADDED):
+            chunk = start + tl.arange(0, _ADDED)[:, None]
+            at = COUNTS + chunk * BINS + bins[None, :]
+            counts = tl.load(at, mask=chunk < tl.num_programs(0), other=0, cache_modifier=".cg")
+            totals += tl.sum(counts, 0)
+            ahead += tl.sum(tl.where(chunk < mine, counts, 0), 0)
+    begins = tl.cumsum(totals, 0) - totals
+    expert = _experts(IDS, mine, pairs, first, LOCAL, CHUNK)
+    place = tl.arange(0, CHUNK)
+    is_before = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
+    to = tl.gather(begins + ahead, expert, 0) + tl.sum(is_before.to(tl.int32), 1)
+    tl.store(PAIRS + to, mine * CHUNK + place, mask=expert < LOCAL)
+    if mine == 0:
+        blocks = tl.where(bins < LOCAL, (totals + ROWS - 1) // ROWS, 0)
+        at = BLOCKS + (tl.cumsum(blocks, 0) - blocks) * 3
+        tl.store(COUNT, tl.sum(blocks, 0))
+        for n in tl.range(0, tl.max(blocks, 0)):
+            tl.store(at + n * 3, bins, mask=n < blocks)
+            tl.store(at + n * 3 + 1, begins + n * ROWS, mask=n < blocks)
+            tl.store(at + n * 3 + 2, begins + totals, mask=n < blocks)
+
+
+@triton.jit
+def _experts(IDS, chunk, pairs, first, LOCAL: tl.constexpr, CHUNK: tl.constexpr):
+    """Of a chunk's pairs; LOCAL where an expert is another rank's, and beyond the last pair."""
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(IDS + at, mask=at < pairs, other=-1, cache_modifier=".cg") - first
+    return tl.where((at < pairs) & (expert >= 0) & (expert < LOCAL), expert, LOCAL)
