@@ -60,8 +60,7 @@ DECODE_LAUNCHES = [
     *(DecodeLaunch(1, warps) for warps in (4, 8, 16)), DecodeLaunch(1, 8, 128), DecodeLaunch(2, 4),
     DecodeLaunch(2, 4, 128), DecodeLaunch(2, 8), DecodeLaunch(4, 2), DecodeLaunch(4, 4), DecodeLaunch(4, 8),
     DecodeLaunch(8, 2), DecodeLaunch(8, 4),
-    *(DecodeLaunch(1, warps, registers, stages, programs) for stages in (2, 3) for warps, registers, programs in (
-        (8, 128, 264), (8, None, 132), (16, 128, 132), (4, None, 264), (8, 128, 528))),
+    DecodeLaunch(2, 4, 96), DecodeLaunch(2, 4, 112), DecodeLaunch(4, 2, 96), DecodeLaunch(4, 4, 64),
 ]  # fmt: skip
 SWEEPS: dict[str, list[ChunkLaunch]] = {
     "convolve": [LAUNCH._replace(convolve_warps=warps) for warps in (2, 4, 8)],

@@ -117,7 +117,6 @@ def decoding() -> None:
         (SHAPE, None, True),
         (DeltaShape(2, 4, 32, 16, WIDTH), DecodeLaunch(1, 4), False),
         (DeltaShape(1, 1, 16, 64, WIDTH), DecodeLaunch(4, 4), True),
-        (DeltaShape(1, 2, 16, 32, WIDTH), DecodeLaunch(1, 4, stages=2, programs=4), False),
     ):
         layer = Layer(shape, torch.rand(shape.value_dim) + 0.5 if weighted else None)
         rows, starts = 4, ints(7, 0, -1, 1)

@@ -53,8 +53,8 @@ def test_a_decoded_state_stays_in_registers(rows, monkeypatch, tmp_path):
     decode_delta(made, StatePlaces(*[ints(rows)] * 3), *layer, out, key_heads=QWEN.key_heads, eps=1e-6, pdl=True)
     ptx = kernel.compiled.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4", ptx) and re.search(r"st\.global\S*\.v4", ptx)
-    # The cap on registers that lets two programs run at once may cost an address.
-    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 8
+    # The cap on registers that lets more programs run at once may cost a few addresses.
+    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 16
 
 
 def test_chunks_use_the_tensor_cores(monkeypatch, tmp_path):

@@ -15,28 +15,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of
 from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
 from windowpane.lowering.reference.recurrence import L2_EPS
 
 UNIT_EPS = tl.constexpr(L2_EPS)
-# So many programs fill an H200: with fewer, a head's value dims are shared out.
-_FULL_PROGRAMS = 128
+# More heads of rows than these keep an H200 busy with two programs each, whose registers let four run on a
+# multiprocessor at once.
+_FEW_PROGRAMS = 256
 
 
 class DecodeLaunch(NamedTuple):
     """So many programs share the value dims of a head; the last of them to finish applies the norm.
 
-    `registers` caps those of a thread, so that two programs of 8 warps run on a multiprocessor at once. With `stages`,
-    a program takes several rows in turn, and so many states are on their way to shared memory meanwhile, or in use.
+    `registers` caps those of a thread, so that more programs run on a multiprocessor at once.
     """
 
     split: int
     warps: int
     registers: int | None = None
-    stages: int = 1
-    programs: int = 2 * _FULL_PROGRAMS  # that take rows in turn
 
 
 class DeltaShape(NamedTuple):
@@ -66,10 +63,11 @@ class DeltaShape(NamedTuple):
 
 
 def plan_decode(rows: int, shape: DeltaShape) -> DecodeLaunch:
-    split = 1
-    while split < 4 and rows * shape.value_heads * split <= _FULL_PROGRAMS and shape.value_dim // split > 32:
-        split *= 2
-    return DecodeLaunch(1, 8, 128) if split == 1 else DecodeLaunch(split, 4)
+    """The best that `bench.gpu_checks.states sweep decode` found on an H200."""
+    programs = rows * shape.value_heads
+    if _FEW_PROGRAMS < programs <= FLAGS and shape.value_dim >= 32:
+        return DecodeLaunch(2, 4, 128)
+    return DecodeLaunch(1, 4)
 
 
 def decode_delta(
@@ -86,18 +84,17 @@ def decode_delta(
     whoever wrote those and this there must be a plain launch.
     """
     rows, shape = len(out), DeltaShape.of(tails, matrix, conv, key_heads)
-    split, warps, registers, stages, at_once = launch or plan_decode(rows, shape)
+    split, warps, registers = launch or plan_decode(rows, shape)
     programs = rows * shape.value_heads
     if split > 1 and programs > FLAGS:
         raise ValueError(f"{programs:,} heads of rows cannot be split: at most {FLAGS:,} can")
     partial = flags = None
     if split > 1:
         partial, flags = torch.empty(programs * shape.value_dim, device=out.device), flags_of(out.device)
-    at_once = rows if stages == 1 else min(rows, ceil_div(at_once, shape.value_heads))
-    _decode_kernel[(shape.value_heads * split, at_once)](
+    _decode_kernel[(shape.value_heads * split, rows)](
         made, *places, tails[0].arena, matrix.arena, conv, decay, dt_bias, norm_weight, out, partial, flags,
         made.stride(0), out.stride(0), *(tail.first for tail in tails), tails[0].unit, matrix.first, matrix.unit, eps,
-        rows, **shape.fixed, WIDTH=shape.width, SPLIT=split, STAGES=stages, PDL=pdl, num_warps=warps, maxnreg=registers,
+        **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, maxnreg=registers,
         launch_pdl=pdl,
     )  # fmt: skip
 
@@ -162,49 +159,20 @@ def _gated_norm(o, Z, WEIGHT, dims, is_row, eps, PAST_L1: tl.constexpr):
 @triton.jit
 def _decode_kernel(
     MADE, BEFORE, AFTER, STARTS, TAILS, MATRIX, CONV, DECAY, DT_BIAS, NORM, OUT, PARTIAL, FLAGS_AT,
-    made_stride, out_stride, q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit, eps, rows,
+    made_stride, out_stride, q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (value head and part of its value dims, first row): its rows are as far apart as there are programs."""
+    """Program (value head and part of its value dims, row). The state's tile [K, V / SPLIT] stays in registers."""
     if PDL:
         gdc_launch_dependents()
-    states, made = (BEFORE, AFTER, STARTS, TAILS, MATRIX), (MADE, made_stride)
-    weights, results = (CONV, DECAY, DT_BIAS, NORM), (OUT, PARTIAL, FLAGS_AT, out_stride)
-    strides = q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit
-    if STAGES == 1:
-        _advance(
-            tl.program_id(1), states, made, weights, results, strides, eps, KEY_HEADS, VALUE_HEADS, K, V, WIDTH, SPLIT,
-            PDL, PDL,
-        )  # fmt: skip
-    else:
-        if PDL:
-            gdc_wait()
-        for row in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=STAGES):
-            _advance(
-                row, states, made, weights, results, strides, eps, KEY_HEADS, VALUE_HEADS, K, V, WIDTH, SPLIT, PDL,
-                False,
-            )  # fmt: skip
-
-
-@triton.jit
-def _advance(
-    at_row, states, made, weights, results, strides, eps, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, WAITS: tl.constexpr,
-):  # fmt: skip
-    """One row. The state's tile [K, V / SPLIT] stays in registers. WAITS: the launch ahead may still run."""
-    BEFORE, AFTER, STARTS, TAILS, MATRIX = states
-    MADE, made_stride = made
-    CONV, DECAY, DT_BIAS, NORM = weights
-    OUT, PARTIAL, FLAGS_AT, out_stride = results
-    q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit = strides
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * K
     BEHIND: tl.constexpr = 2 * KEYS + VALUE_HEADS * V
     head = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
-    row = tl.cast(at_row, tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     key_head = head // GROUP
     k_dims = tl.arange(0, K)
     v_dims = part * (V // SPLIT) + tl.arange(0, V // SPLIT)
@@ -232,7 +200,7 @@ def _advance(
     v = _past_taps(tails_before + v_tails, tails_after + v_tails, CONV, v_channels, has_state, is_row, WIDTH)
     rate_of_decay = tl.load(DECAY + head)
     dt_bias = tl.load(DT_BIAS + head)
-    if WAITS:
+    if PDL:
         gdc_wait()
     x = MADE + row * made_stride
     qk = _present_tap(qk, x, tails_after + qk_tails, CONV, qk_channels, is_row, writes_keys, WIDTH, PAST_L1)
