@@ -77,6 +77,10 @@ class Served:
         found += re.findall(r"^windowpane:num_requests_(?:running|waiting){.*} (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
 
+    def resident_mib(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) // 1024
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -98,6 +102,7 @@ class Findings:
     alone_gaps_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     late: int = 0
+    resident_mib: list[int] = field(default_factory=list)  # of the server alone, before and after
     seconds: float = 0.0
 
 
@@ -151,6 +156,7 @@ def fuzz(served: Served, seconds: float, clients: int, seed: int, lag_limit_s: f
     findings = Findings()
     _watch(served, findings.alone_gaps_s, findings, lambda: time.sleep(ALONE_S))
     late_before = served.late(lag_limit_s)
+    findings.resident_mib.append(served.resident_mib())
     began = time.monotonic()
 
     def attack_all() -> None:
@@ -183,6 +189,7 @@ def _look_back(served: Served, findings: Findings, late_before: int, lag_limit_s
         findings.failures.append(f"the server ended with {served.process.returncode}: {''.join(served.said[-20:])}")
         return
     findings.late = served.late(lag_limit_s) - late_before
+    findings.resident_mib.append(served.resident_mib())
     give_up = time.monotonic() + 30
     while served.live() and time.monotonic() < give_up:
         time.sleep(0.1)
@@ -228,6 +235,7 @@ def report(args: argparse.Namespace, findings: Findings) -> None:
         "victim_gap_p50_ms": [milliseconds(findings.alone_gaps_s, 50), milliseconds(findings.gaps_s, 50)],
         "victim_gap_p99_ms": [milliseconds(findings.alone_gaps_s, 99), milliseconds(findings.gaps_s, 99)],
         "victim_gap_max_ms": [round(1e3 * max(gaps, default=0)) for gaps in (findings.alone_gaps_s, findings.gaps_s)],
+        "resident_mib": findings.resident_mib,
         "times_late": findings.late,
         "failures": len(findings.failures),
     }

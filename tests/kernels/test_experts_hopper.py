@@ -73,7 +73,7 @@ def test_plain_weights_compile_for_hopper(monkeypatch, tmp_path):
     assert recorder.launched["tiles"] == 6 and recorder.launched["blocks"] == 44
     assert compiled.metadata.shared <= SHARED_BYTES
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
-    assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 2 * 4
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 2 * 4 * 2
 
 
 def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:

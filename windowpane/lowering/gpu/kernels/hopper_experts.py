@@ -244,39 +244,54 @@ def _multiply_units(
 
 
 @gluon.jit
+def _plain_block(
+    which: gl.constexpr, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION: gl.constexpr,
+    PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The first PAIRS of a block; `i` blocks of inputs came before. Both warp groups take turns at the tensor cores."""
+    w_tiles, x_tiles, staged = tiles_of
+    full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIRS, 16])
+    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES * 4, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    zero = gl.full([64, PAIRS], 0.0, gl.float32, layout)
+    sums0 = zero
+    sums1 = zero
+    for step in range(blocks):
+        buf = (i + step) % STAGES
+        mbarrier.wait(full.index(buf), (i + step) // STAGES % 2)
+        x = x_tiles.index(buf).slice(0, PAIRS, 0).permute((1, 0))
+        product0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
+        product1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
+        sums0, sums1 = warpgroup_mma_wait(0, deps=[product0, product1])
+        mbarrier.arrive(empty.index(buf), count=1)
+    staging = staged.index(which).slice(0, PAIRS, 0)
+    _finish(results, sums0, sums1, staging, place, first, shape, numbers, ACTIVATION)
+
+
+@gluon.jit
 def _multiply_plain(
     which: gl.constexpr, results, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `_multiply_units`; both warp groups take turns at the tensor cores."""
-    w_tiles, x_tiles, staged = tiles_of
-    full, empty, tiles, blocks, BLOCKS, COUNT = share
-    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    """As `_multiply_units`. An expert's last block has half the products where its pairs are at most half a block."""
+    _w_tiles, x_tiles, _staged = tiles_of
+    _full, _empty, tiles, blocks, BLOCKS, COUNT = share
     ROWS: gl.constexpr = x_tiles.type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES * 4, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     if PDL:
         gdc_wait()
     count = _fresh(COUNT)
     item = gl.program_id(0)
     i = 0
-    zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
     while item < count * tiles:
         block, tile = _place(item, count, tiles, GROUP_BLOCKS)
         place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
-        sums0 = zero
-        sums1 = zero
-        for _ in range(blocks):
-            buf = i % STAGES
-            mbarrier.wait(full.index(buf), i // STAGES % 2)
-            x = x_tiles.index(buf).permute((1, 0))
-            product0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
-            product1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
-            sums0, sums1 = warpgroup_mma_wait(0, deps=[product0, product1])
-            mbarrier.arrive(empty.index(buf), count=1)
-            i += 1
         first = tile * (_HALF if is_gated(ACTIVATION) else 2 * _HALF) + which * 64
-        _finish(results, sums0, sums1, staged.index(which), place, first, shape, numbers, ACTIVATION)
+        if place[2] - place[1] <= ROWS // 2:
+            _plain_block(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, ROWS // 2)
+        else:
+            _plain_block(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, ROWS)
+        i += blocks
         item += gl.num_programs(0)
 
 
