@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 ENGINE = re.compile(r"LLM engine \(v(?P<version>[\w.+-]+)\) with config:? ?(?P<settings>.+)", re.DOTALL)
 # The same, where its beginning was cut off or stands above a code fence.
@@ -124,7 +125,7 @@ def _positional(words: list[str]) -> str | None:
     """The model of a command: its first word, or a path behind flags whose values are before it."""
     if words and not words[0].startswith("-"):
         return words[0]
-    for before, word in zip(words, words[1:], strict=False):
+    for before, word in pairwise(words):
         has_value = "=" in before if before.startswith("-") else True
         if has_value and "/" in word and not word.startswith("-"):
             return word

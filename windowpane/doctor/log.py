@@ -344,7 +344,8 @@ _FAILED = re.compile(r"No available memory for the cache blocks|KV cache is need
 _GPU = re.compile(r"GPU 0: ((?:NVIDIA|AMD) [\w /-]+?)(?= GPU 1:| Nvidia| \(UUID|  |$)")
 _VERSION_ELSEWHERE = re.compile(
     r"(?:vLLM API server|█) +version +v?(\d+\.\d+[\w.+]*)|vLLM [Vv]ersion\s*:\s*v?(\d+\.\d+[\w.+]*)"
-    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)|\bvLLM: +v?(\d+\.\d+\.\d+[\w.+]*)|LLM engine \(v(\d+\.\d+[\w.+]*)\)"
+    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)"
+    r"|\bvLLM: +v?(\d+\.\d+\.\d+[\w.+]*)|LLM engine \(v(\d+\.\d+[\w.+]*)\)"
 )
 _FIRST_LENGTH = re.compile(r"Using max model len ([\d,]+)")
 _MODEL_NAME = re.compile(r"(?:\$\{?\w+\}?/)?[\w~./:@+-]+")
