@@ -166,12 +166,13 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
     config = Config(fields)
     architectures = config.texts("architectures")
     if not architectures:
-        raise ModelError(f"the config of {name} names no architectures; known: {', '.join(_known())}")
+        named = str(config.fields.get("model_type", name))
+        raise ModelError(f"the config of {name} names no architectures; {_nearest(named)}")
     if architectures[0] in REFUSED:
         raise ModelError(f"{name} ({architectures[0]}) cannot be planned: {REFUSED[architectures[0]]}")
     reader = _reader(architectures[0])
     if reader is None:
-        raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(_known())}")
+        raise ModelError(f"unknown architecture {architectures[0]!r}; {_nearest(architectures[0])}")
     spec = reader(config, name)
     _check_quantization(spec)
     return spec
@@ -202,9 +203,13 @@ def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:
     return None
 
 
-def _known() -> list[str]:
+def _nearest(wanted: str) -> str:
+    """The architectures whose names are most like `wanted`, of all that are known."""
+    from difflib import get_close_matches  # only here: a model that is found does not pay for it
+
     modules = (import_module(f"windowpane.models.families.{family}") for family in FAMILIES)
-    return sorted(architecture for module in modules for architecture in module.ARCHITECTURES)
+    known = [architecture for module in modules for architecture in module.ARCHITECTURES]
+    return f"of {len(known)} known ones the nearest are {', '.join(get_close_matches(wanted, known, n=4, cutoff=0))}"
 
 
 def _not_found(source: str) -> str:
