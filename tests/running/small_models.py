@@ -444,13 +444,15 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
     "qwen2 vl": {
         "model_type": "qwen2_vl",
         "architectures": ["Qwen2VLForConditionalGeneration"],
-        **{**_HEADS_FROM_WIDTH, "rope_scaling": _MROPE},
+        **_HEADS_FROM_WIDTH,
+        "rope_scaling": _MROPE,
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 128, "num_heads": 2},
     },
     "qwen2.5 vl": {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        **{**_HEADS_FROM_WIDTH, "rope_scaling": _MROPE},
+        **_HEADS_FROM_WIDTH,
+        "rope_scaling": _MROPE,
         "vision_config": {**_QWEN_TOWER, "out_hidden_size": 128},
     },
     "qwen3 vl": {
@@ -458,7 +460,9 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "tie_word_embeddings": False,
         "text_config": {
-            **{**_BASE, "model_type": "qwen3_vl_text", "initializer_range": 0.2},
+            **_BASE,
+            "model_type": "qwen3_vl_text",
+            "initializer_range": 0.2,
             "rope_scaling": {**_MROPE, "mrope_interleaved": True},
         },
         "vision_config": _QWEN3_TOWER,
@@ -468,7 +472,10 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
         "tie_word_embeddings": False,
         "text_config": {
-            **{**_BASE, **_EXPERTS, "model_type": "qwen3_vl_moe_text", "initializer_range": 0.2},
+            **_BASE,
+            **_EXPERTS,
+            "model_type": "qwen3_vl_moe_text",
+            "initializer_range": 0.2,
             "rope_scaling": {**_MROPE, "mrope_interleaved": True},
         },
         "vision_config": _QWEN3_TOWER,
@@ -480,7 +487,10 @@ TEXT_PARTS: dict[str, dict[str, Any]] = {
         "text_config": {**_BASE, "model_type": "mistral", "sliding_window": None, "initializer_range": 0.2},
         "vision_config": {
             "model_type": "pixtral",
-            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
         },
     },
     "mimo": {**_HEADS_FROM_WIDTH, "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
