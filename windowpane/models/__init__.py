@@ -81,7 +81,7 @@ def load(source: str | Path, *, revision: str | None = None, download_dir: str |
         # A bare config.json takes the name of the model's directory.
         return _read(path, path.resolve().parent.name if path.name == CONFIG else path.stem)
     if revision is None and (shipped := shipped_name(str(source))):
-        return _read(_SHIPPED / f"{shipped}.json", shipped)
+        return _read_shipped(shipped)
     from windowpane.models.hub import Hub, parse_name  # only here: what lies on this disk does not pay for it
 
     if (wanted := parse_name(str(source))) is None:
@@ -145,6 +145,12 @@ def _read(path: Path, name: str) -> ModelSpec:
     if path.name == CONFIG and beside.is_file():
         fields = _with_quantization(fields, _read_json(beside, name))
     return from_config(fields, name)
+
+
+@cache
+def _read_shipped(name: str) -> ModelSpec:
+    """Read once: nobody changes a spec."""
+    return _read(_SHIPPED / f"{name}.json", name)
 
 
 def _with_quantization(fields: dict[str, object], beside: dict[str, object]) -> dict[str, object]:

@@ -410,7 +410,10 @@ def each(described: Any, kind: type[_Described] | UnionType) -> Iterator[_Descri
         yield described
         return
     for part in described if isinstance(described, tuple | list) else _parts(described).values():
-        yield from each(part, kind)
+        if isinstance(part, tuple | list) or _part_names(type(part)):
+            yield from each(part, kind)
+        elif isinstance(part, kind):
+            yield part
 
 
 def tensors_of(described: Any) -> dict[str, TensorSpec]:
