@@ -93,6 +93,19 @@ class TestWords:
         assert failure.key == "kv_cache_too_small"
         assert any("--max-num-batched-tokens" in way for way in failure.ways_out) is slides
 
+    def test_what_one_request_needs_tells_the_release_and_a_small_step_is_not_made_smaller(self) -> None:
+        """4.54 GiB are 73 blocks for each window of 128 tokens and steps of 1,024; two steps in flight would be 137."""
+        text = (
+            "$ vllm serve openai/gpt-oss-120b --max-num-batched-tokens 1024\n\nValueError: To serve at least one "
+            "request with the model's max seq len (131072), 4.54 GiB KV cache is needed, which is larger than the "
+            "available KV cache memory (2.10 GiB)."
+        )
+        found = diagnose(text, LogFacts())
+        (failure,) = found.failures
+        assert not any("--max-num-batched-tokens" in way for way in failure.ways_out)
+        assert found.explanation is not None
+        assert [g.blocks_per_request for g in found.explanation.report.groups] == [73, 8192]
+
     def test_old_words_for_a_cache_that_is_too_small(self) -> None:
         failure = only(
             "ValueError: The model's max seq len (29000) is larger than the maximum number of tokens that can be "

@@ -98,6 +98,23 @@ class TestSettings:
         facts = facts_of(f"{head} with config\n~~~\n{settings}\n~~~\n")
         assert (facts.version, facts.model, facts.tensor_parallel_size) == ("0.19.1", "acme/gemma-4-31B-it", 4)
 
+    @pytest.mark.parametrize(
+        ("command", "model"),
+        [
+            ("vllm serve --trust-remote-code -tp 2 --gpu_memory_utilization=0.9 /disk/acme/m-7b", "/disk/acme/m-7b"),
+            ("vllm serve --port 80 acme/m-7b", "acme/m-7b"),
+            ('vllm serve "$MODELS/m-7b" --port 80', "$MODELS/m-7b"),
+            ("vllm serve --port 80 --served-model-name m", None),
+        ],
+    )
+    def test_the_model_may_stand_behind_flags_or_a_variable(self, command: str, model: str | None) -> None:
+        assert facts_of(command).model == model
+
+    def test_a_summary_in_markdown_names_model_and_release(self) -> None:
+        facts = facts_of("- **Model:** `acme/m-7b`\n- **vLLM:** `0.22.1`\n\n" + FIGURES)
+        assert (facts.model, facts.version) == ("acme/m-7b", "0.22.1")
+        assert facts_of("vLLM:     0.15.1\nTP:       4\n" + FIGURES).version == "0.15.1"
+
     def test_an_image_names_the_release(self) -> None:
         assert facts_of("docker run vllm/vllm-openai:v0.21.0 --model acme/m-7b -tp 2").version == "0.21.0"
 
@@ -143,6 +160,13 @@ class TestFigures:
         assert notes.available_kv is not None and notes.available_kv.text == "4.17 GiB"
         assert (notes.max_model_len, notes.concurrency) == (4096, "89.01")
 
+    def test_memory_in_bytes_is_taken_as_exactly_as_it_is(self) -> None:
+        in_use = "INFO 03-02 10:03:00 [gpu_worker.py:391] Current kv cache memory in use is {} bytes.\n"
+        memory = facts_of(FIGURES + in_use.format(12_390_000_000)).available_kv
+        assert memory is not None and (memory.low, memory.high) == (12_390_000_000, 12_390_000_000)
+        other_rank = facts_of(FIGURES + in_use.format(12_460_000_000)).available_kv
+        assert other_rank is not None and other_rank.text == "11.54 GiB"
+
     def test_of_several_ranks_the_smallest_counts(self) -> None:
         facts = facts_of(
             FIGURES + FIGURES.replace("11.54", "11.48").replace("25,200", "25,072").replace("1.87", "1.86")
@@ -178,6 +202,13 @@ class TestSurroundings:
         text = f"{ENGINE}\n{FIGURES}"
         wrapped = "\n".join(wrap(line) for line in text.splitlines())  # type: ignore[operator]
         assert facts_of(wrapped) == facts_of(text)
+
+    @pytest.mark.parametrize("width", [72, 80, 119])
+    def test_a_terminal_cuts_lines_wherever_they_reach_its_edge(self, width: int) -> None:
+        lines = ["(EngineCore pid=3) ERROR 03-02 10:00:00 [core.py:708] EngineCore failed to start.", *([FIGURES] * 2)]
+        cut = [line[at : at + width] for line in "\n".join(lines).splitlines() for at in range(0, len(line), width)]
+        facts = facts_of("\n".join(cut))
+        assert (facts.reported_tokens, facts.concurrency, facts.max_model_len) == (25_200, "1.87", 65_536)
 
     def test_a_notebook_is_read_for_its_outputs(self) -> None:
         output = {"output_type": "stream", "text": [line + "\n" for line in f"{ENGINE}\n{FIGURES}".splitlines()]}

@@ -172,6 +172,10 @@ class TestNames:
             ("acme/gemma-4-31B-it-FP8-Dynamic", "gemma-4-31b"),
             ("Qwen/Qwen3-1.7B", "qwen3-0.6b"),
             ("acme/Nemotron-Cascade-2-30B-A3B-NVFP4", "nemotron-3-nano-30b-a3b"),
+            ("/models/Qwen3-32B-20250429/", "qwen3-32b"),
+            ("/hub/models--meta-llama--llama-3-1-70b-instruct", "llama-3.1-70b"),
+            ("$ROOT/MiniMax-M2.7", "minimax-m2"),
+            ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3-30b-a3b"),
         ],
     )
     def test_a_model_is_known_by_a_directory_or_by_one_of_the_same_shapes(self, name: str, shipped: str) -> None:

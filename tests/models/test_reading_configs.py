@@ -121,8 +121,14 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown architecture": ({"architectures": ["NewForCausalLM"]}, r"'NewForCausalLM'; known: .*LlamaForCausalLM"),
-    "no architecture": (without(small("llama"), "architectures"), r"names no architectures; known: "),
+    "unknown architecture": (
+        {"architectures": ["Qwen2MoeForCausalLM"]},
+        r"'Qwen2MoeForCausalLM'; of \d\d known ones the nearest are (?=.*Qwen3MoeForCausalLM).*Qwen2ForCausalLM",
+    ),
+    "no architecture": (
+        without(small("llama"), "architectures"),
+        r"names no architectures; .*nearest .*LlamaForCausalLM",
+    ),
     "missing size": (small("llama", num_attention_heads=None), r"no num_attention_heads"),
     "missing nested size": (small("qwen3.5", hidden_size=None), r"no text_config.hidden_size"),
     "missing section": ({"architectures": ["Gemma4ForConditionalGeneration"]}, r"no hidden_size"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec, from_config
@@ -433,6 +433,68 @@ WITH_STATES: dict[str, dict[str, Any]] = {
     },
 }
 CONFIGS |= WITH_EXPERTS | WITH_STATES
+
+_QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+_QWEN3_TOWER = {**_QWEN_TOWER, "num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": [0]}
+_HEADS_FROM_WIDTH = {**{key: value for key, value in _BASE.items() if key != "head_dim"}, "hidden_size": 128}
+_MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+# The text part of models that also see, saved with their towers and read from the file; and MiMo, which is Qwen2 with
+# heads that draft.
+TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "qwen2 vl": {
+        "model_type": "qwen2_vl",
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        **_HEADS_FROM_WIDTH,
+        "rope_scaling": _MROPE,
+        "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 128, "num_heads": 2},
+    },
+    "qwen2.5 vl": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        **_HEADS_FROM_WIDTH,
+        "rope_scaling": _MROPE,
+        "vision_config": {**_QWEN_TOWER, "out_hidden_size": 128},
+    },
+    "qwen3 vl": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": {
+            **_BASE,
+            "model_type": "qwen3_vl_text",
+            "initializer_range": 0.2,
+            "rope_scaling": {**_MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": _QWEN3_TOWER,
+    },
+    "qwen3 vl experts": {
+        "model_type": "qwen3_vl_moe",
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": {
+            **_BASE,
+            **_EXPERTS,
+            "model_type": "qwen3_vl_moe_text",
+            "initializer_range": 0.2,
+            "rope_scaling": {**_MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": _QWEN3_TOWER,
+    },
+    "mistral 3": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": {**_BASE, "model_type": "mistral", "sliding_window": None, "initializer_range": 0.2},
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    },
+    "mimo": {**_HEADS_FROM_WIDTH, "model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
+}
 # transformers saves these experts one by one, unlike the published files, whose tensors are those of its modules.
 AS_IN_MODULES = ("qwen3.5 experts",)
 
@@ -504,15 +566,17 @@ WIDE_QUANTIZED: dict[str, dict[str, Any]] = {
 @cache
 def reference(name: str) -> torch.nn.Module:
     """transformers' own model, float32, with norms and scalars away from their trivial initial values."""
-    return build((CONFIGS | WIDE_CONFIGS)[name])
+    return build((CONFIGS | WIDE_CONFIGS | TEXT_PARTS)[name])
 
 
 def build(described: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(7)
     fields = dict(described)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model_type = fields.pop("model_type")
+    config = AutoConfig.for_model("qwen2" if model_type == "mimo" else model_type, **fields)
     config.architectures = described["architectures"]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    auto = AutoModelForImageTextToText if "vision_config" in described else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if any(word in key for word in ("norm", "layer_scalar", "router.scale", "expert_scale")):
@@ -527,12 +591,18 @@ def build(described: dict[str, Any]) -> torch.nn.Module:
 
 
 def spec_of(name: str) -> ModelSpec:
-    return from_config((CONFIGS | WIDE_CONFIGS | QUANTIZED | WIDE_QUANTIZED)[name], name)
+    return from_config((CONFIGS | WIDE_CONFIGS | TEXT_PARTS | QUANTIZED | WIDE_QUANTIZED)[name], name)
 
 
 def save(name: str, directory: str | Path) -> None:
     """Write a checkpoint: with the tensors of its files where transformers has other ones in its modules."""
-    if name in WITH_EXPERTS | WITH_STATES and name not in AS_IN_MODULES:
+    if name == "qwen3 vl experts":
+        # transformers turns the published experts around when it loads them, and does not turn them back.
+        state = reference(name).state_dict()
+        turned = {k: t.transpose(1, 2) if ".experts." in k else t for k, t in state.items()}
+        save_file({k: t.contiguous() for k, t in turned.items()}, Path(directory) / "model.safetensors")
+        return
+    if name in WITH_EXPERTS | WITH_STATES | TEXT_PARTS and name not in AS_IN_MODULES:
         reference(name).save_pretrained(directory)
         return
     state = {key: tensor.contiguous() for key, tensor in reference(name).state_dict().items()}
@@ -542,7 +612,7 @@ def save(name: str, directory: str | Path) -> None:
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
     if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
-    if name in WITH_EXPERTS | WITH_STATES:
+    if name in WITH_EXPERTS | WITH_STATES | TEXT_PARTS:
         with tempfile.TemporaryDirectory() as directory:
             save(name, directory)
             return load_weights(directory, spec_of(name), dtype=dtype, device=device)

@@ -224,9 +224,10 @@ def _too_small(match: re.Match[str], case: Case) -> Failure:
     if estimated:
         ways.append(f"--max-model-len {estimated.replace(',', '')}, which vLLM itself says would fit")
     local = [c for c in case.setting.caches if c.retention.kind in ("window", "chunk")] if case.setting else None
-    if local:
+    smaller_helps = (case.facts.max_num_batched_tokens or 8192) > 2048
+    if local and smaller_helps:
         ways.append("--max-num-batched-tokens 2048: every window is charged the tokens in flight")
-    elif local is None:
+    elif local is None and smaller_helps:
         ways.append("--max-num-batched-tokens 2048, if layers slide: every window is charged the tokens in flight")
     ways.append("a smaller --kv-cache-dtype, more of the card (--gpu-memory-utilization), or more cards")
     return Failure("kv_cache_too_small", "The KV cache is too small for max_model_len", cause, tuple(ways))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 ENGINE = re.compile(r"LLM engine \(v(?P<version>[\w.+-]+)\) with config:? ?(?P<settings>.+)", re.DOTALL)
 # The same, where its beginning was cut off or stands above a code fence.
@@ -65,8 +66,8 @@ def command_settings(line: str) -> dict[str, str] | None:
     tag = match["tag"] if match else None
     if tag and re.match(r"v?\d+\.\d+", tag):
         found["version"] = tag.removeprefix("v")
-    if match and words and not words[0].startswith("-") and "model" not in found:
-        found["model"] = words[0]
+    if match and "model" not in found and (model := _positional(words)):
+        found["model"] = model
     return _named(found.items()) or None
 
 
@@ -118,6 +119,17 @@ def _words(text: str) -> list[str]:
         return shlex.split(text, comments=False)
     except ValueError:  # an apostrophe in what follows, or a quote that was cut off
         return text.split()
+
+
+def _positional(words: list[str]) -> str | None:
+    """The model of a command: its first word, or a path behind flags whose values are before it."""
+    if words and not words[0].startswith("-"):
+        return words[0]
+    for before, word in pairwise(words):
+        has_value = "=" in before if before.startswith("-") else True
+        if has_value and "/" in word and not word.startswith("-"):
+            return word
+    return None
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, str]]:

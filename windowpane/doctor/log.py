@@ -37,7 +37,8 @@ class Rounded:
 class LogFacts:
     """What one start says; None where it is silent. `kv_cache_dtype` and `model` are as vLLM writes them.
 
-    `block_size` is the flag and `block_tokens` what it became. `speculative_tokens` are drafted per step
+    `needed_kv` is what one request is charged where that is too much. `block_size` is the flag and `block_tokens` what
+    it became. `speculative_tokens` are drafted per step
     (0: known to be none). `hybrid_manager` is False where vLLM keeps every token in every layer.
     """
 
@@ -63,6 +64,7 @@ class LogFacts:
     gpu: str | None = None
     gpu_memory_utilization: float | None = None
     available_kv: Rounded | None = None
+    needed_kv: Rounded | None = None
     num_blocks: int | None = None
     reported_tokens: int | None = None
     concurrency: str | None = None
@@ -128,6 +130,8 @@ def read_log(text: str) -> Log:
     reports: dict[str, int] = {}
     for record in records(text):
         _place(record.text, record.lines, drafts)
+        if (uncut := record.uncut_text) is not None:
+            _place(uncut, (), drafts)
         for line in record.lines:
             reports.update(_release_report(line))
     whole = " ".join(t for draft in drafts for t in draft.texts)
@@ -211,7 +215,7 @@ def _facts(draft: _Draft, whole: str) -> Start:
     for name, (patterns, read) in _SENTENCES.items():
         values = next((caught for p in patterns if (caught := _all(p, line, read))), [])
         if values:
-            found[name] = min(values, key=_size_of) if name in _SMALLEST else values[-1]
+            found[name] = _smallest(values) if name in _SMALLEST else values[-1]
     settings = _settings(draft, line, whole)
     for name, read in _SETTINGS.items():
         value = _read(read, settings.get(name))
@@ -296,6 +300,9 @@ def _flag(text: str) -> bool:
 def _size(text: str) -> Rounded:
     """A printed size and the bytes that round to it: half a unit of the last decimal each way."""
     match = re.fullmatch(r"(-?)([\d.]+) ?([GMK]i?B)", text)
+    if whole := re.fullmatch(r"(\d+) bytes", text):
+        exact = int(whole[1])
+        return Rounded(f"{exact / 2**30:.2f} GiB", exact, exact)
     if match is None:
         raise ValueError(text)
     sign, number, unit = match.groups()
@@ -311,6 +318,14 @@ def _size_of(value: Any) -> float:
     return value.low if isinstance(value, Rounded) else float(value)
 
 
+def _smallest(values: list[Any]) -> Any:
+    """The smallest, as exactly as it is given: memory may stand in the log rounded and in bytes."""
+    least = min(values, key=_size_of)
+    if not isinstance(least, Rounded):
+        return least
+    return min((v for v in values if least.low <= v.low and v.high <= least.high), key=lambda v: v.high - v.low)
+
+
 def _version(text: str) -> str:
     return text.rstrip(".")
 
@@ -322,17 +337,20 @@ def _dtype(text: str) -> str:
 _BANNER = re.compile(r"█.*version \d|vLLM API server version \d")
 _TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 _LENGTH = re.compile(r"[Mm]aximum concurrency for ([\d,]+) tokens(?: per |/)request|max seq len \(([\d,]+)\)")
-_KV_MEMORY = re.compile(r"(?:[Aa]vailable KV cache memory:|Current kv cache memory in use is) (-?[\d.]+ ?[GMK]i?B)")
+_KV_MEMORY = re.compile(
+    r"(?:[Aa]vailable KV cache memory:|Current kv cache memory in use is) (-?[\d.]+ ?[GMK]i?B|\d+ bytes)"
+)
 _FAILED = re.compile(r"No available memory for the cache blocks|KV cache is needed|CUDA out of memory|failed to start")
 _GPU = re.compile(r"GPU 0: ((?:NVIDIA|AMD) [\w /-]+?)(?= GPU 1:| Nvidia| \(UUID|  |$)")
 _VERSION_ELSEWHERE = re.compile(
     r"(?:vLLM API server|█) +version +v?(\d+\.\d+[\w.+]*)|vLLM [Vv]ersion\s*:\s*v?(\d+\.\d+[\w.+]*)"
-    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)|LLM engine \(v(\d+\.\d+[\w.+]*)\)"
+    r"|\bvllm(?:==|-|: )v?(\d+\.\d+[\w.+]*)|vLLM:?\**:? ?`v?(\d+\.\d+[\w.+]*)"
+    r"|\bvLLM: +v?(\d+\.\d+\.\d+[\w.+]*)|LLM engine \(v(\d+\.\d+[\w.+]*)\)"
 )
 _FIRST_LENGTH = re.compile(r"Using max model len ([\d,]+)")
-_MODEL_NAME = re.compile(r"[\w~./:@+-]+")
+_MODEL_NAME = re.compile(r"(?:\$\{?\w+\}?/)?[\w~./:@+-]+")
 _MODEL_ELSEWHERE = re.compile(
-    r"█ +model +([\w.-]+/[\w.-]+)|(?:^|\s)[*\s-]*\b(?:Model|MODEL)\**\s*:\s*\**`?\[?([\w.-]+/?[\w.-]*\d[\w.-]*)"
+    r"█ +model +([\w.-]+/[\w.-]+)|(?:^|\s)[*\s-]*\b(?:Model|MODEL)\**\s*:\s*\**\s*`?\[?([\w.-]+/?[\w.-]*\d[\w.-]*)"
     r"|huggingface\.co/([\w-]+/(?!gemma4\b)[\w.-]*\d[\w.-]*)"
 )
 _RELEASE_ROW = re.compile(
@@ -383,6 +401,7 @@ _SENTENCES: dict[str, tuple[tuple[re.Pattern[str], ...], _Reader]] = {
         ),
         _size,
     ),
+    "needed_kv": (_sentences(rf"{_MEMORY} KV cache is needed"), _size),
     "num_blocks": (
         _sentences(
             # CUDA graphs are profiled with a pool of their own first: what overrides 0 blocks is not the engine's.

@@ -93,6 +93,7 @@ def explain(facts: LogFacts, spec: ModelSpec, kv_cache_dtype: str) -> Explanatio
         candidates = list(_candidates(facts, spec, settings))
         found = _matches(candidates, facts)
     if not found:
+        first = next((c for c in candidates if _charges(c, facts)), first)
         report = vllm.report(first.setting, first.release, first.setting.async_scheduling)
         matters = [s for s in settings if len(s.values) > 1 and not s.default]
         if not first.release.charges_batches_in_flight:
@@ -112,6 +113,14 @@ def explain(facts: LogFacts, spec: ModelSpec, kv_cache_dtype: str) -> Explanatio
 def _matches(candidates: Sequence[_Candidate], facts: LogFacts) -> dict[tuple[int, ...], int]:
     """Choices that give the log's figures, with their number of blocks."""
     return {c.choice: blocks for c in candidates if (blocks := _matching_blocks(c, facts)) is not None}
+
+
+def _charges(candidate: _Candidate, facts: LogFacts) -> bool:
+    """Whether one request is charged what a log says that it would need, where the engine did not start."""
+    if facts.needed_kv is None or not candidate.groups:
+        return False
+    charged_bytes = candidate.charged_blocks * vllm.block_bytes(candidate.groups)
+    return facts.needed_kv.low <= charged_bytes <= facts.needed_kv.high
 
 
 def _decided(

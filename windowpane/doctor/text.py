@@ -33,6 +33,7 @@ _LEVEL = re.compile(
     r"\s*(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL)"
     r"(?::\s+|\s+(?:\d[\d-]* [\d:.]+ )?(?:\[[\w./-]+:\d+\]|[\w./-]+\.py:\d+\]|[\w.]+:)\s*)"
 )
+NARROWEST_TERMINAL = 60
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _FLAG_LINE = re.compile(r"""\s*(?:-\s+)?["']?--?[a-z]""")
 # Of a list in YAML: an item, and a line that ends with a flag whose value may be the next item.
@@ -42,21 +43,31 @@ _BARE_FLAG = re.compile(r"""(?:^|\s)-\s+["']?--?[A-Za-z][\w-]*["']?$""")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One message, as its logical lines."""
+    """One message, as its logical lines. `cut` says of each whether it fills the terminal that it was copied from."""
 
     lines: tuple[str, ...]
+    cut: tuple[bool, ...] = ()
 
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.lines).split())
 
+    @property
+    def uncut_text(self) -> str | None:
+        """The same with cut lines joined as they are: a terminal cuts in the middle of a word. None without any."""
+        if not any(self.cut[:-1]):
+            return None
+        joined = "".join(f"{line}{'' if cut else ' '}" for line, cut in zip(self.lines, self.cut, strict=True))
+        return " ".join(joined.split())
+
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A logical line; `opens` says that a record begins here."""
+    """A logical line; `opens` says that a record begins here, `cut` that it fills the width of the text."""
 
     text: str
     opens: bool
+    cut: bool = False
 
 
 def decode(raw: bytes) -> str:
@@ -72,21 +83,21 @@ def decode(raw: bytes) -> str:
 
 def records(text: str) -> Iterator[Record]:
     """Messages, each on one line whatever it was wrapped to."""
-    parts: list[str] = []
-    for line in _logical_lines(text):
+    parts: list[_Line] = []
+    for line in (*_logical_lines(text), _Line("", opens=True)):
         if line.opens and parts:
-            yield Record(tuple(parts))
+            yield Record(tuple(part.text for part in parts), tuple(part.cut for part in parts))
             parts = []
-        parts.append(line.text)
-    if parts:
-        yield Record(tuple(parts))
+        parts.append(line)
 
 
 def _logical_lines(text: str) -> list[_Line]:
     """The text without what was put around it, line by line."""
     lines: list[_Line] = []
     opens, continued = True, False
-    for raw in _unpacked(text).splitlines():
+    raws = _unpacked(text).splitlines()
+    width = _terminal_width([len(raw) for raw in raws])
+    for raw in raws:
         line, is_message = _bare(raw)
         if _FENCE.match(line) or not line.strip():
             opens, continued = True, False
@@ -98,9 +109,15 @@ def _logical_lines(text: str) -> list[_Line]:
         if continued or is_flag:
             lines[-1] = _Line(f"{lines[-1].text} {bare}", lines[-1].opens)
         else:
-            lines.append(_Line(bare, opens or is_message))
+            lines.append(_Line(bare, opens or is_message, cut=len(raw) == width))
         opens, continued = False, line.rstrip().endswith("\\")
     return lines
+
+
+def _terminal_width(lengths: list[int]) -> int | None:
+    """How wide the terminal was that a text was copied from: several lines are as long as the longest."""
+    widest = max(lengths, default=0)
+    return widest if widest >= NARROWEST_TERMINAL and lengths.count(widest) > 1 else None
 
 
 def _bare(raw: str) -> tuple[str, bool]:

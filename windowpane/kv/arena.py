@@ -116,14 +116,15 @@ class Arena:
                 f"{pages} pages of {self.layout.groups[group].name} asked, {self.available_pages(group)} available"
             )
         taken = self._take_gaps(group, cursor.slab, pages)
-        if len(taken) < pages:
-            taken = np.concatenate([taken, self._take_fresh(group, pages - len(taken), cursor)])
-        while len(taken) < pages:
-            slab = next(iter(self._gaps[group]))
-            taken = np.concatenate([taken, self._take_gaps(group, slab, pages - len(taken))])
-            cursor.slab = slab
+        fresh = self._take_fresh(group, pages - len(taken), cursor)
+        more: list[int] = []
+        while len(taken) + len(fresh) + len(more) < pages:
+            cursor.slab = next(iter(self._gaps[group]))
+            more += self._take_gaps(group, cursor.slab, pages - len(taken) - len(fresh) - len(more))
         self.used_pages[group] += pages
-        return taken
+        if len(fresh) == pages:
+            return fresh
+        return np.concatenate([np.array(taken, dtype=np.int32), fresh, np.array(more, dtype=np.int32)])
 
     def take_one(self, group: int, cursor: Cursor) -> int:
         """`take` for a single page, without array overhead: this is what a decoding sequence does."""
@@ -177,10 +178,9 @@ class Arena:
             return
         slab_of = offsets // self._slab_units
         if self.pages_per_slab[group] == 1:
-            slabs, counts = np.sort(slab_of), np.ones(len(slab_of), dtype=np.int64)
-            if (slabs[1:] == slabs[:-1]).any():
-                raise ValueError(f"freeing a page of {self.layout.groups[group].name} twice")
-        elif (slab_of == slab_of[0]).all():  # as a rule
+            self._free_slabs_of(group, slab_of)
+            return
+        if (slab_of == slab_of[0]).all():  # as a rule
             slabs, counts = slab_of[:1], np.array([len(offsets)])
         else:
             slabs, counts = np.unique(slab_of, return_counts=True)
@@ -197,10 +197,23 @@ class Arena:
             gaps.pop(slab, None)
             self._free_slabs.append(slab)
         if len(emptied) < len(slabs):
-            staying = offsets[self._owner[offsets // self._slab_units] == group]
+            staying = offsets[self._owner[slab_of] == group]
             for offset in staying.tolist():
                 slab, within = divmod(offset, self._slab_units)
                 gaps.setdefault(slab, []).append(within // self.page_units[group])
+
+    def _free_slabs_of(self, group: int, slabs: NDArray[np.int32]) -> None:
+        """`free` for a group whose pages fill a slab each: none of them has gaps."""
+        slabs = np.sort(slabs)
+        if (slabs[1:] == slabs[:-1]).any():
+            raise ValueError(f"freeing a page of {self.layout.groups[group].name} twice")
+        if (self._owner[slabs] != group).any():
+            raise ValueError(f"freeing pages that {self.layout.groups[group].name} does not hold")
+        self._used[slabs] = 0
+        self._owner[slabs] = FREE
+        self.used_pages[group] -= len(slabs)
+        self.held_slabs[group] -= len(slabs)
+        self._free_slabs += slabs.tolist()
 
     def _free_one(self, group: int, offset: int) -> None:
         """`free` for a single page, without arrays."""
@@ -228,31 +241,33 @@ class Arena:
         if self.gap_pages(group) < self.pages_per_slab[group]:
             return []
         victim = max(gaps, key=lambda slab: len(gaps[slab]))
-        free_indexes = set(gaps[victim])
+        free_indexes = set(gaps.pop(victim))  # gone from the gaps, so that no target lies in the slab being emptied
         kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]
-        sources = np.array(kept, dtype=np.int32) * self.page_units[group] + victim * self._slab_units
-        del gaps[victim]  # so that no target lies in the slab being emptied
         targets: list[int] = []
         # The fullest first: as few slabs as possible are left partly filled, and shared between takers.
         for slab in sorted(gaps, key=lambda slab: len(gaps[slab])):
             if len(targets) == len(kept):
                 break
-            targets += self._take_gaps(group, slab, len(kept) - len(targets)).tolist()
-        self.used_pages[group] += len(targets)
-        self.tag(group, np.array(targets, dtype=np.int32), self.tags(group, sources))
-        self.free(group, sources)
-        return [Move(group, s, t) for s, t in zip(sources.tolist(), targets, strict=True)]
+            targets += self._take_gaps(group, slab, len(kept) - len(targets))
+        self.tag(group, np.array(targets, dtype=np.int32), self._tags[victim, kept])
+        self._used[victim] = 0
+        self._owner[victim] = FREE
+        self.held_slabs[group] -= 1
+        self._free_slabs.append(victim)
+        start, units = victim * self._slab_units, self.page_units[group]
+        return [Move(group, start + i * units, target) for i, target in zip(kept, targets, strict=True)]
 
-    def _take_gaps(self, group: int, slab: int, most: int) -> Offsets:
+    def _take_gaps(self, group: int, slab: int, most: int) -> list[int]:
         """Up to `most` pages from the gaps of one partly filled slab of this group."""
         gaps = self._gaps[group].get(slab)
         if gaps is None or most == 0:
-            return np.empty(0, dtype=np.int32)
-        indexes = [gaps.pop() for _ in range(min(most, len(gaps)))]
+            return []
+        start, units = slab * self._slab_units, self.page_units[group]
+        taken = [start + gaps.pop() * units for _ in range(min(most, len(gaps)))]
         if not gaps:
             del self._gaps[group][slab]
-        self._used[slab] += len(indexes)
-        return np.array(indexes, dtype=np.int32) * self.page_units[group] + slab * self._slab_units
+        self._used[slab] += len(taken)
+        return taken
 
     def _take_fresh(self, group: int, pages: int, cursor: Cursor) -> Offsets:
         """Up to `pages` pages from free slabs; the last one may stay partly filled."""

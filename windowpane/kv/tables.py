@@ -172,17 +172,24 @@ class PageTable:
         """Replace moved offsets wherever they stand; returns the columns that changed, slot by slot."""
         order = np.argsort(sources)
         sources, targets = sources[order], targets[order]
+        slots = [slot for slot, filled in enumerate(self.filled) if filled]
+        if not slots:
+            return []
+        rows = [self.entries[slot, : self.filled[slot]] if self.grows else self.entries[slot] for slot in slots]
+        pages = np.concatenate(rows).reshape(-1)
+        near = np.flatnonzero((pages >= sources[0]) & (pages <= sources[-1]))
+        index = np.minimum(np.searchsorted(sources, pages[near]), len(sources) - 1)
+        moved = sources[index] == pages[near]
+        at, new = near[moved], targets[index[moved]]
+        starts = np.cumsum([0, *(len(row) for row in rows)])
+        column_of, stripe_of = np.divmod(at, self.group.stripes)
+        row_of = np.searchsorted(starts, column_of, side="right") - 1
         changed = []
-        for slot, filled in enumerate(self.filled):
-            if not filled:
-                continue
-            row = (self.entries[slot, :filled] if self.grows else self.entries[slot]).reshape(-1)
-            near = np.flatnonzero((row >= sources[0]) & (row <= sources[-1]))
-            if len(near):
-                index = np.minimum(np.searchsorted(sources, row[near]), len(sources) - 1)
-                moved = sources[index] == row[near]
-                row[near[moved]] = targets[index[moved]]
-                changed.append((slot, np.unique(near[moved] // self.group.stripes)))
+        for row in np.unique(row_of).tolist():
+            here = row_of == row
+            columns = column_of[here] - starts[row]
+            rows[row][columns, stripe_of[here]] = new[here]
+            changed.append((slots[row], np.unique(columns)))
         return changed
 
 

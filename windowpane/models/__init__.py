@@ -81,7 +81,7 @@ def load(source: str | Path, *, revision: str | None = None, download_dir: str |
         # A bare config.json takes the name of the model's directory.
         return _read(path, path.resolve().parent.name if path.name == CONFIG else path.stem)
     if revision is None and (shipped := shipped_name(str(source))):
-        return _read(_SHIPPED / f"{shipped}.json", shipped)
+        return _read_shipped(shipped)
     from windowpane.models.hub import Hub, parse_name  # only here: what lies on this disk does not pay for it
 
     if (wanted := parse_name(str(source))) is None:
@@ -147,6 +147,12 @@ def _read(path: Path, name: str) -> ModelSpec:
     return from_config(fields, name)
 
 
+@cache
+def _read_shipped(name: str) -> ModelSpec:
+    """Read once: nobody changes a spec."""
+    return _read(_SHIPPED / f"{name}.json", name)
+
+
 def _with_quantization(fields: dict[str, object], beside: dict[str, object]) -> dict[str, object]:
     """ModelOpt writes how weights are stored into a file of its own, and newer releases into config.json too."""
     own = fields.get("quantization_config")
@@ -166,12 +172,13 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
     config = Config(fields)
     architectures = config.texts("architectures")
     if not architectures:
-        raise ModelError(f"the config of {name} names no architectures; known: {', '.join(_known())}")
+        named = str(config.fields.get("model_type", name))
+        raise ModelError(f"the config of {name} names no architectures; {_nearest(named)}")
     if architectures[0] in REFUSED:
         raise ModelError(f"{name} ({architectures[0]}) cannot be planned: {REFUSED[architectures[0]]}")
     reader = _reader(architectures[0])
     if reader is None:
-        raise ModelError(f"unknown architecture {architectures[0]!r}; known: {', '.join(_known())}")
+        raise ModelError(f"unknown architecture {architectures[0]!r}; {_nearest(architectures[0])}")
     spec = reader(config, name)
     _check_quantization(spec)
     return spec
@@ -202,9 +209,13 @@ def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:
     return None
 
 
-def _known() -> list[str]:
+def _nearest(wanted: str) -> str:
+    """The architectures whose names are most like `wanted`, of all that are known."""
+    from difflib import get_close_matches  # only here: a model that is found does not pay for it
+
     modules = (import_module(f"windowpane.models.families.{family}") for family in FAMILIES)
-    return sorted(architecture for module in modules for architecture in module.ARCHITECTURES)
+    known = [architecture for module in modules for architecture in module.ARCHITECTURES]
+    return f"of {len(known)} known ones the nearest are {', '.join(get_close_matches(wanted, known, n=4, cutoff=0))}"
 
 
 def _not_found(source: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -410,7 +410,10 @@ def each(described: Any, kind: type[_Described] | UnionType) -> Iterator[_Descri
         yield described
         return
     for part in described if isinstance(described, tuple | list) else _parts(described).values():
-        yield from each(part, kind)
+        if isinstance(part, tuple | list) or _part_names(type(part)):
+            yield from each(part, kind)
+        elif isinstance(part, kind):
+            yield part
 
 
 def tensors_of(described: Any) -> dict[str, TensorSpec]:
@@ -434,7 +437,12 @@ def on_rank(described: _Described, ranks: int) -> _Described:
 
 
 def _parts(described: Any) -> dict[str, Any]:
-    """The fields of a description that may name tensors or caches; a rotation, say, has none."""
-    if not is_dataclass(described) or isinstance(described, Rope):
-        return {}
-    return {f.name: getattr(described, f.name) for f in fields(described)}
+    return {name: getattr(described, name) for name in _part_names(type(described))}
+
+
+@cache
+def _part_names(kind: type) -> tuple[str, ...]:
+    """The fields of a description that may name tensors or caches; these themselves and a rotation, say, have none."""
+    if not is_dataclass(kind) or issubclass(kind, Rope | TensorSpec | TokenCache | StateCache):
+        return ()
+    return tuple(field.name for field in fields(kind))

@@ -32,7 +32,7 @@ from windowpane.kv.formats import KVFormat, dtype_bytes
 from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Chunk, Window, ceil_div
-from windowpane.models.blocks import Experts, GatedDeltaNet, Mamba2, each
+from windowpane.models.blocks import Experts, GatedDeltaNet, Mamba2, each, on_rank
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
@@ -116,7 +116,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
 
 def delta_bytes(spec: ModelSpec, ranks: int, compute_dtype: str) -> int:
     """Workspace of the layer that needs most, since layers run in turn."""
-    found = each(spec.on_rank(ranks).decoder, GatedDeltaNet) if spec.decoder is not None else ()
+    mixers = spec.decoder.state_mixers if spec.decoder is not None else ()
+    found = [on_rank(mixer, ranks) for mixer in mixers if isinstance(mixer, GatedDeltaNet)]
     return max((delta_workspace_bytes(delta, dtype_bytes(compute_dtype)) for delta in found), default=0)
 
 

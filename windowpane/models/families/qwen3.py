@@ -29,15 +29,11 @@ from windowpane.models.parts import (
 from windowpane.models.rope import DEFAULT, read_rope
 from windowpane.models.spec import ModelSpec
 
-QWEN2 = (
-    "Qwen2ForCausalLM",
-    "MiMoForCausalLM",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-)
+SEEING_QWEN2 = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+QWEN2 = ("Qwen2ForCausalLM", "MiMoForCausalLM", *SEEING_QWEN2)
 VISION, VISION_EXPERTS = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 WITH_EXPERTS = ("Qwen3MoeForCausalLM", VISION_EXPERTS)
-SEEING = (*QWEN2[2:], VISION, VISION_EXPERTS)
+SEEING = (*SEEING_QWEN2, VISION, VISION_EXPERTS)
 ARCHITECTURES = (*QWEN2, "Qwen3ForCausalLM", VISION, *WITH_EXPERTS)
 DEFAULT_WINDOW = 4096
 
@@ -49,9 +45,11 @@ def read(config: Config, name: str) -> ModelSpec:
     is_qwen2, has_experts = architecture in QWEN2, architecture in WITH_EXPERTS
     defaults = {"head_dim": even_head_dim(text)} if is_qwen2 or has_experts else None
     shape = read_shape(config, text, tied=False, defaults=defaults)
-    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6))
+    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-5 if architecture in SEEING_QWEN2 else 1e-6))
     activation = text.text("hidden_act") or "silu"
-    rope, has_bias = read_rope(text, shape.head_dim, shape.max_position), text.flag("attention_bias", False)
+    theta = 1e6 if architecture in SEEING_QWEN2 else 5e5 if architecture in SEEING else 1e4
+    rope = read_rope(text, shape.head_dim, shape.max_position, theta=theta)
+    has_bias = text.flag("attention_bias", False)
     if rope.kind == "mrope" and architecture in SEEING:
         rope = replace(rope, kind=DEFAULT)  # of text, all three positions are the same
     sparse = sparse_layers(text, shape.layers) if has_experts else frozenset()
