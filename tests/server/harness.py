@@ -106,3 +106,22 @@ def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options
             thread.join(PATIENCE_S)
             up.http.close()
             up.openai.close()
+
+
+def no_thoughts(server: Running) -> dict[str, float]:
+    """A logit bias against beginning to think (`<th…`), and against spaces without end."""
+    tokenizer = server.service.need_tokenizer("")
+    return {str(tokenizer.encode(text, add_special_tokens=False)[0]): -100 for text in "<h \n\t\r"}
+
+
+def prompts(server: Running) -> list[str]:
+    """The prompts of the requests that come from now on, as text."""
+    seen: list[str] = []
+    queue, tokenizer = server.service.engine.queue, server.service.need_tokenizer("")
+
+    def queued(request: Any) -> None:
+        seen.append(tokenizer.decode(request.prompt.tolist()))
+        queue(request)
+
+    server.service.engine.queue = queued  # type: ignore[method-assign]
+    return seen

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from windowpane import __version__
 from windowpane.engine.engine import Engine
 from windowpane.server import errors, page, stats
-from windowpane.server.auth import ApiKeys, BodyLimit
+from windowpane.server.auth import ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
 from windowpane.server.errors import ErrorDocument, unavailable
@@ -26,6 +26,8 @@ from windowpane.server.protocol import (
     TokenizeChat,
     TokenizeCompletion,
 )
+from windowpane.server.responses import ResponseStore, respond
+from windowpane.server.responses_protocol import ResponsesBody
 from windowpane.server.service import ClientGone, Service
 from windowpane.server.turnstile import Turnstile
 
@@ -69,6 +71,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.state.max_body_names = max(MIN_BODY_NAMES, service.max_model_len // 8)
     errors.install(app)
     _add_api(app, service)
+    _add_responses(app, service)
     _add_tokenizer(app, service)
     _add_operations(app, service)
     facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
@@ -105,6 +108,23 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", summary="Answer a chat", response_class=Response, responses=STREAMS)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         return await _answered(chat(service, body, http), service)
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    store = ResponseStore()
+
+    @app.post("/v1/responses", summary="Answer a chat, in items", response_class=Response, responses=STREAMS)
+    async def create_response(body: ResponsesBody, http: Request) -> Response:
+        return await _answered(respond(service, store, body, http), service)
+
+    @app.get("/v1/responses/{id}", summary="A response that was stored", response_class=JSONResponse)
+    async def stored_response(id: str, http: Request) -> Response:
+        return await service.document(lambda: store.find(caller(http.scope), id).document)
+
+    @app.delete("/v1/responses/{id}", summary="Forget a response")
+    async def delete_response(id: str, http: Request) -> dict[str, Any]:
+        store.delete(caller(http.scope), id)
+        return {"id": id, "object": "response", "deleted": True}
 
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:

@@ -19,6 +19,14 @@ Refused = Callable[[Scope, ApiError], None]  # told of whom is turned away here,
 OPEN_PATHS = frozenset({"/health"})
 
 
+CALLER = "windowpane.caller"  # where a scope says whose key it came with
+
+
+def caller(scope: Scope) -> str:
+    """Tells callers apart by their keys. Where none is asked for, all are one."""
+    return str(scope.get(CALLER, ""))
+
+
 class ApiKeys:
     """Lets nobody in without a key, but to /health and to the files of the page, which asks for the key itself.
 
@@ -32,7 +40,12 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]) or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        given = _digest(_credential(Headers(scope=scope)))
+        if self._knows(given):
+            scope[CALLER] = given.hex()
             await self._app(scope, receive, send)
             return
         browses = "text/html" in Request(scope).headers.get("accept", "")
@@ -50,9 +63,8 @@ class ApiKeys:
         )
         await response(scope, receive, send)
 
-    def _knows(self, headers: Headers) -> bool:
+    def _knows(self, given: bytes) -> bool:
         """Compares digests with every key: how long it takes tells nothing about any of them."""
-        given = _digest(_credential(headers.get("authorization", "")))
         return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
 
 
@@ -61,8 +73,9 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or is_page(path)
 
 
-def _credential(header: str) -> bytes:
-    scheme, _, value = header.partition(" ")
+def _credential(headers: Headers) -> bytes:
+    """As OpenAI's clients and browsers send it, or as Anthropic's do."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode("latin-1", errors="replace")
     if scheme.lower() == "basic":
@@ -70,7 +83,7 @@ def _credential(header: str) -> bytes:
             return base64.b64decode(value, validate=True).partition(b":")[2]
         except NotBase64:
             return b""
-    return b""
+    return headers.get("x-api-key", "").encode("latin-1", errors="replace")
 
 
 def _digest(key: bytes) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -15,29 +16,36 @@ from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
 from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
+from windowpane.server.reader import Reader
 from windowpane.server.sampling import check_stream, constraint_of, for_choice, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import EventStream
+from windowpane.server.sse import Encoder, answered
 from windowpane.text import ChatPrompt, PromptTooLong, TextError, chat_prompt
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import CompiledGrammar
 from windowpane.text.parsers import OutputParser, kept_special_ids
 
+MakeWriter = Callable[[Job, Sequence[Reader]], Encoder]
+
 
 async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
+    return await answer_chat(service, body, http, "chatcmpl", partial(ChatWriter, service, body))
+
+
+async def answer_chat(
+    service: Service, body: ChatBody, http: HttpRequest, prefix: str, make_writer: MakeWriter
+) -> Response:
+    """Answer a chat in the words of any API. `prefix` is that of the answer's id."""
     arrived = time.monotonic()
     service.check_model(body.model)
     with service.admitted(body.n or 1):  # first, so that who is turned away costs nothing
         _check(service, body)
         constrained = constraint_of(body) is not None or body.tools is not None
         prepare = service.beside_grammars if constrained else service.off_loop
-        id = job_id("chatcmpl", body.request_id, http.headers)
+        id = job_id(prefix, body.request_id, http.headers)
         job, parsers = await prepare(_prepare, service, body, id, arrived)
-        writer = ChatWriter(service, body, job, parsers)
-    if body.stream:
-        return EventStream(service, job, writer)
-    await service.finished(job, http.receive)
-    return await service.document(writer.document, job.headers)
+        writer = make_writer(job, [Reader(body, parser) for parser in parsers])
+    return await answered(service, job, writer, http.receive)
 
 
 def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:

@@ -11,12 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
-from windowpane.server.errors import bad_request
+from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import BESIDE_THE_LOOP, EventStream, event, to_json
+from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, answered, event, to_json
 from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.answer import Answer
 
@@ -40,10 +40,7 @@ async def complete(service: Service, body: CompletionBody, http: HttpRequest) ->
         prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
         job, prompts = await prepare(_prepare, service, body, several, id, arrived)
         writer = _Writer(service, body, job, prompts)
-    if body.stream:
-        return EventStream(service, job, writer)
-    await service.finished(job, http.receive)
-    return await service.document(writer.document, job.headers)
+    return await answered(service, job, writer, http.receive)
 
 
 def _prepare(
@@ -123,6 +120,8 @@ def _job(
 class _Writer:
     """Writes a job as the API's documents: whole, or chunk by chunk."""
 
+    form = OPENAI
+
     def __init__(self, service: Service, body: CompletionBody, job: Job, prompts: Sequence[Prompt]) -> None:
         self._job = job
         self._body = body
@@ -188,6 +187,9 @@ class _Writer:
         if not self._usage_last:
             return b""
         return event({**self._head, "choices": [], "usage": usage(self._job, generates=not self._scores_only)})
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.document())
 
     def _chunk(self, choice: int, pieces: list[Piece]) -> bytes:
         answer = self._job.answers[choice]

@@ -39,7 +39,6 @@ UNSUPPORTED: dict[str, str] = {
     "modalities": 'only ["text"] is written',
     "moderation": "there is none",
     "prediction": "there is no predicted output",
-    "prompt_cache_key": "prompts are cached by themselves; use cache_salt to keep them apart",
     "prompt_cache_retention": "how long prompts stay cached depends on memory alone",
     "prompt_embeds": "send text or token ids",
     "prompt_logprobs": "use /v1/completions with echo and logprobs",
@@ -84,6 +83,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 
+# Hints that a server which caches every prompt follows whatever they say.
+SATISFIED = frozenset({"prompt_cache_key"})
+
 MAX_DEPTH = 200  # of what bodies hold as they like: deeper values would exhaust whoever walks them
 
 
@@ -112,6 +114,7 @@ Document = Annotated[dict[str, Any], AfterValidator(shallow)]
 Count = Annotated[int, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
@@ -142,7 +145,7 @@ class Body(BaseModel):
 
     @classmethod
     def _asks_for_nothing(cls, name: str, value: Any) -> bool:
-        return value is None or value in NEUTRAL.get(name, ())
+        return value is None or name in SATISFIED or value in NEUTRAL.get(name, ())
 
 
 class Echoed(Body):
@@ -180,13 +183,11 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class Sampling(Body):
-    """Fields that completions and chats share."""
+class Drawing(Body):
+    """How an answer is drawn: the fields that all endpoints share, under their own names."""
 
     model: str | None = Field(None, description="A served model's name; may be left out.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -200,26 +201,37 @@ class Sampling(Body):
         BeforeValidator(_few_biases),
     ] = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
+    cache_salt: str | None = Field(
+        None, max_length=256, description="Requests with different salts never share cached memory."
+    )
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
+    structured_outputs: StructuredOutputs | None = None
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Those of `Drawing` that were given, for a body of another endpoint."""
+        return {name: getattr(self, name) for name in Drawing.model_fields if name in self.model_fields_set}
+
+
+class Sampling(Drawing):
+    """Fields that completions and chats share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stop | Stops | None = None
     return_routed_experts: bool | None = Field(
         None, description="Give the experts that each token visited, as a .npy file in base64."
     )
     routed_experts_prompt_start: Count | None = Field(
         None, description="The first prompt token that they are given of."
     )
-    min_tokens: Count | None = None
-    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
-    cache_salt: str | None = Field(
-        None, max_length=256, description="Requests with different salts never share cached memory."
-    )
     user: str | None = Field(None, max_length=256, description="Who asks; written to the log.")
-    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: Document | str | None = Field(None, description="The same as structured_outputs.json.")
     guided_regex: str | None = None
     guided_choice: Texts | None = Field(None, min_length=1)
@@ -260,7 +272,7 @@ class Message(Echoed):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = Field(None, description="The same as reasoning.")
+    reasoning_content: str | None = Field(default=None, description="The same as reasoning.")
     refusal: str | None = None
 
 
