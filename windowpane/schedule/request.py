@@ -30,18 +30,19 @@ class SamplingParams:
     """How one request is sampled, by the names and meanings of the OpenAI API and vLLM.
 
     A stop token ends the answer once `min_tokens` are there; until then it is not sampled. `stop` strings end it too
-    and are not shown. `ignore_eos` leaves the model's own stop tokens out. `temperature` 0 is greedy. `top_k` 0 or -1
-    and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and answer), then frequency and
-    presence (answer only); then `logit_bias`. The same `seed` gives the same answer in any batch; None draws from the
-    engine's own. `logprobs` n gives the chosen token and the n likeliest, of the model's raw distribution;
-    `prompt_logprobs` the same for the prompt. `return_routed_experts` gives the experts that each token visited, from
-    token `routed_experts_prompt_start` of the prompt on.
+    and are not shown. `bad_words` are never said. `ignore_eos` leaves the model's own stop tokens out. `temperature` 0
+    is greedy. `top_k` 0 or -1 and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and
+    answer), then frequency and presence (answer only); then `logit_bias`. The same `seed` gives the same answer in any
+    batch; None draws from the engine's own. `logprobs` n gives the chosen token and the n likeliest, of the model's raw
+    distribution; `prompt_logprobs` the same for the prompt. `return_routed_experts` gives the experts that each token
+    visited, from token `routed_experts_prompt_start` of the prompt on.
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -59,7 +60,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # lists, a lone string and the like take their one form here
-        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("stop", "bad_words"):
+            set_field(self, name, _texts(name, getattr(self, name)))
         set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids))
         set_field(self, "logit_bias", {_whole("logit_bias", i): float(b) for i, b in dict(self.logit_bias).items()})
         for name in ("max_tokens", "min_tokens", "top_k", "routed_experts_prompt_start"):
@@ -85,8 +87,6 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must lie between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop is one or more strings that are not empty, not {list(self.stop)}")
         if any(i < 0 for i in self.stop_token_ids):
             raise ValueError(f"stop_token_ids are token numbers from 0 on, not {list(self.stop_token_ids)}")
 
@@ -119,6 +119,13 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name} is one or more strings that are not empty, not {list(texts)}")
+    return texts
 
 
 def _whole(name: str, value: object) -> int:

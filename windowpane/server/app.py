@@ -19,6 +19,7 @@ from windowpane.server.completions import complete
 from windowpane.server.errors import ErrorDocument, unavailable
 from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
+from windowpane.server.messages import CountBody, MessagesBody, answer_messages, count_tokens
 from windowpane.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -72,6 +73,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     errors.install(app)
     _add_api(app, service)
     _add_responses(app, service)
+    _add_messages(app, service)
     _add_tokenizer(app, service)
     _add_operations(app, service)
     facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
@@ -125,6 +127,16 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     async def delete_response(id: str, http: Request) -> dict[str, Any]:
         store.delete(caller(http.scope), id)
         return {"id": id, "object": "response", "deleted": True}
+
+
+def _add_messages(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", summary="Answer a chat, in blocks", response_class=Response, responses=STREAMS)
+    async def messages(body: MessagesBody, http: Request) -> Response:
+        return await _answered(answer_messages(service, body, http), service)
+
+    @app.post("/v1/messages/count_tokens", summary="The length of a chat", response_class=JSONResponse)
+    async def counted(body: CountBody) -> Response:
+        return await count_tokens(service, body)
 
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:

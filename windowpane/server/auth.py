@@ -51,12 +51,12 @@ class ApiKeys:
         browses = "text/html" in Request(scope).headers.get("accept", "")
         error = ApiError(
             401,
-            "an API key is needed: send it as Authorization: Bearer KEY",
+            "an API key is needed: send it as Authorization: Bearer KEY, or as X-Api-Key",
             kind="authentication_error",
             code="invalid_api_key",
         )
         self._refused(scope, error)
-        response = error.response()
+        response = error.response(scope["path"])
         # Only who opens a page is asked for a password; a script's request must not pop up a dialogue.
         response.headers["WWW-Authenticate"] = (
             'Basic realm="Windowpane: any name, the API key as password"' if browses else "Bearer"
@@ -106,7 +106,7 @@ class BodyLimit:
         if not length.isdigit() or int(length) > self._max_bytes:
             error = self._too_large()
             self._refused(scope, error)
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         received = 0
 

@@ -14,7 +14,7 @@ from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
-from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
+from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
 from windowpane.server.reader import Reader
 from windowpane.server.sampling import check_stream, constraint_of, for_choice, sampling_params
@@ -51,10 +51,14 @@ async def answer_chat(
 def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
     """All that takes time before the engine is asked."""
     choice = tool_choice(body, service.parsers)
-    prompt = render(service, body, _variables(service, body), choice != "none")
+    prompt = chat_prompt_of(service, body, choice != "none")
     grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
     parsers = [output_parser(service.parsers, choice, body, prompt.text) for _ in range(body.n or 1)]
     return _job(service, body, prompt, grammar, parsers, id, arrived), parsers
+
+
+def chat_prompt_of(service: Service, body: ChatBody, with_tools: bool = True) -> ChatPrompt:
+    return render(service, body, _variables(service, body), with_tools)
 
 
 def _check(service: Service, body: ChatBody) -> None:
@@ -208,6 +212,7 @@ def _job(
             message_ends=prompt.message_ends,
             cache_salt=body.cache_salt or "",
             grammar=grammar,
+            thought_budget=thought_budget(service.parsers, body, prompt.text),
         )
         answers.append(
             Answer(

@@ -19,6 +19,16 @@ from windowpane.server.protocol import UNSUPPORTED
 log = logging.getLogger("windowpane.server")
 
 
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
 class ApiError(HTTPException):
     """A request that is refused. `param` is the field at fault, `retry_after_s` when to come again."""
 
@@ -39,14 +49,20 @@ class ApiError(HTTPException):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def document(self) -> dict[str, Any]:
+    def document(self, path: str = "") -> dict[str, Any]:
+        """In the form of the API that the path belongs to: Anthropic's, Ollama's or OpenAI's."""
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC_KINDS.get(self.status_code, self.kind)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        if path.startswith("/api/"):
+            return {"error": self.message}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def response(self, path: str = "") -> JSONResponse:
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        return JSONResponse(self.document(), self.status_code, headers)
+        return JSONResponse(self.document(path), self.status_code, headers)
 
 
 class ErrorBody(BaseModel):
@@ -90,7 +106,7 @@ def install(app: FastAPI) -> None:
 
     def refuse(request: Request, error: ApiError) -> JSONResponse:
         log.info("%s %s refused: %d %s", request.method, request.url.path, error.status_code, error.message)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -113,7 +129,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return failed(f"the server failed on this request: {type(error).__name__}").response()
+        return failed(f"the server failed on this request: {type(error).__name__}").response(request.url.path)
 
 
 def _http_message(request: Request, error: AnyHttpException) -> str:

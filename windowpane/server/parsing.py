@@ -21,6 +21,7 @@ from windowpane.text.parsers import (
     tool_grammar,
     tool_parser,
 )
+from windowpane.text.rules import ThoughtBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,19 @@ def output_parser(parsers: Parsers, choice: ToolChoice, body: ChatBody, prompt: 
         None if make_reasoning is None else make_reasoning(prompt),
         None if make_tools is None else make_tools(_declared(body)),
     )
+
+
+def thought_budget(parsers: Parsers, body: ChatBody, prompt: str) -> ThoughtBudget | None:
+    """How long the model may think about `prompt`, where that is limited."""
+    if body.thinking_token_budget is None:
+        return None
+    make_reasoning = parsers.make_reasoning()
+    if make_reasoning is None:
+        raise bad_request(
+            "thinking_token_budget needs a server started with --reasoning-parser", "thinking_token_budget"
+        )
+    thought = make_reasoning(prompt).thought
+    return None if thought is None else ThoughtBudget(thought, body.thinking_token_budget)
 
 
 def _declared(body: ChatBody) -> list[dict[str, Any]]:

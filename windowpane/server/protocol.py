@@ -17,12 +17,12 @@ MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_STOPS = 32
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 128
 
 # Known to other servers and not honoured here, with what to do instead.
 UNSUPPORTED: dict[str, str] = {
     "allowed_token_ids": "constrain the answer with structured_outputs instead",
     "audio": "this server writes text only",
-    "bad_words": "use logit_bias instead",
     "best_of": "all of n are returned; choose among them by their logprobs",
     "chat_template": "start the server with --chat-template instead",
     "continue_final_message": "complete the text with /v1/completions instead",
@@ -49,7 +49,6 @@ UNSUPPORTED: dict[str, str] = {
     "spaces_between_special_tokens": "special tokens are written as they are",
     "store": "answers are not stored",
     "suffix": "text is only written at the end",
-    "thinking_token_budget": "use max_completion_tokens",
     "truncate_prompt_tokens": "shorten the prompt yourself, so that you know what is left out",
     "use_beam_search": "there is no beam search; use n",
     "verbosity": "say in the messages how long the answer should be",
@@ -60,7 +59,6 @@ UNSUPPORTED: dict[str, str] = {
 # What asks for nothing, and so may be sent.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "documents": ([],),
     "extra_args": ({},),
@@ -202,6 +200,9 @@ class Drawing(Body):
     ] = None
     seed: int | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
+        None, description="Words that the answer never has."
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
@@ -317,6 +318,7 @@ class ChatBody(ChatFields, Sampling):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = Field(None, ge=1, description="A thought is ended after so many tokens.")
 
 
 class TokenizeCompletion(Body):

@@ -47,6 +47,7 @@ def sampling_params(
             min_tokens=body.min_tokens or 0,
             stop_token_ids=stop_token_ids,
             stop=tuple(stop),
+            bad_words=tuple(body.bad_words or ()),
             ignore_eos=body.ignore_eos or False,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             top_k=chosen("top_k", 0),
