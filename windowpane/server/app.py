@@ -20,6 +20,7 @@ from windowpane.server.errors import ErrorDocument, unavailable
 from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
 from windowpane.server.messages import CountBody, MessagesBody, answer_messages, count_tokens
+from windowpane.server.ollama import GenerateBody, OllamaChatBody, ollama_chat, ollama_generate, tags
 from windowpane.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -74,6 +75,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     _add_api(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
+    _add_ollama(app, service)
     _add_tokenizer(app, service)
     _add_operations(app, service)
     facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
@@ -139,6 +141,24 @@ def _add_messages(app: FastAPI, service: Service) -> None:
         return await count_tokens(service, body)
 
 
+def _add_ollama(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", summary="Ollama's: answer a chat", response_class=Response)
+    async def chat_ollama(body: OllamaChatBody, http: Request) -> Response:
+        return await _answered(ollama_chat(service, body, http), service)
+
+    @app.post("/api/generate", summary="Ollama's: answer a prompt", response_class=Response)
+    async def generate_ollama(body: GenerateBody, http: Request) -> Response:
+        return await _answered(ollama_generate(service, body, http), service)
+
+    @app.get("/api/tags", summary="Ollama's: the models")
+    async def tags_ollama() -> dict[str, Any]:
+        return tags(service)
+
+    @app.get("/api/version", summary="Ollama's: the version of Windowpane")
+    async def version_ollama() -> dict[str, str]:
+        return {"version": __version__}
+
+
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", summary="Text or a chat to token ids", response_class=JSONResponse)
     async def tokenize(body: TokenizeCompletion | TokenizeChat) -> Response:
@@ -172,6 +192,20 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
         return await service.document(document)
 
+    @app.get("/tokenizer_info", summary="What is known of the tokenizer", response_class=JSONResponse)
+    async def tokenizer_info() -> Response:
+        files = service.need_tokenizer("tokenizer").files
+        return await service.document(
+            lambda: {
+                "tokenizer_class": type(service.tokenizer).__name__,
+                "source": files.source,
+                "vocab_size": service.need_tokenizer("tokenizer").id_count,
+                "model_max_length": service.max_model_len,
+                "special_tokens": dict(files.special_tokens),
+                "chat_template": files.chat_template,
+            }
+        )
+
 
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health", summary="200 while the engine runs, 503 when it died or shuts down")
@@ -181,6 +215,15 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         if service.draining:
             return unavailable("the server is shutting down").response()
         return JSONResponse({"status": "ok"})
+
+    @app.get("/ping", summary="The same as /health")
+    @app.post("/ping", summary="The same as /health")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/load", summary="Requests that run or wait")
+    async def load() -> dict[str, int]:
+        return {"server_load": sum(len(job.answers) for job in service.loop.jobs)}
 
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
     async def metrics() -> Response:

@@ -44,7 +44,9 @@ async def answer_chat(
         prepare = service.beside_grammars if constrained else service.off_loop
         id = job_id(prefix, body.request_id, http.headers)
         job, parsers = await prepare(_prepare, service, body, id, arrived)
-        writer = make_writer(job, [Reader(body, parser) for parser in parsers])
+        reasoning, one_call = body.include_reasoning is not False, body.parallel_tool_calls is False
+        readers = [Reader(parser, wants_reasoning=reasoning, wants_one_call=one_call) for parser in parsers]
+        writer = make_writer(job, readers)
     return await answered(service, job, writer, http.receive)
 
 
@@ -175,6 +177,15 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
             f"the chat template of {service.name} does not know reasoning_effort; leave it out", "reasoning_effort"
         )
     return {"reasoning_effort": body.reasoning_effort}
+
+
+def thinking_variables(service: Service, given: Mapping[str, Any], thinks: bool, param: str) -> dict[str, Any]:
+    """Template variables with whether to think, where the template can be told."""
+    if thinks and service.parsers.reasoning is None:
+        raise bad_request(f"{param} needs a server started with --reasoning-parser; leave it out", param)
+    if service.template is None or not service.template.knows("enable_thinking"):
+        return dict(given)
+    return {"enable_thinking": thinks, **given}
 
 
 # -- the job -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -16,7 +17,7 @@ from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, answered, event, to_json
+from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, Encoder, answered, event, to_json
 from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.answer import Answer
 
@@ -30,24 +31,48 @@ class Prompt:
     text: str | None  # where it is to be echoed
 
 
+MakeWriter = Callable[[Job, Sequence[Prompt]], Encoder]
+
+
 async def complete(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
+    return await answer_completion(service, body, http, "cmpl", partial(_Writer, service, body))
+
+
+async def answer_completion(
+    service: Service,
+    body: CompletionBody,
+    http: HttpRequest,
+    prefix: str,
+    make_writer: MakeWriter,
+    *,
+    cut_to_fit: bool = False,
+) -> Response:
+    """Continue prompts in the words of any API. `cut_to_fit`: answers may be as long as there is room for."""
     arrived = time.monotonic()
     service.check_model(body.model)
     several = _several(body)
     with service.admitted(len(several) * (body.n or 1)):  # first, so that who is turned away costs nothing
         _check(service, body)
-        id = job_id("cmpl", body.request_id, http.headers)
+        id = job_id(prefix, body.request_id, http.headers)
         prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
-        job, prompts = await prepare(_prepare, service, body, several, id, arrived)
-        writer = _Writer(service, body, job, prompts)
+        job, prompts = await prepare(_prepare, service, body, several, id, arrived, cut_to_fit)
+        writer = make_writer(job, prompts)
     return await answered(service, job, writer, http.receive)
 
 
 def _prepare(
-    service: Service, body: CompletionBody, several: list[str] | list[list[int]], id: str, arrived: float
+    service: Service,
+    body: CompletionBody,
+    several: list[str] | list[list[int]],
+    id: str,
+    arrived: float,
+    cut_to_fit: bool,
 ) -> tuple[Job, list[Prompt]]:
     """All that takes time before the engine is asked."""
     prompts = _prompts(service, body, several)
+    if cut_to_fit:
+        room = min(service.room(len(prompt.tokens), "prompt") for prompt in prompts)
+        body = body.model_copy(update={"max_tokens": min(room, body.max_tokens or room)})
     grammar = grammar_of(body, service.grammars)
     return _job(service, body, prompts, grammar, id, arrived), prompts
 

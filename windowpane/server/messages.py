@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from windowpane.server.chat import answer_chat, chat_prompt_of
+from windowpane.server.chat import answer_chat, chat_prompt_of, thinking_variables
 from windowpane.server.errors import bad_request, translated
 from windowpane.server.messages_writer import MessagesWriter
 from windowpane.server.protocol import (
@@ -194,11 +194,7 @@ def _thinking_fields(service: Service, body: CountBody, fields: dict[str, Any]) 
     """Templates of models that can do either are told whether to think; what is thought is shown only if asked for."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
-    given = dict(fields.get("chat_template_kwargs") or {})
-    if service.template is not None and service.template.knows("enable_thinking"):
-        given.setdefault("enable_thinking", thinks)
-    if thinking is not None and thinks and service.parsers.reasoning is None:
-        raise bad_request("thinking needs a server started with --reasoning-parser; leave it out", "thinking")
+    given = thinking_variables(service, fields.get("chat_template_kwargs") or {}, thinks, "thinking")
     budget = None if thinking is None else thinking.budget_tokens
     if budget is not None and not thinks:
         raise bad_request("thinking.budget_tokens is for thinking that is enabled", "thinking.budget_tokens")

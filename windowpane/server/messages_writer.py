@@ -35,7 +35,7 @@ class MessagesWriter:
         for _ in self._events([*self._reader.push(answer.text), *self._reader.finish()]):
             pass
         content = [
-            {**block, _FIELDS[block["type"]]: _input(text) if block["type"] == "tool_use" else text}
+            {**block, _FIELDS[block["type"]]: call_input(text) if block["type"] == "tool_use" else text}
             for block, text in zip(self._blocks, map("".join, self._texts), strict=True)
         ]
         return {**self._message(), "content": content, **self._end(answer.finish_reason)}
@@ -145,7 +145,7 @@ def _kind(delta: Delta) -> str:
     return "thinking" if isinstance(delta, Reasoning) else "tool_use"
 
 
-def _input(text: str) -> Any:
+def call_input(text: str) -> Any:
     """Arguments that were cut off are no JSON; an input is an object in any case."""
     try:
         document = strict_json(text or "{}")

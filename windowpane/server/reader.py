@@ -6,17 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from windowpane.schedule.request import FinishReason
-from windowpane.server.protocol import ChatBody
 from windowpane.text.parsers import Content, Delta, OutputParser, Reasoning, ToolArguments, ToolStart
 
 
 class Reader:
     """One answer's text as deltas, less what was not asked for: reasoning, or calls beyond the first."""
 
-    def __init__(self, body: ChatBody, parser: OutputParser | None) -> None:
+    def __init__(
+        self, parser: OutputParser | None, *, wants_reasoning: bool = True, wants_one_call: bool = False
+    ) -> None:
         self._parser = parser
-        self._wants_reasoning = body.include_reasoning is not False
-        self._one_call = body.parallel_tool_calls is False
+        self._wants_reasoning = wants_reasoning
+        self._one_call = wants_one_call
         self._called = False
 
     @property
