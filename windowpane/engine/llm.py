@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from windowpane.engine.progress import busy
 from windowpane.engine.start import start
-from windowpane.schedule.request import FinishReason, Request, SamplingParams
+from windowpane.schedule.request import FinishReason, Pooling, Request, SamplingParams
 from windowpane.text import ChatPrompt, ChatTemplate, TextError, Tokenizer, chat_prompt, load_tokenizer
 from windowpane.text.answer import Answer, Completion, with_stop_ids
 
@@ -77,15 +78,7 @@ class LLM:
         """
         several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         each = _one_each(params, len(several))
-        answers: list[Answer] = []
-        try:
-            for prompt, own in zip(several, each, strict=True):
-                answers.append(self._submit(prompt, own))
-            with busy(self._console, f"answering {len(answers)} prompts"):
-                while any(answer.request.finish_reason is None for answer in answers):
-                    self._step()
-        finally:
-            self._dismiss(answers)
+        answers = self._run(self._submit(prompt, own) for prompt, own in zip(several, each, strict=True))
         return [answer.completion() for answer in answers]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
@@ -97,6 +90,17 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Answer one prompt piece by piece: iterate for the text, then read `completion`."""
         return Stream(self, self._submit(prompt, params or SamplingParams()))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """The final hidden states of each prompt: the last token's, or the mean of all. Of length 1 unless told not."""
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling is {' or '.join(get_args(Pooling))}, not {pooling!r}")
+        several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        answers = self._run(self._submit(prompt, params, pooling) for prompt in several)
+        return [answer.request.embedding(normalize=normalize) for answer in answers]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that `prompt` becomes."""
@@ -110,7 +114,7 @@ class LLM:
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> Answer:
+    def _submit(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None) -> Answer:
         chat = self._chat_prompt(prompt) if _is_chat(prompt) else None
         tokens = self.encode(prompt) if chat is None else chat.token_ids
         caches = self.plan.sizing.config.enable_prefix_caching
@@ -124,6 +128,7 @@ class LLM:
             np.array(tokens, dtype=np.int32),
             params,
             message_ends=chat.message_ends if chat is not None and caches else (),
+            pooling=pooling,
         )
         self.engine.add(request)
         answer = Answer(request, self.tokenizer if has_text else None)
@@ -132,6 +137,18 @@ class LLM:
 
     def _chat_prompt(self, messages: Prompt) -> ChatPrompt:
         return chat_prompt(self._chat_template, self.tokenizer, cast("Sequence[Message]", messages))
+
+    def _run(self, submitted: Iterable[Answer]) -> list[Answer]:
+        """Submit all of them, and run them to their ends. Where one is refused, none is left."""
+        answers: list[Answer] = []
+        try:
+            answers.extend(submitted)
+            with busy(self._console, f"answering {len(answers)} prompts"):
+                while any(answer.request.finish_reason is None for answer in answers):
+                    self._step()
+        finally:
+            self._dismiss(answers)
+        return answers
 
     def _step(self) -> None:
         """One step for everybody: several streams may be read in turn."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 RoutedExperts = NDArray[np.integer[Any]]  # [tokens, layers with experts, experts visited], uint8 or int16
+
+Pooling = Literal["mean", "last"]
 
 MAX_PENALTY = 2.0  # as in the OpenAI API
 
@@ -185,6 +187,8 @@ class Request:
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
     with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
     was admitted, and `cache_miss` why nothing was.
+
+    With `pooling` the prompt's final hidden states are `pooled`: their sum, or the last of them.
     """
 
     id: str
@@ -194,11 +198,13 @@ class Request:
     message_ends: tuple[int, ...] = ()
     cache_salt: str = ""
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     read_routes: Callable[[], RoutedExperts] | None = None
+    pooled: NDArray[np.float32] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     cached_tokens: int = 0
@@ -219,6 +225,15 @@ class Request:
         computed. Waits until it has come from the device.
         """
         return None if self.read_routes is None else self.read_routes()
+
+    def embedding(self, dimensions: int | None = None, *, normalize: bool = True) -> NDArray[np.float32]:
+        """Of a request with `pooling` that has ended: its first `dimensions`, of length 1 unless told otherwise."""
+        assert self.pooled is not None
+        whole = self.pooled / len(self.prompt) if self.pooling == "mean" else self.pooled
+        part = whole[:dimensions].astype(np.float32)
+        length = float(np.linalg.norm(part))
+        scaled: NDArray[np.float32] = part / np.float32(length) if normalize and length > 0 else part
+        return scaled
 
     @property
     def known_tokens(self) -> int:

@@ -16,6 +16,7 @@ from windowpane.server import errors, page, stats
 from windowpane.server.auth import ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
+from windowpane.server.embeddings import embed
 from windowpane.server.errors import ErrorDocument, unavailable
 from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
@@ -25,6 +26,7 @@ from windowpane.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     TokenizeChat,
     TokenizeCompletion,
 )
@@ -112,6 +114,10 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", summary="Answer a chat", response_class=Response, responses=STREAMS)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         return await _answered(chat(service, body, http), service)
+
+    @app.post("/v1/embeddings", summary="Hidden states of prompts", response_class=Response)
+    async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
+        return await _answered(embed(service, body, http), service)
 
 
 def _add_responses(app: FastAPI, service: Service) -> None:

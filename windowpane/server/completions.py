@@ -50,7 +50,7 @@ async def answer_completion(
     """Continue prompts in the words of any API. `cut_to_fit`: answers may be as long as there is room for."""
     arrived = time.monotonic()
     service.check_model(body.model)
-    several = _several(body)
+    several = several_prompts(body.prompt, "prompt")
     with service.admitted(len(several) * (body.n or 1)):  # first, so that who is turned away costs nothing
         _check(service, body)
         id = job_id(prefix, body.request_id, http.headers)
@@ -85,24 +85,22 @@ def _check(service: Service, body: CompletionBody) -> None:
         raise bad_request("max_tokens 0 says nothing; only with echo is the prompt itself an answer", "max_tokens")
 
 
-def _several(body: CompletionBody) -> list[str] | list[list[int]]:
-    given: Any = body.prompt
+def several_prompts(given: Any, param: str) -> list[str] | list[list[int]]:
+    """One prompt or several, text or token ids, as a list."""
     several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not several:
-        raise bad_request("prompt is empty; give text or token ids", "prompt")
+        raise bad_request(f"{param} is empty; give text or token ids", param)
     return several
 
 
 def _prompts(service: Service, body: CompletionBody, several: list[str] | list[list[int]]) -> list[Prompt]:
     prompts = []
     for one in several:
-        if isinstance(one, str):
-            ids = service.encode(one, "prompt", body.add_special_tokens is not False)
-            prompts.append(Prompt(service.tokens(ids, "prompt"), one))
-        else:
-            tokens = service.tokens(one, "prompt")
-            text = service.need_tokenizer("echo").decode(one) if body.echo else None
-            prompts.append(Prompt(tokens, text))
+        tokens = service.prompt_tokens(one, "prompt", body.add_special_tokens is not False)
+        text = one if isinstance(one, str) else None
+        if text is None and body.echo:
+            text = service.need_tokenizer("echo").decode(tokens.tolist())
+        prompts.append(Prompt(tokens, text))
     return prompts
 
 

@@ -249,6 +249,19 @@ class CompletionBody(Sampling):
     add_special_tokens: bool | None = None
 
 
+class EmbeddingsBody(Body):
+    """POST /v1/embeddings"""
+
+    model: str | None = None
+    input: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, description="The first so many, scaled to length 1 again.")
+    pooling: Literal["last", "mean"] | None = Field(None, description="Of final hidden states; last unless given.")
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
+    user: str | None = Field(None, max_length=256, description="Who asks; written to the log.")
+
+
 class TextPart(Body):
     type: Literal["text"]
     text: str

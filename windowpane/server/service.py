@@ -169,6 +169,12 @@ class Service:
             raise bad_request(f"token {wrong} is not in the vocabulary of {vocab_size:,}", param, "invalid_value")
         return np.array(ids, dtype=np.int32)
 
+    def prompt_tokens(self, prompt: str | Sequence[int], param: str, add_special_tokens: bool) -> Tokens:
+        """A prompt that is text or token ids."""
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt, param, add_special_tokens)
+        return self.tokens(prompt, param)
+
     def request(
         self,
         id: str,
