@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
 
 from windowpane import __version__
 from windowpane.engine.engine import Engine
 from windowpane.server import errors, page, stats
-from windowpane.server.auth import ApiKeys, BodyLimit, caller
+from windowpane.server.auth import Access, ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
 from windowpane.server.embeddings import embed
@@ -49,12 +50,13 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
+EVERYBODY = Access()
 MIN_BODY_VALUES = 2**18  # that a body may hold, however short the model's context is
 MIN_BODY_NAMES = 2**14  # of fields: those of some thousand messages
 MAX_TOKENIZED = 2**18  # tokens that /tokenize writes out, where the model does not take more
 
 
-def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         service.start()
@@ -80,6 +82,8 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     _add_ollama(app, service)
     _add_tokenizer(app, service)
     _add_operations(app, service)
+    if access.admin_key is not None:
+        _add_administration(app, service)
     facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
 
     async def snapshot() -> dict[str, Any]:
@@ -92,8 +96,17 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
-    if api_keys:
-        app.add_middleware(ApiKeys, keys=api_keys, refused=service.refused)
+    if access.api_keys or access.admin_key is not None:
+        app.add_middleware(ApiKeys, access=access, refused=service.refused)
+    if access.allowed_origins:  # outermost: browsers ask before they send a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+            allow_credentials=access.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 
@@ -247,6 +260,12 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/version", summary="The version of Windowpane")
     async def version() -> dict[str, str]:
         return {"version": __version__}
+
+
+def _add_administration(app: FastAPI, service: Service) -> None:
+    @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
+    async def reset_prefix_cache() -> dict[str, int]:
+        return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
 
 
 async def _answered(answer: Any, service: Service) -> Response:

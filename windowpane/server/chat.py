@@ -92,6 +92,11 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables:
             raise bad_request(f"chat_template_kwargs.{name} is a field of its own", "chat_template_kwargs")
+    if body.continue_final_message and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
+        raise bad_request(
+            "continue_final_message goes on from a last message of the assistant, and without add_generation_prompt",
+            "continue_final_message",
+        )
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools and with_tools else None
     if tools and not template.knows("tools"):
         raise bad_request(
@@ -106,7 +111,8 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
             messages,
             max_tokens=service.max_model_len,
             special_tokens_in_content=service.special_tokens_in_content,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
             tools=tools,
             variables=variables,
         )

@@ -35,8 +35,10 @@ class ChatWriter:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": job.id, "object": kind, "created": int(time.time()), "model": service.name}
         before = to_json({**self._head, "choices": []})[:-2]
+        self._gives_prompt = bool(body.return_token_ids)  # still to come, in a stream
         # Most chunks hold nothing but text: these are put together from ready-made parts.
-        plain = not (body.logprobs or self._usage_last or self._usage_always or any(reader.reads for reader in readers))
+        tells_more = body.logprobs or body.return_token_ids or self._usage_last or self._usage_always
+        plain = not tells_more and not any(reader.reads for reader in readers)
         self._plain_heads = (
             [b"data: " + before + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.answers))]
             if plain
@@ -54,15 +56,17 @@ class ChatWriter:
                     "logprobs": self._logprobs(answer.request.logprobs),
                     "finish_reason": _reason(reader, answer.finish_reason),
                     "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                    **self._token_ids(answer.request.output),
                     **routed_experts(answer.request),
                 }
             )
-        return {**self._head, "choices": choices, "usage": usage(self._job)}
+        return {**self._head, **self._prompt_token_ids(), "choices": choices, "usage": usage(self._job)}
 
     # -- chunk by chunk --------------------------------------------------------------------------------------------
 
     def entries(self, pieces: list[Piece]) -> int:
         scored = len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
+        scored += len(self._job.requests[0].prompt) if self._gives_prompt else 0
         return scored + (BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0)
 
     def first(self) -> bytes:
@@ -96,28 +100,45 @@ class ChatWriter:
             deltas += reader.finish()
         fields = [_delta(delta) for delta in deltas]
         scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-        if not fields and (scored or ended is not None):
+        tokens = [piece.token for piece in pieces if piece.token is not None]
+        if not fields and (scored or ended is not None or self._body.return_token_ids):
             fields = [{}]
         chunks = []
         for index, delta in enumerate(fields):
             is_last = index == len(fields) - 1
             reason = _reason(reader, ended) if is_last else None
-            chunks.append(self._chunk(choice, delta, scored if index == 0 else (), reason))
+            first = index == 0
+            chunks.append(self._chunk(choice, delta, scored if first else (), reason, tokens if first else ()))
         return b"".join(chunks)
 
     def _chunk(
-        self, choice: int, delta: dict[str, Any], scored: Sequence[TokenLogprobs] = (), reason: str | None = None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        scored: Sequence[TokenLogprobs] = (),
+        reason: str | None = None,
+        tokens: Sequence[int] = (),
     ) -> bytes:
         logprobs = self._logprobs(scored) if scored else None
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        entry |= self._token_ids(tokens)
         if reason is not None:
             entry |= routed_experts(self._job.requests[choice])
         document: dict[str, Any] = {**self._head, "choices": [entry]}
+        if self._gives_prompt and tokens:
+            self._gives_prompt = False
+            document |= self._prompt_token_ids()
         if self._usage_always:
             document["usage"] = usage(self._job)
         elif self._usage_last:
             document["usage"] = None
         return event(document, len(scored) * (1 + (self._body.top_logprobs or 0)))
+
+    def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self._body.return_token_ids else {}
+
+    def _prompt_token_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._job.requests[0].prompt.tolist()} if self._body.return_token_ids else {}
 
     def _logprobs(self, scored: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:

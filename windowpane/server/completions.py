@@ -158,8 +158,10 @@ class _Writer:
         self._offsets = [0] * len(job.answers)
         self._head = {"id": job.id, "object": "text_completion", "created": int(time.time()), "model": service.name}
         before = to_json({**self._head, "choices": []})[:-2]
+        self._gave_prompt = [not body.return_token_ids] * len(job.answers)
         # Most chunks hold nothing but text: these are put together from ready-made parts.
-        plain = body.logprobs is None and not (self._usage_last or self._usage_always or body.echo)
+        tells_more = body.return_token_ids or self._usage_last or self._usage_always or body.echo
+        plain = body.logprobs is None and not tells_more
         self._plain_heads = (
             [b"data: " + before + b'{"index":%d,"text":' % i for i in range(len(job.answers))] if plain else None
         )
@@ -178,6 +180,7 @@ class _Writer:
                     "logprobs": self._logprobs(index, scored),
                     "finish_reason": self._reason(answer),
                     "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                    **self._token_ids(index, [] if self._scores_only else request.output),
                     **routed_experts(request),
                 }
             )
@@ -186,9 +189,10 @@ class _Writer:
     def entries(self, pieces: list[Piece]) -> int:
         per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
         routed = BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0
+        requests = self._job.requests
+        routed += sum(len(requests[p.choice].prompt) for p in pieces if not self._gave_prompt[p.choice])
         if not per_token:
             return routed
-        requests = self._job.requests
         echoed = sum(len(requests[p.choice].prompt) for p in pieces if self._echoed[p.choice] is not None)
         return per_token * (len(pieces) + echoed) + routed
 
@@ -225,13 +229,15 @@ class _Writer:
             text = echoed + text
             scored = [*answer.request.prompt_logprobs, *scored]
             self._echoed[choice] = None
-        if not text and not ended and not scored:
+        tokens = [] if self._scores_only else [piece.token for piece in pieces if piece.token is not None]
+        if not text and not ended and not scored and not self._body.return_token_ids:
             return b""
         chunk: dict[str, Any] = {
             "index": choice,
             "text": text,
             "logprobs": self._logprobs(choice, scored),
             "finish_reason": self._reason(answer) if ended else None,
+            **self._token_ids(choice, tokens),
             **(routed_experts(answer.request) if ended else {}),
         }
         document: dict[str, Any] = {**self._head, "choices": [chunk]}
@@ -240,6 +246,14 @@ class _Writer:
         elif self._usage_last:
             document["usage"] = None
         return event(document, len(scored) * (1 + (self._body.logprobs or 0)))
+
+    def _token_ids(self, choice: int, tokens: Sequence[int]) -> dict[str, Any]:
+        """Of what is told now; the prompt's come with the first of a choice."""
+        if not self._body.return_token_ids:
+            return {}
+        given, self._gave_prompt[choice] = self._gave_prompt[choice], True
+        prompt = None if given else self._job.requests[choice].prompt.tolist()
+        return {"prompt_token_ids": prompt, "token_ids": list(tokens)}
 
     def _reason(self, answer: Answer) -> str | None:
         return "length" if self._scores_only else finish_reason(answer.finish_reason)

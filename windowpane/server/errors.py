@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as AnyHttpException
+from starlette.types import Scope
 
 from windowpane.server.loop import EngineDied
 from windowpane.server.protocol import UNSUPPORTED
@@ -27,6 +28,12 @@ _ANTHROPIC_KINDS = {
     500: "api_error",
     503: "overloaded_error",
 }
+
+
+def route_path(scope: Scope) -> str:
+    """The path without that which a proxy serves this server under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class ApiError(HTTPException):
@@ -106,7 +113,7 @@ def install(app: FastAPI) -> None:
 
     def refuse(request: Request, error: ApiError) -> JSONResponse:
         log.info("%s %s refused: %d %s", request.method, request.url.path, error.status_code, error.message)
-        return error.response(request.url.path)
+        return error.response(route_path(request.scope))
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -129,12 +136,13 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return failed(f"the server failed on this request: {type(error).__name__}").response(request.url.path)
+        return failed(f"the server failed on this request: {type(error).__name__}").response(route_path(request.scope))
 
 
 def _http_message(request: Request, error: AnyHttpException) -> str:
     if error.status_code == 404:
-        return f"there is no {request.method} {request.url.path}; see /docs for what there is"
+        there_is = sorted({r.path for r in request.app.routes if getattr(r, "include_in_schema", False)})
+        return f"there is no {request.method} {request.url.path}; there is {', '.join(there_is)} (see /docs)"
     if error.status_code == 405:
         return f"{request.url.path} does not take {request.method}"
     return str(error.detail)

@@ -25,7 +25,6 @@ UNSUPPORTED: dict[str, str] = {
     "audio": "this server writes text only",
     "best_of": "all of n are returned; choose among them by their logprobs",
     "chat_template": "start the server with --chat-template instead",
-    "continue_final_message": "complete the text with /v1/completions instead",
     "documents": "put them into the messages",
     "extra_args": "there are none",
     "function_call": "use tool_choice instead",
@@ -42,8 +41,7 @@ UNSUPPORTED: dict[str, str] = {
     "prompt_cache_retention": "how long prompts stay cached depends on memory alone",
     "prompt_embeds": "send text or token ids",
     "prompt_logprobs": "use /v1/completions with echo and logprobs",
-    "return_token_ids": "use /tokenize",
-    "return_tokens_as_token_ids": "use /tokenize",
+    "return_tokens_as_token_ids": "use return_token_ids",
     "safety_identifier": "use user instead; it is logged",
     "service_tier": "there is one tier; use priority",
     "spaces_between_special_tokens": "special tokens are written as they are",
@@ -76,9 +74,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "continue_final_message": (False,),
 }
 
 # Hints that a server which caches every prompt follows whatever they say.
@@ -225,6 +221,7 @@ class Sampling(Drawing):
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stop | Stops | None = None
+    return_token_ids: bool | None = Field(None, description="Give the tokens of prompt and answer by number.")
     return_routed_experts: bool | None = Field(
         None, description="Give the experts that each token visited, as a .npy file in base64."
     )
@@ -318,6 +315,7 @@ class ChatFields(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: Document | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The answer goes on from the last message.")
 
 
 class ChatBody(ChatFields, Sampling):
