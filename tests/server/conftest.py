@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.harness import Running, running
 from tests.tiny_model import make_model
-from windowpane.server.parsing import Parsers
+from windowpane.text.parsers import Parsers
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import pytest
 
 from tests.server.harness import Running, no_thoughts, running
 from tests.tiny_model import make_model
-from windowpane.server.parsing import Parsers
 from windowpane.text import chat_prompt
-from windowpane.text.parsers import HarmonyParser
+from windowpane.text.parsers import HarmonyParser, Parsers
 
 USER = [{"role": "user", "content": "Hi"}]
 SYSTEM = {"role": "system", "content": "Answer in as few words as you can, and never in verse."}

@@ -149,10 +149,10 @@ def serve(
             raise UserError(f"--config {config}: one file is read; put all flags into it")
         from windowpane.plan.sizes import parse_bytes
         from windowpane.server.auth import Access
-        from windowpane.server.parsing import Parsers
         from windowpane.server.run import ServerOptions
         from windowpane.server.run import serve as run_server
         from windowpane.server.service import Limits
+        from windowpane.text.parsers import Parsers
 
         options = ServerOptions(
             host=host,

@@ -461,7 +461,10 @@ def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: in
 
 
 def _check_grammar(request: Request) -> None:
-    """Whatever ends an answer for its grammar must end the request."""
+    """What is one answer by a grammar is one request with it. Whatever ends it for the grammar must end the request."""
+    params = request.params
+    if params.n != 1 or (params.structured_outputs is not None and request.grammar is None):
+        raise ValueError(f"request {request.id}: n and structured_outputs are for `LLM`; a request is one answer")
     if request.grammar is not None and not request.grammar.stop_ids <= set(request.params.stop_token_ids):
         raise ValueError(
             f"request {request.id}: its grammar ends with the stop tokens {sorted(request.grammar.stop_ids)}, but not "

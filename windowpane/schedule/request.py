@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from operator import index
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,9 @@ class FinishReason(Enum):
 class SamplingParams:
     """How one request is sampled, by the names and meanings of the OpenAI API and vLLM.
 
+    `n` answers are given, and `structured_outputs` (one of json, json_object, regex, choice and grammar, by name) is
+    what they must look like: both are for `LLM`, which makes requests of them.
+
     A stop token ends the answer once `min_tokens` are there; until then it is not sampled. `stop` strings end it too
     and are not shown. `bad_words` are never said. `ignore_eos` leaves the model's own stop tokens out. `temperature` 0
     is greedy. `top_k` 0 or -1 and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and
@@ -40,6 +44,7 @@ class SamplingParams:
     visited, from token `routed_experts_prompt_start` of the prompt on.
     """
 
+    n: int = 1
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -59,14 +64,18 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     return_routed_experts: bool = False
     routed_experts_prompt_start: int = 0
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # lists, a lone string and the like take their one form here
         for name in ("stop", "bad_words"):
             set_field(self, name, _texts(name, getattr(self, name)))
-        set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids))
-        set_field(self, "logit_bias", {_whole("logit_bias", i): float(b) for i, b in dict(self.logit_bias).items()})
-        for name in ("max_tokens", "min_tokens", "top_k", "routed_experts_prompt_start"):
+        set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids or ()))
+        biases = dict(self.logit_bias or {})
+        set_field(self, "logit_bias", {_whole("logit_bias", i): _number("logit_bias", b) for i, b in biases.items()})
+        for name in _NUMBERS:
+            set_field(self, name, _number(name, getattr(self, name)))
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "routed_experts_prompt_start"):
             set_field(self, name, _whole(name, getattr(self, name)))
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -84,7 +93,19 @@ class SamplingParams:
         if self.routed_experts_prompt_start and not self.return_routed_experts:
             raise ValueError("routed_experts_prompt_start is for return_routed_experts; set that too, or leave it out")
 
+    def for_choice(self, choice: int) -> SamplingParams:
+        """Those of one of several answers. With a seed each has its own: the seed, and those after it."""
+        if self.n == 1 and (self.seed is None or choice == 0):
+            return self
+        other = copy(self)  # checked before, and a large logit_bias must not be copied for each
+        object.__setattr__(other, "n", 1)
+        if self.seed is not None:
+            object.__setattr__(other, "seed", self.seed + choice)
+        return other
+
     def _check_length(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n is a number of answers, not {self.n}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
@@ -123,7 +144,21 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise ValueError(f"{name} takes a number, not {value!r}")
+    return float(value)
+
+
 def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | Iterable | None):
+        raise ValueError(f"{name} is one or more strings, not {value!r}")
     texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{name} is one or more strings that are not empty, not {list(texts)}")

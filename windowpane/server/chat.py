@@ -17,7 +17,7 @@ from windowpane.server.json_body import strict_json
 from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
 from windowpane.server.reader import Reader
-from windowpane.server.sampling import check_stream, constraint_of, for_choice, sampling_params
+from windowpane.server.sampling import check_stream, constraint_of, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import Encoder, answered
 from windowpane.text import ChatPrompt, PromptTooLong, TextError, chat_prompt
@@ -223,7 +223,7 @@ def _job(
         request = service.request(
             f"{id}-{choice}",
             tokens,
-            for_choice(params, choice),
+            params.for_choice(choice),
             "messages",
             priority=body.priority or 0,
             message_ends=prompt.message_ends,

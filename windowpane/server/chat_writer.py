@@ -10,11 +10,11 @@ from windowpane.schedule.request import FinishReason, TokenLogprobs
 from windowpane.server.errors import ApiError
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
-from windowpane.server.reader import ReadAnswer, Reader
+from windowpane.server.reader import Reader
 from windowpane.server.service import Service
 from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, event, to_json
 from windowpane.server.usage import finish_reason, named_logprobs, routed_experts, stop_reason, tells_routes, usage
-from windowpane.text.parsers import Content, Delta, Reasoning, ToolStart
+from windowpane.text.parsers import Content, Delta, ReadAnswer, Reasoning, ToolStart
 
 PLAIN_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 

@@ -15,7 +15,7 @@ from windowpane.schedule.request import TokenLogprobs, Tokens
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
-from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
+from windowpane.server.sampling import check_stream, constraint_of, grammar_of, sampling_params
 from windowpane.server.service import Service
 from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, Encoder, answered, event, to_json
 from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
@@ -123,7 +123,7 @@ def _job(
             request = service.request(
                 f"{id}-{len(answers)}",
                 prompt.tokens,
-                for_choice(params, choice),
+                params.for_choice(choice),
                 "prompt",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",

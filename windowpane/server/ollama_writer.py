@@ -10,10 +10,11 @@ from windowpane.schedule.request import TokenLogprobs
 from windowpane.server.errors import ApiError
 from windowpane.server.job import Job, Piece
 from windowpane.server.messages_writer import call_input
-from windowpane.server.reader import ReadAnswer, Reader
+from windowpane.server.reader import Reader
 from windowpane.server.service import Service
 from windowpane.server.sse import Form, to_json
 from windowpane.server.usage import finish_reason, named_logprobs, usage
+from windowpane.text.parsers import ReadAnswer
 
 NANOSECONDS = 10**9
 

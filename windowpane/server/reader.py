@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from windowpane.schedule.request import FinishReason
 from windowpane.text.parsers import Content, Delta, OutputParser, Reasoning, ToolArguments, ToolStart
@@ -47,31 +46,3 @@ class Reader:
             if not (is_further_call and self._one_call) and not (is_reasoning and not self._wants_reasoning):
                 wanted.append(delta)
         return wanted
-
-
-@dataclass(slots=True)
-class ReadAnswer:
-    """All deltas of an answer in one."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolStart] = field(default_factory=list)
-    arguments: dict[int, str] = field(default_factory=dict)
-
-    def add(self, deltas: Iterable[Delta]) -> None:
-        for delta in deltas:
-            if isinstance(delta, Content):
-                self.content += delta.text
-            elif isinstance(delta, Reasoning):
-                self.reasoning += delta.text
-            elif isinstance(delta, ToolStart):
-                self.calls.append(delta)
-            else:
-                self.arguments[delta.index] = self.arguments.get(delta.index, "") + delta.json
-
-    @classmethod
-    def of(cls, reader: Reader, text: str) -> ReadAnswer:
-        """A whole text, read at once."""
-        answer = cls()
-        answer.add([*reader.push(text), *reader.finish()])
-        return answer

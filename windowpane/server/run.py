@@ -28,10 +28,10 @@ from windowpane.server.auth import Access
 from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
-from windowpane.server.parsing import Parsers
 from windowpane.server.service import Limits, Service
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
+from windowpane.text.parsers import Parsers
 
 # How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
 # wait for it whenever the engine computes in Python.

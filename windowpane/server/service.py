@@ -23,9 +23,9 @@ from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
-from windowpane.server.parsing import Parsers
 from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
+from windowpane.text.parsers import Parsers
 from windowpane.text.rules import ThoughtBudget, with_rules
 from windowpane.text.tokenizer import check_length
 
