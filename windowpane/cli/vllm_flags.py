@@ -1,7 +1,7 @@
 """Flags of `vllm serve` that are not here, each with what to use instead: a command that is carried over is answered by
 name, not with the nearest spelling.
 
-The list is that of vLLM 0.8 to 0.27; flags that both have keep their names and meaning and are not listed.
+The list is that of vLLM 0.8 to 0.27. `KEPT` are those that both have. docs/vllm.md shows all of them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ _NO_LORA = "adapters are not run here; merge the adapter into the model's weight
 _TEXT_ONLY = "only text is served here; leave it out"
 _NO_PIPELINE = "ranks are tensor parallel alone; use --tensor-parallel-size"
 _NO_DATA_PARALLEL = "start one server per replica, each with its own --port, behind a load balancer"
-_NO_EXPERT_PARALLEL = (
-    "experts are not run here yet; `windowpane plan` divides whole experts over --tensor-parallel-size"
-)
+_NO_EXPERT_PARALLEL = "experts are divided over the ranks of --tensor-parallel-size; leave it out"
 _ONE_HOST = "all ranks run on one host; use --tensor-parallel-size"
 _PROXY = "put a reverse proxy in front of the server"
 _FIXED_COMPILATION = "kernels are compiled ahead; --enforce-eager runs steps without CUDA graphs"
@@ -285,6 +283,17 @@ INSTEAD: dict[str, str] = {
     "--enable-flash-late-interaction": _NO_POOLING,
     "--additional-config": "leave it out: it concerns other hardware",
 }
+
+# Flags that both have, with the same meaning.
+KEPT = (
+    *("--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins", "--api-key"),
+    *("--async-scheduling", "--chat-template", "--config", "--download-dir", "--dtype", "--enable-auto-tool-choice"),
+    *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
+    *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format"),
+    *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
+    *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),
+    *("--ssl-certfile", "--ssl-keyfile", "--tensor-parallel-size", "--tool-call-parser", "--uvicorn-log-level"),
+)
 
 # vLLM's short forms, which a parser of single letters reads as several.
 SHORT = {

@@ -21,11 +21,13 @@ MAX_BAD_WORDS = 128
 
 # Known to other servers and not honoured here, with what to do instead.
 UNSUPPORTED: dict[str, str] = {
+    "add_special_tokens": "the chat template writes them",
     "allowed_token_ids": "constrain the answer with structured_outputs instead",
     "audio": "this server writes text only",
     "best_of": "all of n are returned; choose among them by their logprobs",
     "chat_template": "start the server with --chat-template instead",
     "documents": "put them into the messages",
+    "echo": "complete text with /v1/completions to have prompts echoed",
     "extra_args": "there are none",
     "function_call": "use tool_choice instead",
     "functions": "use tools instead",
@@ -60,6 +62,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "documents": ([],),
     "extra_args": ({},),
+    "add_special_tokens": (False,),
+    "echo": (False,),
     "functions": ([],),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
