@@ -197,7 +197,7 @@ INSTEAD: dict[str, str] = {
     "--attention-backend": "the kernel is chosen by card, shape and format; leave it out",
     "--attention-config": "the kernel is chosen by card, shape and format; leave it out",
     "--enable-flashinfer-autotune": "the kernel is chosen by card, shape and format; leave it out",
-    "--moe-backend": _NO_EXPERT_PARALLEL,
+    "--moe-backend": "the kernel is chosen by card, shape and format; leave it out",
     # Several ranks.
     "--distributed-executor-backend": "ranks are processes of one host; leave it out",
     "--worker-use-ray": "ranks are processes of one host; leave it out",
