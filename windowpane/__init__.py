@@ -8,14 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windowpane.engine.llm import LLM, Stream
     from windowpane.schedule.request import FinishReason, SamplingParams, TokenLogprobs
-    from windowpane.text.answer import Completion, RequestFailed
+    from windowpane.text.answer import Completion, RequestFailed, ToolCall
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "FinishReason", "RequestFailed", "SamplingParams", "Stream", "TokenLogprobs"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "FinishReason",
+    "RequestFailed",
+    "SamplingParams",
+    "Stream",
+    "TokenLogprobs",
+    "ToolCall",
+]
 
 _HOMES = dict.fromkeys(("LLM", "Stream"), "windowpane.engine.llm")
-_HOMES |= dict.fromkeys(("Completion", "RequestFailed"), "windowpane.text.answer")
+_HOMES |= dict.fromkeys(("Completion", "RequestFailed", "ToolCall"), "windowpane.text.answer")
 _HOMES |= dict.fromkeys(("FinishReason", "SamplingParams", "TokenLogprobs"), "windowpane.schedule.request")
 
 

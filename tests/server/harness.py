@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import uvicorn
 
 from windowpane.engine.start import start
 from windowpane.server.app import make_app
+from windowpane.server.auth import Access
 from windowpane.server.run import ServerOptions, http_config, make_service
 from windowpane.server.service import Service
 
@@ -33,11 +35,11 @@ PATIENCE_S = 90.0
 class Running:
     """What tests need of a server: its address, its engine, and clients."""
 
-    def __init__(self, service: Service, port: int) -> None:
+    def __init__(self, service: Service, port: int, verify: ssl.SSLContext | None = None) -> None:
         self.service = service
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.url = f"http{'s' if verify else ''}://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=verify or True)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def complete(self, **fields: Any) -> httpx.Response:
@@ -91,14 +93,17 @@ class Running:
 @contextmanager
 def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
     """Serve a model until the block is left. `options` are those of `ServerOptions`."""
+    if "api_keys" in options:
+        options["access"] = Access(api_keys=options.pop("api_keys"))
     chosen = ServerOptions(**options)
     service = make_service(start(model, FLAGS if flags is None else flags), chosen)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        server = uvicorn.Server(http_config(make_app(service, chosen.api_keys), chosen))
+        server = uvicorn.Server(http_config(make_app(service, chosen.access), chosen))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         try:
-            up = Running(service, listener.getsockname()[1])
+            verify = None if chosen.tls is None else ssl.create_default_context(cafile=chosen.tls.certfile)
+            up = Running(service, listener.getsockname()[1], verify)
             up.wait_until(lambda: server.started, "the server is up")
             yield up
         finally:
@@ -106,3 +111,22 @@ def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options
             thread.join(PATIENCE_S)
             up.http.close()
             up.openai.close()
+
+
+def no_thoughts(server: Running) -> dict[str, float]:
+    """A logit bias against beginning to think (`<th…`), and against spaces without end."""
+    tokenizer = server.service.need_tokenizer("")
+    return {str(tokenizer.encode(text, add_special_tokens=False)[0]): -100 for text in "<h \n\t\r"}
+
+
+def prompts(server: Running) -> list[str]:
+    """The prompts of the requests that come from now on, as text."""
+    seen: list[str] = []
+    queue, tokenizer = server.service.engine.queue, server.service.need_tokenizer("")
+
+    def queued(request: Any) -> None:
+        seen.append(tokenizer.decode(request.prompt.tolist()))
+        queue(request)
+
+    server.service.engine.queue = queued  # type: ignore[method-assign]
+    return seen

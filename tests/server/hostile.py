@@ -28,6 +28,7 @@ class Attack:
 
 def attack(random: Random) -> Attack:
     kinds = [_completion, _completion, _chat, _chat, _constrained, _constrained, _tools, _tokenize, _detokenize]
+    kinds += [_response, _response, _blocks, _blocks, _ollama, _embedding]
     return random.choice([*kinds, _place, _garbage])(random)
 
 
@@ -72,6 +73,80 @@ def _tools(random: Random) -> Attack:
     return _post(random, "/v1/chat/completions", body)
 
 
+def _response(random: Random) -> Attack:
+    items: list[Any] = []
+    for message in _messages(random):
+        call = {
+            "type": "function_call",
+            "call_id": "1",
+            "name": "f",
+            "arguments": random.choice(["{}", "[", _text(random)]),
+        }
+        result = {
+            "type": "function_call_output",
+            "call_id": "1",
+            "output": random.choice([_text(random), _parts(random)]),
+        }
+        said = {"role": message["role"], "content": random.choice([message["content"], _parts(random)])}
+        thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": _text(random)}]}
+        items.append(random.choice([said, said, call, result, thought, _value(random)]))
+    body: dict[str, Any] = {
+        "input": random.choice([_text(random), items]),
+        "max_output_tokens": random.randrange(1, 12),
+        "previous_response_id": random.choice([None, None, "resp-x", _text(random)]),
+        "text": random.choice([None, {"format": {"type": "json_schema", "name": "x", "schema": _schema(random)}}]),
+        "tools": random.choice([None, [{"type": "function", "name": "f0", "parameters": _schema(random)}]]),
+    }
+    return _post(random, "/v1/responses", _spoiled(random, body) if random.random() < 0.5 else body)
+
+
+def _blocks(random: Random) -> Attack:
+    kinds: list[Callable[[], Any]] = [
+        lambda: {"type": "tool_use", "id": "1", "name": "f", "input": _value(random)},
+        lambda: {"type": "tool_result", "tool_use_id": "1", "content": random.choice([_text(random), _parts(random)])},
+        lambda: {"type": "thinking", "thinking": _text(random), "signature": ""},
+        lambda: {"type": "text", "text": _text(random)},
+        lambda: _value(random),
+    ]
+    turns = [
+        {"role": random.choice(["user", "assistant"]), "content": [random.choice(kinds)() for _ in range(2)]}
+        for _ in range(random.randrange(4))
+    ]
+    body: dict[str, Any] = {
+        "messages": [*turns, {"role": "user", "content": _text(random)}],
+        "max_tokens": random.randrange(1, 12),
+        "system": random.choice([None, _text(random), _parts(random)]),
+        "stop_sequences": random.choice([None, [_text(random)[:20]], _value(random)]),
+        "thinking": random.choice([None, {"type": "enabled", "budget_tokens": random.choice(NUMBERS)}]),
+        "tools": random.choice([None, [{"name": "f0", "input_schema": _schema(random)}]]),
+        "tool_choice": random.choice([None, {"type": "any"}, {"type": "tool", "name": "f0"}, _value(random)]),
+    }
+    path = random.choice(["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"])
+    return _post(random, path, _spoiled(random, body) if random.random() < 0.3 else body)
+
+
+def _parts(random: Random) -> list[Any]:
+    kinds = ["text", "input_text", "output_text", "refusal", "image_url", "input_audio", "x"]
+    return [{"type": random.choice(kinds), "text": _text(random)} for _ in range(random.randrange(3))]
+
+
+def _ollama(random: Random) -> Attack:
+    options = {name: random.choice(NUMBERS) for name in random.sample(OLLAMA_OPTIONS, 2)}
+    body: dict[str, Any] = {"model": "tiny", "options": random.choice([{"num_predict": 5}, options])}
+    body["stream"] = random.random() < 0.5
+    body["format"] = random.choice([None, "json", _schema(random), _value(random)])
+    if random.random() < 0.5:
+        return _post(random, "/api/chat", {**body, "messages": _messages(random), "think": random.choice([None, True])})
+    return _post(random, "/api/generate", {**body, "prompt": _text(random), "raw": random.choice([None, True, "x"])})
+
+
+def _embedding(random: Random) -> Attack:
+    given = random.choice([_text(random), [_text(random)] * 3, _tokens(random), [_tokens(random)], _value(random)])
+    body: dict[str, Any] = {"input": given, "dimensions": random.choice([None, *NUMBERS])}
+    body["encoding_format"] = random.choice([None, "base64", _value(random)])
+    return _post(random, "/v1/embeddings", body)
+
+
 def _tokenize(random: Random) -> Attack:
     body = {"prompt": _text(random)} if random.random() < 0.5 else {"messages": _messages(random)}
     return _post(random, "/tokenize", {**body, "return_token_strs": random.random() < 0.5})
@@ -83,6 +158,15 @@ def _detokenize(random: Random) -> Attack:
 
 def _place(random: Random) -> Attack:
     paths = ["/health", "/metrics", "/stats", "/version", "/openapi.json", "/", "/docs", "/v1/models", "/v1/models/x"]
+    paths += [
+        "/ping",
+        "/load",
+        "/tokenizer_info",
+        "/api/tags",
+        "/api/version",
+        "/v1/responses/x",
+        "/reset_prefix_cache",
+    ]
     paths += ["/%1b%5b2J", "/v1/models/%00", "/v1/completions", "/../../etc/passwd", "/" + "a" * 5000]
     headers = (
         {"Accept": "text/event-stream"} if random.random() < 0.2 else {"X-Request-Id": "x" * random.randrange(200)}
@@ -98,7 +182,8 @@ def _garbage(random: Random) -> Attack:
     depth = random.choice([50, 500, 5000, 100_000])
     wrong = [bytes(made), bytes(made[: random.randrange(len(made))]), b"[" * depth, b'{"a":' * depth, b"", b"null"]
     wrong += [b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\\ud800"}', b"\xff\xfe", b'{"prompt": NaN}']
-    path = random.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+    paths = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses", "/v1/messages"]
+    path = random.choice([*paths, "/v1/embeddings", "/api/chat", "/api/generate"])
     return Attack("POST", path, random.choice(wrong))
 
 
@@ -115,6 +200,7 @@ def _post(random: Random, path: str, body: dict[str, Any]) -> Attack:
 NUMBERS: list[Any] = [
     *(0, 1, -1, 2, 3, 0.5, 1.0, 128, 129, 1e-320, 1e308, -1e308, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**40),
 ]
+OLLAMA_OPTIONS = ("num_predict", "temperature", "top_k", "seed", "num_ctx", "repeat_penalty", "mirostat", "stop")
 FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *(
@@ -138,6 +224,7 @@ FIELDS = (
         "echo",
     ),
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "add_special_tokens"),
+    *("bad_words", "return_token_ids", "continue_final_message", "thinking_token_budget"),
     *("chat_template_kwargs", "add_generation_prompt", "top_logprobs", "tool_choice", "reasoning_effort", "best_of"),
     *(
         "stream_options",
@@ -165,6 +252,9 @@ def _spoiled(random: Random, body: dict[str, Any]) -> dict[str, Any]:
         "logit_bias": lambda: {str(i): random.uniform(-100, 100) for i in range(random.choice([1, 250, 2000]))},
         "stop": lambda: [_text(random)[:20] or "x" for _ in range(random.choice([1, 4, 40]))],
         "stop_token_ids": lambda: _tokens(random),
+        "bad_words": lambda: [_text(random)[:20] or "x" for _ in range(random.choice([1, 100, 200]))],
+        "return_token_ids": lambda: True,
+        "continue_final_message": lambda: True,
         "chat_template_kwargs": lambda: {
             name: _value(random) for name in random.sample(["self", "tokenizer", "prompt", "messages", "tools", "x"], 2)
         },

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import Running, running
+from tests.server.harness import Running, no_thoughts, running
 from tests.tiny_model import make_model
-from windowpane.server.parsing import Parsers
 from windowpane.text import chat_prompt
-from windowpane.text.parsers import HarmonyParser
+from windowpane.text.parsers import HarmonyParser, Parsers
 
 USER = [{"role": "user", "content": "Hi"}]
 SYSTEM = {"role": "system", "content": "Answer in as few words as you can, and never in verse."}
@@ -230,7 +229,7 @@ class TestTools:
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
     def test_a_call_that_is_required_is_made(self, calling: Running, choice: Any) -> None:
         fields = {"tools": [WEATHER], "tool_choice": choice, "temperature": 1, "seed": 1, "parallel_tool_calls": False}
-        bias = {"logit_bias": self._no_thoughts(calling)}
+        bias = {"logit_bias": no_thoughts(calling)}
         (made,) = ask(calling, max_completion_tokens=400, **fields, **bias).choices
         (call,) = made.message.tool_calls
         assert (made.finish_reason, made.message.content, call.function.name) == ("tool_calls", None, "weather")
@@ -270,7 +269,7 @@ class TestTools:
         fields = {"structured_outputs": {"regex": "yes"}}
         # The reply is constrained, a thought before it is not; this one is closed at once.
         prompt = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "seed": 1, **fields}
-        answer = calling.http.post("/v1/chat/completions", json={**prompt, "logit_bias": self._no_thoughts(calling)})
+        answer = calling.http.post("/v1/chat/completions", json={**prompt, "logit_bias": no_thoughts(calling)})
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == "yes"
 
@@ -293,13 +292,6 @@ class TestTools:
         for choice, flag in (("auto", "--enable-auto-tool-choice"), ("required", "--tool-call-parser")):
             answer = server.chat(tools=[WEATHER], tool_choice=choice)
             assert answer.status_code == 400 and flag in answer.json()["error"]["message"]
-
-    @staticmethod
-    def _no_thoughts(server: Running) -> dict[str, float]:
-        """Against beginning to think (`<th…`), and against spaces without end."""
-        tokenizer = server.service.tokenizer
-        assert tokenizer is not None
-        return {str(tokenizer.encode(text, add_special_tokens=False)[0]): -100 for text in "<h \n\t\r"}
 
 
 HARMONY_TEMPLATE = (  # in short what gpt-oss's own does

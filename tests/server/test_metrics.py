@@ -38,6 +38,18 @@ def total(found: dict[str, float], name: str) -> float:
 
 
 class TestMetrics:
+    def test_what_vllm_has_is_told_under_its_names_too(self, server: Running) -> None:
+        server.complete(prompt="a", max_tokens=3)
+        text = server.http.get("/metrics").text
+        own, theirs = (
+            {re.sub(r',?engine="0",?', "", key): value for key, value in re.findall(pattern, text, re.MULTILINE)}
+            for pattern in (r"^windowpane:(\S+) (\S+)$", r"^vllm:(\S+) (\S+)$")
+        )
+        assert {key.partition("{")[0] for key in theirs} >= NAMES
+        assert re.search(r'^vllm:num_requests_running{engine="0",model_name="tiny"} 0.0$', text, re.MULTILINE)
+        plain = {name: value for name, value in own.items() if name.partition("{")[0] in NAMES and "le=" not in name}
+        assert plain.items() <= theirs.items()
+
     def test_names_that_people_look_for_are_there(self, server: Running) -> None:
         assert {key.split("{")[0] for key in scrape(server)} >= NAMES
 

@@ -156,7 +156,8 @@ class TestPlaces:
         error_of(server.http.get("/v1/models/gpt-5"), 404)
 
     def test_unknown_places_and_methods_look_alike(self, server: Running) -> None:
-        assert "/docs" in error_of(server.http.get("/v1/embeddings"), 404)["message"]
+        message = error_of(server.http.post("/v1/rerank"), 404)["message"]
+        assert "/v1/chat/completions, " in message and "/v1/embeddings, " in message and "/docs" in message
         error_of(server.http.get("/v1/completions"), 405)
 
     def test_models_are_listed_by_name(self, server: Running) -> None:

@@ -20,6 +20,7 @@ def test_no_request_fails_the_server(server: Running) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     paths = {operation.path for operation in operations}
+    assert paths >= {"/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate"}
     assert paths >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
     for operation in operations:
         for mode in schemathesis.GenerationMode:
@@ -49,12 +50,14 @@ def _try(operation: object, mode: schemathesis.GenerationMode) -> None:
 
 def _keep_small(body: dict[str, object]) -> None:
     """Long answers are tested elsewhere; here many requests are what finds something."""
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         value = body.get(name)
         if isinstance(value, int) and value > 8:
             body[name] = 8
     if "messages" in body and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 8
+    if "input" in body and "max_output_tokens" in body:
+        body["max_output_tokens"] = 8
     n = body.get("n")
     if isinstance(n, int) and n > 2:
         body["n"] = 2

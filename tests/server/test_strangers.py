@@ -26,7 +26,7 @@ from tests.tiny_model import EOS, make_model
 from tests.tiny_model import TEMPLATE as PLAIN_TEMPLATE
 from windowpane.server import log as server_log
 from windowpane.server.connections import Patience
-from windowpane.server.parsing import Parsers
+from windowpane.text.parsers import Parsers
 
 ANSWER = {"max_tokens": 4}
 

@@ -19,6 +19,7 @@ from windowpane.cli.models import models
 from windowpane.cli.plan import plan
 from windowpane.cli.serve import serve
 from windowpane.cli.simulate import simulate
+from windowpane.cli.words import spelled_out
 
 
 class Command(TyperCommand):
@@ -61,7 +62,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows ? instead of a traceback
     try:
-        return app(sys.argv[1:] or ["--help"], prog_name="windowpane", standalone_mode=False) or 0
+        return app(spelled_out(sys.argv[1:]) or ["--help"], prog_name="windowpane", standalone_mode=False) or 0
     except Exception as error:
         message = _explain(error)
         if message is None:

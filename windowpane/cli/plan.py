@@ -42,11 +42,11 @@ def plan(
 ) -> None:
     """Say what fits, where every byte goes, and what the same flags give on other engines."""
     from windowpane.models import load
-    from windowpane.plan.config import EngineConfig
+    from windowpane.plan.config import config_of
     from windowpane.plan.planner import make_plan
 
     try:
-        config = EngineConfig(**flags.given())
+        config = config_of(flags.given())
         spec = load(model, revision=revision, download_dir=download_dir)
         made = make_plan(spec, config, gpu=gpu, gpu_memory_bytes=gpu_memory, concurrency=concurrency)
     except ValueError as error:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windowpane.cli.errors import UserError, user_errors
 from windowpane.cli.flags import SAMPLING, SERVER, TEXT, EngineFlags, ModelToRun, Seed
+
+if TYPE_CHECKING:
+    from windowpane.server.run import Tls
+
+
+def _read_list(text: str) -> tuple[str, ...]:
+    """As vLLM takes it: a list in JSON."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise UserError(f"{text} is no JSON list of texts; write for example '[\"https://example.com\"]'")
+    return tuple(values)
 
 
 def serve(
@@ -24,6 +39,46 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Of each API key; more are turned away.", rich_help_panel=SERVER)
+    ] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(min=1, help="Of each API key, running at once.", rich_help_panel=SERVER)
+    ] = None,
+    enable_admin: Annotated[
+        bool,
+        typer.Option("--enable-admin", help="Serve /reset_prefix_cache, for --admin-key.", rich_help_panel=SERVER),
+    ] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(help="The key that may administer.", envvar="WINDOWPANE_ADMIN_KEY", rich_help_panel=SERVER),
+    ] = None,
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Sites whose pages may ask (CORS), as in '[\"*\"]'; none unless set.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    allowed_methods: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Methods that those pages may use (all).", rich_help_panel=SERVER),
+    ] = None,
+    allowed_headers: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Headers that those pages may send (all).", rich_help_panel=SERVER),
+    ] = None,
+    allow_credentials: Annotated[
+        bool, typer.Option("--allow-credentials", help="Browsers may send cookies.", rich_help_panel=SERVER)
+    ] = False,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="A certificate in PEM form: serve https.", rich_help_panel=SERVER)
+    ] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its key in PEM form.", rich_help_panel=SERVER)] = None,
+    root_path: Annotated[
+        str, typer.Option(help="The path that a proxy serves this server under.", rich_help_panel=SERVER)
+    ] = "",
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
@@ -37,6 +92,13 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line per request), warning or error.", rich_help_panel=SERVER)
     ] = "info",
+    uvicorn_log_level: Annotated[
+        str,
+        typer.Option(help="The same for uvicorn itself, which also has critical and trace.", rich_help_panel=SERVER),
+    ] = "warning",
+    config: Annotated[
+        str | None, typer.Option(help="A YAML file with more flags by name.", rich_help_panel=SERVER)
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
     ] = None,
@@ -83,16 +145,31 @@ def serve(
 ) -> int:
     """Serve a model: the OpenAI API, metrics, and a page that shows the memory live. docs/server.md has it all."""
     with user_errors():
+        if config is not None:  # see `cli.words`, which puts the flags of one file in its place
+            raise UserError(f"--config {config}: one file is read; put all flags into it")
         from windowpane.plan.sizes import parse_bytes
-        from windowpane.server.parsing import Parsers
+        from windowpane.server.auth import Access
         from windowpane.server.run import ServerOptions
         from windowpane.server.run import serve as run_server
         from windowpane.server.service import Limits
+        from windowpane.text.parsers import Parsers
 
         options = ServerOptions(
             host=host,
             port=port,
-            api_keys=tuple(api_key or ()),
+            access=Access(
+                api_keys=tuple(api_key or ()),
+                admin_key=_admin_key(enable_admin, admin_key),
+                requests_per_minute=requests_per_minute,
+                concurrent_requests=concurrent_requests,
+                allowed_origins=() if allowed_origins is None else _read_list(allowed_origins),
+                allowed_methods=("*",) if allowed_methods is None else _read_list(allowed_methods),
+                allowed_headers=("*",) if allowed_headers is None else _read_list(allowed_headers),
+                allow_credentials=allow_credentials,
+            ),
+            root_path=root_path.rstrip("/"),
+            tls=_tls(ssl_certfile, ssl_keyfile),
+            uvicorn_log_level=uvicorn_log_level,
             served_model_names=tuple(served_model_name or ()),
             chat_template=None if chat_template is None else _read_template(chat_template),
             parsers=Parsers(reasoning_parser, tool_call_parser, enable_auto_tool_choice),
@@ -103,6 +180,22 @@ def serve(
             shutdown_timeout_s=shutdown_timeout,
         )
         return run_server(model, {**flags.given(), "seed": seed}, options)
+
+
+def _admin_key(enabled: bool, key: str | None) -> str | None:
+    if enabled and key is None:
+        raise UserError("--enable-admin needs a key of its own: add --admin-key, or set WINDOWPANE_ADMIN_KEY")
+    if key is not None and not enabled:
+        raise UserError("--admin-key is for --enable-admin; add that too, or leave it out")
+    return key
+
+
+def _tls(certfile: str | None, keyfile: str | None) -> Tls | None:
+    from windowpane.server.run import Tls
+
+    if certfile is None and keyfile is not None:
+        raise UserError("--ssl-keyfile needs the certificate too: add --ssl-certfile")
+    return None if certfile is None else Tls(certfile, keyfile)
 
 
 def _read_template(file: str) -> str:

@@ -49,7 +49,7 @@ def simulate(
     if hours <= 0 or (rate is not None and rate <= 0) or (sessions is not None and sessions < 1):
         raise UserError("--hours and --rate must be above 0, and --sessions at least 1")
     from windowpane.models import load
-    from windowpane.plan.config import EngineConfig
+    from windowpane.plan.config import config_of
     from windowpane.plan.hardware import parse_gpus
     from windowpane.plan.planner import make_plan
     from windowpane.simulate.policies import parse_policies
@@ -59,7 +59,7 @@ def simulate(
         policies = parse_policies(policy)
         is_trace = Path(workload).suffix == ".jsonl" or Path(workload).is_file()
         traffic = read_trace(workload) if is_trace else built_in(workload, seed, hours, rate, sessions)
-        config = EngineConfig(**flags.given())
+        config = config_of(flags.given())
         _, card = parse_gpus(gpu)
         plan = make_plan(load(model), config, gpu=gpu)
     except ValueError as error:

@@ -2,7 +2,7 @@
 name, not with the nearest spelling.
 
 The list is what the parsers of vLLM 0.7 to 0.28 take (`vllm/engine/arg_utils.py`, the frontend's `cli_args.py` and the
-reference of `vllm serve`); flags that both have keep their names and meaning and are not listed.
+reference of `vllm serve`). `KEPT` are those that both have. docs/vllm.md shows all of them.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ INSTEAD: dict[str, str] = {
     "--enable-prompt-tokens-details": "usage has cached tokens always; leave it out",
     "--enable-force-include-usage": "send stream_options with include_usage",
     "--enable-per-request-metrics": _METRICS,
-    "--enable-server-load-tracking": _METRICS,
-    "--enable-tokenizer-info-endpoint": "POST /tokenize and /detokenize are there",
+    "--enable-server-load-tracking": "GET /load is there always; leave it out",
+    "--enable-tokenizer-info-endpoint": "GET /tokenizer_info is there always; leave it out",
     "--cohere-is-reasoning-model": "Cohere's own API is not served; leave it out",
     "--cohere-format": "Cohere's own API is not served; leave it out",
     "--tokens-only": "prompts may be lists of token ids on /v1/completions",
@@ -124,23 +124,15 @@ INSTEAD: dict[str, str] = {
     "--fingerprint-value": "leave it out: system_fingerprint is not sent",
     # The server.
     "--uds": _PROXY,
-    "--uvicorn-log-level": _LOG_LEVEL,
     "--disable-uvicorn-access-log": _LOG_LEVEL,
     "--disable-access-log-for-endpoints": _LOG_LEVEL,
-    "--allow-credentials": _PROXY,
-    "--allowed-origins": _PROXY,
-    "--allowed-methods": _PROXY,
-    "--allowed-headers": _PROXY,
-    "--ssl-keyfile": f"for TLS, {_PROXY}",
-    "--ssl-certfile": f"for TLS, {_PROXY}",
     "--ssl-ca-certs": f"for TLS, {_PROXY}",
     "--ssl-cert-reqs": f"for TLS, {_PROXY}",
     "--ssl-ciphers": f"for TLS, {_PROXY}",
     "--enable-ssl-refresh": f"for TLS, {_PROXY}",
-    "--root-path": _PROXY,
     "--middleware": f"{_NO_PLUGINS}, or {_PROXY}",
     "--enable-request-id-headers": "every answer carries an id, made of the header X-Request-Id where there is one",
-    "--disable-fastapi-docs": "there is no such page; leave it out",
+    "--disable-fastapi-docs": "/docs asks for the key where there is one; leave it out",
     "--enable-offline-docs": "there is no such page; leave it out",
     "--h11-max-incomplete-event-size": "use --max-body-bytes",
     "--h11-max-header-count": _PROXY,
@@ -148,7 +140,6 @@ INSTEAD: dict[str, str] = {
     "--disable-frontend-multiprocessing": _ONE_PROCESS,
     "--api-server-count": _ONE_PROCESS,
     "--headless": _ONE_HOST,
-    "--config": "write the flags on the command line, or into a shell script",
     "--grpc": "the API is HTTP; leave it out",
     "--log-config-file": _LOG_LEVEL,
     "--max-log-len": "prompts are not logged; leave it out",
@@ -386,6 +377,17 @@ INSTEAD: dict[str, str] = {
     "--enable-flash-late-interaction": _NO_POOLING,
     "--additional-config": "leave it out: it concerns other hardware",
 }
+
+# Flags that both have, with the same meaning.
+KEPT = (
+    *("--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins", "--api-key"),
+    *("--async-scheduling", "--chat-template", "--config", "--download-dir", "--dtype", "--enable-auto-tool-choice"),
+    *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
+    *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format"),
+    *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
+    *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),
+    *("--ssl-certfile", "--ssl-keyfile", "--tensor-parallel-size", "--tool-call-parser", "--uvicorn-log-level"),
+)
 
 # vLLM's short forms, which a parser of single letters reads as several.
 SHORT = {

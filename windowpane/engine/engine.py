@@ -37,6 +37,8 @@ class Output(Protocol):
     def logits(self) -> Tensor: ...
     @property
     def prompt_logits(self) -> dict[int, Callable[[slice], Tensor]]: ...
+    @property
+    def prompt_hidden(self) -> dict[int, Tensor]: ...
 
 
 class StepRunner(Protocol):
@@ -170,7 +172,9 @@ class Engine:
     def _run(self, batch: Batch, sent: _SentStep, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         running = self.scheduler.running
         wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
-        output = self.runner.forward(batch, all_logits_slots=frozenset(wanting))
+        pooling = [c for c in batch.chunks if running[c.slot].pooling is not None]
+        output = self.runner.forward(batch, all_logits_slots=frozenset([*wanting, *(c.slot for c in pooling)]))
+        sent.pooled = [_Pooled.of(running[c.slot], c.start, output.prompt_hidden[c.slot]) for c in pooling]
         for slot, chunk in wanting.items():
             logits_of = output.prompt_logits[slot]
             sent.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
@@ -321,6 +325,7 @@ class _SentStep:
     logprobs: _HostLogprobs | None = None
     logprob_rows: Sequence[int] = ()
     prompt_logprobs: list[_PromptLogprobs] = field(default_factory=list)
+    pooled: list[_Pooled] = field(default_factory=list)
     error: BaseException | None = field(default_factory=lambda: RuntimeError("the step was never run"))
     stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
     matchers_advanced: bool = False
@@ -346,6 +351,8 @@ class _SentStep:
         """Logprobs by row; those of prompts go to their requests."""
         for prompt in self.prompt_logprobs:
             prompt.store()
+        for pooled in self.pooled:
+            pooled.store()
         if self.logprobs is None or self.tokens is None:
             return {}
         tokens = self.tokens.array()
@@ -426,6 +433,26 @@ class _PromptLogprobs:
             start += logprobs.rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    """What a chunk from `start` on adds to its request's embedding."""
+
+    request: Request
+    start: int
+    part: _HostCopy
+
+    @classmethod
+    def of(cls, request: Request, start: int, hidden: Tensor) -> _Pooled:
+        rows = hidden.float()
+        return cls(request, start, _HostCopy(rows.sum(0) if request.pooling == "mean" else rows[-1]))
+
+    def store(self) -> None:
+        """A preempted request computes its prompt again, from the beginning."""
+        request, part = self.request, self.part.array().astype(np.float32)
+        adds = request.pooled is not None and self.start > 0 and request.pooling == "mean"
+        request.pooled = request.pooled + part if adds and request.pooled is not None else part
+
+
 def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> int | None:
     """The first number that is no token, if there is one."""
     if len(tokens) == 0 or (np.min(tokens) >= 0 and np.max(tokens) < vocab_size):
@@ -434,7 +461,10 @@ def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: in
 
 
 def _check_grammar(request: Request) -> None:
-    """Whatever ends an answer for its grammar must end the request."""
+    """What is one answer by a grammar is one request with it. Whatever ends it for the grammar must end the request."""
+    params = request.params
+    if params.n != 1 or (params.structured_outputs is not None and request.grammar is None):
+        raise ValueError(f"request {request.id}: n and structured_outputs are for `LLM`; a request is one answer")
     if request.grammar is not None and not request.grammar.stop_ids <= set(request.params.stop_token_ids):
         raise ValueError(
             f"request {request.id}: its grammar ends with the stop tokens {sorted(request.grammar.stop_ids)}, but not "

@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from windowpane.engine.progress import busy
 from windowpane.engine.start import start
-from windowpane.schedule.request import FinishReason, Request, SamplingParams
+from windowpane.schedule.request import FinishReason, Pooling, Request, SamplingParams
 from windowpane.text import ChatPrompt, ChatTemplate, TextError, Tokenizer, chat_prompt, load_tokenizer
 from windowpane.text.answer import Answer, Completion, with_stop_ids
+from windowpane.text.grammar import CompiledGrammar, Grammars
+from windowpane.text.parsers import Parsers, ReadAnswer, kept_special_ids, tool_grammar
+from windowpane.text.rules import with_rules
 
 if TYPE_CHECKING:
     from windowpane.plan.planner import Plan
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Tokens = Sequence[int] | NDArray[np.integer[Any]]  # or a tensor
+Prompt = str | Tokens | Sequence[Message] | Mapping[str, Any]
 
 
 class LLM:
     """A model that answers.
 
-    `model` is a Hugging Face directory, a GGUF file or an embedded model's name; None is the embedded default. `flags`
-    are those of the command line with underscores (`max_model_len`, `kv_cache_dtype`, …; see `EngineConfig`), and
-    `device`, `dtype`, `load_format` and `seed`. Unknown ones are errors. The plan is printed on stderr.
+    `model` is a Hugging Face directory, a GGUF file or an embedded model's name; None is the embedded default.
+    `reasoning_parser` and `tool_call_parser` say how it marks thoughts and writes calls in chats. `flags` are those of
+    the command line with underscores (`max_model_len`, `kv_cache_dtype`, …; see `EngineConfig`), and `device`, `dtype`,
+    `load_format` and `seed`; sizes may be text (`"4K"`, `"256MiB"`). Unknown ones are errors. The plan is printed on
+    stderr.
     """
 
-    def __init__(self, model: str | Path | None = None, **flags: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
+        **flags: Any,
+    ) -> None:
         from rich.console import Console
 
+        self._parsers = Parsers(reasoning_parser, tool_call_parser)
         self._console = Console(stderr=True)
         started = start(model, flags, self._console)
         self.engine = started.engine
@@ -43,9 +61,12 @@ class LLM:
         self._text_source = started.text_source
         self._answers: dict[Request, Answer] = {}
         self._names = count()
+        self._engine_lock = threading.RLock()  # streams may be read by several threads
 
     def close(self) -> None:
-        """End the other ranks' processes now. They also end when this object goes, or the program."""
+        """End the other processes now. They also end when this object goes, or the program."""
+        if "_grammars" in self.__dict__:
+            self._grammars.close()
         self._close()
 
     def __enter__(self) -> Self:
@@ -66,87 +87,194 @@ class LLM:
         with busy(self._console, "reading the tokenizer"):
             return load_tokenizer(self._text_source, lazy=True)
 
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer all prompts together; one completion each, in order.
 
-        A prompt is text, token ids, or chat messages. `params` is one for all, or one per prompt.
+        A prompt is text, token ids (a list, an array or a tensor), or chat messages. `sampling_params` are one for all,
+        or one per prompt.
         """
-        several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = _one_each(params, len(several))
-        answers: list[Answer] = []
-        try:
-            for prompt, own in zip(several, each, strict=True):
-                answers.append(self._submit(prompt, own))
-            with busy(self._console, f"answering {len(answers)} prompts"):
-                while any(answer.request.finish_reason is None for answer in answers):
-                    self._step()
-        finally:
-            self._dismiss(answers)
-        return [answer.completion() for answer in answers]
+        several = [self._rendered(prompt) for prompt in _several(prompts)]
+        return self._answered(several, _one_each(sampling_params, len(several)))
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer the last of `messages` (`{"role": …, "content": …}`), by the model's own chat template."""
-        if not (_is_one(messages) and _is_chat(messages)):
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Completion:
+        """Answer the last of `messages` (`{"role": …, "content": …}`), by the model's own chat template.
+
+        `tool_choice` is none, auto, required, or the name of a function that must be called.
+        """
+        if isinstance(messages, str) or not _is_chat(messages):
             raise TypeError('messages is a list of {"role": …, "content": …}')
-        return self.generate(messages, params)[0]
+        prompt = self._rendered(
+            messages,
+            tools=None if tool_choice == "none" else tools,
+            tool_choice=tool_choice,
+            variables=dict(chat_template_kwargs or {}),
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        return self._answered([prompt], [sampling_params or SamplingParams()])[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Answer one prompt piece by piece: iterate for the text, then read `completion`."""
-        return Stream(self, self._submit(prompt, params or SamplingParams()))
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Answer one prompt piece by piece: iterate for the text (`for` or `async for`), then read `completion`."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream is one answer, and n is {params.n}; open several")
+        return Stream(self, self._submit(self._rendered(_one(prompt)), params))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """The final hidden states of each prompt: the last token's, or the mean of all. Of length 1 unless told not."""
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling is {' or '.join(get_args(Pooling))}, not {pooling!r}")
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        several = [self._rendered(prompt) for prompt in _several(prompts)]
+        answers = self._run(self._submit(prompt, params, pooling) for prompt in several)
+        return [answer.request.embedding(normalize=normalize) for answer in answers]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that `prompt` becomes."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if _is_chat(prompt):
-            return self._chat_prompt(prompt).token_ids
-        return [int(token) for token in cast("Sequence[int]", prompt)]
+        return self._rendered(_one(prompt)).token_ids
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        chat = self._chat_prompt(prompt) if _is_chat(prompt) else None
-        tokens = self.encode(prompt) if chat is None else chat.token_ids
+    @cached_property
+    def _grammars(self) -> Grammars:
+        """Started with the first answer that must look like something."""
+        return Grammars(self.tokenizer)
+
+    def _rendered(
+        self,
+        prompt: _Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        **settings: Any,
+    ) -> _Rendered:
+        if isinstance(prompt, str):
+            return _Rendered(self.tokenizer.encode(prompt))
+        if not _is_chat(prompt):
+            return _Rendered(cast("list[int]", prompt))
+        if tools and self._parsers.tools is None:
+            raise ValueError("tools need LLM(tool_call_parser=…), which says how the model writes calls")
+        made = chat_prompt(self._chat_template, self.tokenizer, prompt, tools=tools, **settings)
+        return _Rendered(made.token_ids, made, list(tools or ()), tool_choice)
+
+    def _answered(self, prompts: Sequence[_Rendered], each: Sequence[SamplingParams]) -> list[Completion]:
+        pairs = list(zip(prompts, each, strict=True))
+        submitted = (self._submit(prompt, own.for_choice(i)) for prompt, own in pairs for i in range(own.n))
+        answers = iter(self._run(submitted))
+        completions = []
+        for prompt, own in pairs:
+            first, *others = [self._read(prompt, next(answers)) for _ in range(own.n)]
+            completions.append(replace(first, others=tuple(others)))
+        return completions
+
+    def _read(self, prompt: _Rendered, answer: Answer) -> Completion:
+        """An answer with its thoughts and calls told apart, where it is to a chat and parsers were named."""
+        completion = answer.completion()
+        parser = None if prompt.chat is None else self._parsers.reading(prompt.chat.text, prompt.tools or None)
+        return completion if parser is None else replace(completion, said=ReadAnswer.of(parser, completion.text))
+
+    def _submit(self, prompt: _Rendered, params: SamplingParams, pooling: Pooling | None = None) -> Answer:
         caches = self.plan.sizing.config.enable_prefix_caching
         has_text = self._text_source is not None
         if has_text and not params.ignore_eos:
             params = replace(params, stop_token_ids=with_stop_ids(params.stop_token_ids, self.tokenizer))
         if params.stop and not has_text:
             raise TextError("stop strings need a tokenizer and this model came without one; use stop_token_ids")
+        tokenizer = self.tokenizer if has_text else None
+        chat = prompt.chat
+        grammar = with_rules(self._grammar(prompt, params), params, tokenizer, self.engine.sampler.vocab_size)
         request = Request(
             str(next(self._names)),
-            np.array(tokens, dtype=np.int32),
+            np.array(prompt.token_ids, dtype=np.int32),
             params,
             message_ends=chat.message_ends if chat is not None and caches else (),
+            grammar=grammar,
+            pooling=pooling,
         )
-        self.engine.add(request)
-        answer = Answer(request, self.tokenizer if has_text else None)
-        self._answers[request] = answer
+        parser = None if chat is None else self._parsers.reading(chat.text, prompt.tools or None)
+        kept = () if parser is None or tokenizer is None else kept_special_ids(tokenizer, parser.markers)
+        answer = Answer(request, tokenizer, kept_special_ids=kept)
+        with self._engine_lock:
+            self.engine.add(request)
+            self._answers[request] = answer
         return answer
 
-    def _chat_prompt(self, messages: Prompt) -> ChatPrompt:
-        return chat_prompt(self._chat_template, self.tokenizer, cast("Sequence[Message]", messages))
+    def _grammar(self, prompt: _Rendered, params: SamplingParams) -> CompiledGrammar | None:
+        """What the answer must look like, if anything. A thought may come first."""
+        calls = bool(prompt.tools) and prompt.tool_choice not in ("none", "auto")
+        if params.structured_outputs is None and not calls:
+            return None
+        make_reasoning = None if prompt.chat is None else self._parsers.make_reasoning()
+        grammars = self._grammars
+        if make_reasoning is not None and prompt.chat is not None:
+            grammars = grammars.after(make_reasoning(prompt.chat.text).thought)
+        if not calls:
+            return grammars.structured(params.structured_outputs or {})
+        if params.structured_outputs is not None:
+            raise ValueError("an answer by structured_outputs cannot also be a call; leave one out")
+        assert self._parsers.tools is not None
+        function = None if prompt.tool_choice == "required" else prompt.tool_choice
+        return tool_grammar(grammars, self._parsers.tools, prompt.tools, function=function)
+
+    def _run(self, submitted: Iterable[Answer]) -> list[Answer]:
+        """Submit all of them, and run them to their ends. Where one is refused, none is left."""
+        answers: list[Answer] = []
+        try:
+            answers.extend(submitted)
+            with busy(self._console, f"answering {len(answers)} prompts"):
+                while any(answer.request.finish_reason is None for answer in answers):
+                    self._step()
+        finally:
+            self._dismiss(answers)
+        return answers
 
     def _step(self) -> None:
         """One step for everybody: several streams may be read in turn."""
-        for output in self.engine.step():
-            answer = self._answers.get(output.request)
-            if answer is not None and answer.push(output.token, output.finish_reason):
-                self.engine.cancel(output.request, FinishReason.STOP)
+        with self._engine_lock:
+            for output in self.engine.step():
+                answer = self._answers.get(output.request)
+                if answer is not None and answer.push(output.token, output.finish_reason):
+                    self.engine.cancel(output.request, FinishReason.STOP)
 
     def _dismiss(self, answers: Iterable[Answer]) -> None:
         """These are done with, whether they have ended or not. The last to go leaves the engine idle."""
-        for answer in answers:
-            self.engine.cancel(answer.request)
-            self._answers.pop(answer.request, None)
-        while not self._answers and self.engine.has_work:
-            self.engine.step()
+        with self._engine_lock:
+            for answer in answers:
+                self.engine.cancel(answer.request)
+                self._answers.pop(answer.request, None)
+            while not self._answers and self.engine.has_work:
+                self.engine.step()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A prompt as tokens; of a chat also its text, and the tools that may be called."""
+
+    token_ids: list[int]
+    chat: ChatPrompt | None = None
+    tools: list[Mapping[str, Any]] = field(default_factory=list)
+    tool_choice: str = "auto"
 
 
 class Stream:
@@ -162,6 +290,14 @@ class Stream:
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """The same for an event loop: steps are computed in a thread, and other streams may be read meanwhile."""
+        try:
+            while (piece := await asyncio.to_thread(next, self._pieces, None)) is not None:
+                yield piece
+        finally:
+            await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         self._pieces.close()
@@ -188,18 +324,61 @@ def _read(llm: LLM, answer: Answer) -> Generator[str, None, None]:
     answer.completion()  # raises where a step failed
 
 
-def _is_one(prompts: Any) -> bool:
-    """Whether this is one prompt rather than several: text, or a list of token ids or of messages."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer | Mapping))
+# -- prompts -------------------------------------------------------------------------------------------------------
+
+_Prompt = str | list[int] | Sequence[Message]  # in one of its forms
 
 
-def _is_chat(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+def _several(prompts: Any) -> list[_Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [_one(prompts)]
+    prompts = _listed(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise TypeError(f"prompts are text, token ids or messages, or a list of such, not {type(prompts).__name__}")
+    if prompts and (_is_number(prompts[0]) or _is_chat(prompts)):
+        return [_one(prompts)]
+    return [_one(prompt) for prompt in prompts]
+
+
+def _one(prompt: Any) -> _Prompt:
+    if isinstance(prompt, Mapping):
+        for name in ("prompt", "prompt_token_ids"):
+            if set(prompt) == {name}:
+                return _one(prompt[name])
+        raise TypeError(f'a prompt as a dict has "prompt" or "prompt_token_ids", not {", ".join(map(str, prompt))}')
+    prompt = _listed(prompt)
+    if isinstance(prompt, str) or (isinstance(prompt, Sequence) and _is_chat(prompt)):
+        return prompt
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) or not all(map(_is_number, prompt)):
+        raise TypeError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
+    return [index(token) for token in prompt]
+
+
+def _listed(prompt: Any) -> Any:
+    """Arrays and tensors as lists."""
+    return prompt.tolist() if hasattr(prompt, "tolist") and getattr(prompt, "ndim", 0) in (1, 2) else prompt
+
+
+def _is_number(token: Any) -> bool:
+    return isinstance(token, int | np.integer) and not isinstance(token, bool)
+
+
+def _is_chat(prompt: Any) -> TypeGuard[Sequence[Message]]:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+        and "role" in prompt[0]
+    )
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * prompts
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise TypeError(f"sampling_params are SamplingParams, or a list of them, not {type(params).__name__}")
     if len(params) != prompts:
         raise ValueError(f"{prompts} prompts and {len(params)} params; give one for all, or one per prompt")
     return list(params)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from windowpane.plan.config import ConfigError, EngineConfig
+from windowpane.plan.config import ConfigError, EngineConfig, config_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,5 +37,5 @@ def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(options | engine))}"
             raise ConfigError(f"unknown argument {name!r}; {hint}")
     given = {name: value for name, value in flags.items() if name in engine}
-    config = EngineConfig(**given)
+    config = config_of(given)
     return StartOptions(**{name: value for name, value in flags.items() if name in options}), config

@@ -36,7 +36,7 @@ class ParallelRunner:
         prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {
             slot: partial(self._prompt_logits, slot, logits_of) for slot, logits_of in output.prompt_logits.items()
         }
-        return StepOutput(output.logits, prompt_logits)
+        return StepOutput(output.logits, prompt_logits, output.prompt_hidden)
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Tokens go to the other ranks as they are on the device: nobody waits for them here."""

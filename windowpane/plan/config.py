@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import index
+from typing import Any, SupportsFloat, SupportsIndex, get_args, get_type_hints
+
+from windowpane.plan.sizes import parse_bytes, parse_tokens
 
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_NUM_SEQS = 256
@@ -72,6 +77,44 @@ class EngineConfig:
     def batched_tokens(self) -> int:
         """Tokens of the largest step: a step never holds fewer than one per running sequence."""
         return self.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
+
+
+def config_of(flags: Mapping[str, Any]) -> EngineConfig:
+    """A config of flags by name: sizes may be text, and a step too small for the default of sequences lowers it."""
+    given = {name: _typed(name, value) for name, value in flags.items()}
+    step = given.get("max_num_batched_tokens")
+    if step is not None and step >= 1 and "max_num_seqs" not in given:
+        given["max_num_seqs"] = min(DEFAULT_NUM_SEQS, step)
+    return EngineConfig(**given)
+
+
+_SIZES: dict[str, Callable[[str], int]] = {
+    "max_model_len": parse_tokens,
+    "max_num_batched_tokens": parse_tokens,
+    "kv_cache_memory_bytes": parse_bytes,
+    "slab_bytes": parse_bytes,
+}
+_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value as its field has it; a wrong type is one line."""
+    if isinstance(value, str) and name in _SIZES:
+        try:
+            return _SIZES[name](value)
+        except ValueError as error:
+            raise ConfigError(f"{flag(name)}: {error}") from None
+    expected = get_type_hints(EngineConfig)[name]
+    kinds = get_args(expected) or (expected,)
+    if bool not in kinds and isinstance(value, bool):
+        pass
+    elif isinstance(value, kinds):
+        return value
+    elif isinstance(value, SupportsIndex) and (int in kinds or float in kinds):
+        return index(value)
+    elif float in kinds and isinstance(value, SupportsFloat):
+        return float(value)
+    raise ConfigError(f"{flag(name)} takes {' or '.join(_KINDS.get(k, str(k)) for k in kinds)}, not {value!r}")
 
 
 def flag(field_name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,12 @@ class StepOutput:
     """`logits`: one float32 row per decoding row, then per chunk that samples.
 
     `prompt_logits` gives any rows of a chunk, computed when asked for: all at once may be more than memory holds.
+    `prompt_hidden` has the final hidden states that they are computed of.
     """
 
     logits: torch.Tensor
     prompt_logits: dict[int, Callable[[slice], torch.Tensor]]
+    prompt_hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Runner:
@@ -138,14 +140,17 @@ def split_rows(
     row = len(batch.decode_slots)
     sampling = list(range(row))
     prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {}
+    prompt_hidden: dict[int, torch.Tensor] = {}
     for chunk in batch.chunks:
         rows = wanted_rows(chunk, all_logits_slots)
         if chunk.slot in all_logits_slots:
-            prompt_logits[chunk.slot] = partial(_logits_of, logits, hidden[row : row + rows])
+            prompt_hidden[chunk.slot] = hidden[row : row + rows]
+            prompt_logits[chunk.slot] = partial(_logits_of, logits, prompt_hidden[chunk.slot])
         row += rows
         if chunk.samples:
             sampling.append(row - 1)
-    return StepOutput(logits(hidden[to_device(sampling, hidden.device, torch.int64)]), prompt_logits)
+    sampled = logits(hidden[to_device(sampling, hidden.device, torch.int64)])
+    return StepOutput(sampled, prompt_logits, prompt_hidden)
 
 
 @torch.inference_mode()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 RoutedExperts = NDArray[np.integer[Any]]  # [tokens, layers with experts, experts visited], uint8 or int16
+
+Pooling = Literal["mean", "last"]
 
 MAX_PENALTY = 2.0  # as in the OpenAI API
 
@@ -29,19 +32,24 @@ class FinishReason(Enum):
 class SamplingParams:
     """How one request is sampled, by the names and meanings of the OpenAI API and vLLM.
 
+    `n` answers are given, and `structured_outputs` (one of json, json_object, regex, choice and grammar, by name) is
+    what they must look like: both are for `LLM`, which makes requests of them.
+
     A stop token ends the answer once `min_tokens` are there; until then it is not sampled. `stop` strings end it too
-    and are not shown. `ignore_eos` leaves the model's own stop tokens out. `temperature` 0 is greedy. `top_k` 0 or -1
-    and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and answer), then frequency and
-    presence (answer only); then `logit_bias`. The same `seed` gives the same answer in any batch; None draws from the
-    engine's own. `logprobs` n gives the chosen token and the n likeliest, of the model's raw distribution;
-    `prompt_logprobs` the same for the prompt. `return_routed_experts` gives the experts that each token visited, from
-    token `routed_experts_prompt_start` of the prompt on.
+    and are not shown. `bad_words` are never said. `ignore_eos` leaves the model's own stop tokens out. `temperature` 0
+    is greedy. `top_k` 0 or -1 and `top_p` 1 are off. Penalties apply to raw logits, first repetition (prompt and
+    answer), then frequency and presence (answer only); then `logit_bias`. The same `seed` gives the same answer in any
+    batch; None draws from the engine's own. `logprobs` n gives the chosen token and the n likeliest, of the model's raw
+    distribution; `prompt_logprobs` the same for the prompt. `return_routed_experts` gives the experts that each token
+    visited, from token `routed_experts_prompt_start` of the prompt on.
     """
 
+    n: int = 1
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -56,13 +64,18 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     return_routed_experts: bool = False
     routed_experts_prompt_start: int = 0
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # lists, a lone string and the like take their one form here
-        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids))
-        set_field(self, "logit_bias", {_whole("logit_bias", i): float(b) for i, b in dict(self.logit_bias).items()})
-        for name in ("max_tokens", "min_tokens", "top_k", "routed_experts_prompt_start"):
+        for name in ("stop", "bad_words"):
+            set_field(self, name, _texts(name, getattr(self, name)))
+        set_field(self, "stop_token_ids", tuple(_whole("stop_token_ids", i) for i in self.stop_token_ids or ()))
+        biases = dict(self.logit_bias or {})
+        set_field(self, "logit_bias", {_whole("logit_bias", i): _number("logit_bias", b) for i, b in biases.items()})
+        for name in _NUMBERS:
+            set_field(self, name, _number(name, getattr(self, name)))
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "routed_experts_prompt_start"):
             set_field(self, name, _whole(name, getattr(self, name)))
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -80,13 +93,23 @@ class SamplingParams:
         if self.routed_experts_prompt_start and not self.return_routed_experts:
             raise ValueError("routed_experts_prompt_start is for return_routed_experts; set that too, or leave it out")
 
+    def for_choice(self, choice: int) -> SamplingParams:
+        """Those of one of several answers. With a seed each has its own: the seed, and those after it."""
+        if self.n == 1 and (self.seed is None or choice == 0):
+            return self
+        other = copy(self)  # checked before, and a large logit_bias must not be copied for each
+        object.__setattr__(other, "n", 1)
+        if self.seed is not None:
+            object.__setattr__(other, "seed", self.seed + choice)
+        return other
+
     def _check_length(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n is a number of answers, not {self.n}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must lie between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop is one or more strings that are not empty, not {list(self.stop)}")
         if any(i < 0 for i in self.stop_token_ids):
             raise ValueError(f"stop_token_ids are token numbers from 0 on, not {list(self.stop_token_ids)}")
 
@@ -119,6 +142,27 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise ValueError(f"{name} takes a number, not {value!r}")
+    return float(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | Iterable | None):
+        raise ValueError(f"{name} is one or more strings, not {value!r}")
+    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name} is one or more strings that are not empty, not {list(texts)}")
+    return texts
 
 
 def _whole(name: str, value: object) -> int:
@@ -178,6 +222,8 @@ class Request:
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
     with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
     was admitted, and `cache_miss` why nothing was.
+
+    With `pooling` the prompt's final hidden states are `pooled`: their sum, or the last of them.
     """
 
     id: str
@@ -187,11 +233,13 @@ class Request:
     message_ends: tuple[int, ...] = ()
     cache_salt: str = ""
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     read_routes: Callable[[], RoutedExperts] | None = None
+    pooled: NDArray[np.float32] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     cached_tokens: int = 0
@@ -212,6 +260,15 @@ class Request:
         computed. Waits until it has come from the device.
         """
         return None if self.read_routes is None else self.read_routes()
+
+    def embedding(self, dimensions: int | None = None, *, normalize: bool = True) -> NDArray[np.float32]:
+        """Of a request with `pooling` that has ended: its first `dimensions`, of length 1 unless told otherwise."""
+        assert self.pooled is not None
+        whole = self.pooled / len(self.prompt) if self.pooling == "mean" else self.pooled
+        part = whole[:dimensions].astype(np.float32)
+        length = float(np.linalg.norm(part))
+        scaled: NDArray[np.float32] = part / np.float32(length) if normalize and length > 0 else part
+        return scaled
 
     @property
     def known_tokens(self) -> int:

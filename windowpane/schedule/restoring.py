@@ -38,6 +38,8 @@ class RestorePlanner:
         params = request.params
         if params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
             return Hit(miss="prompt_logprobs asks for every prompt token")
+        if request.pooling is not None:
+            return Hit(miss="an embedding asks for every prompt token")
         known = request.tokens(0, request.known_tokens)
         return self.points.look_up(request.cache_salt, known, may_skip_last=not request.output)
 

@@ -181,6 +181,13 @@ class Scheduler:
         """A step failed: nothing that was kept can be trusted."""
         self.restoring.clear()
 
+    def drop_restore_points(self) -> int:
+        """Give up what is only cached, and say how many points that were; those still being written stay."""
+        dropped = [point for point in self.manager.restore_points if not point.pending]
+        for point in dropped:
+            self.manager.drop(point)
+        return len(dropped)
+
     @property
     def cache_stats(self) -> CacheStats:
         return self.restoring.stats

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
 
 from windowpane import __version__
 from windowpane.engine.engine import Engine
 from windowpane.server import errors, page, stats
-from windowpane.server.auth import ApiKeys, BodyLimit
+from windowpane.server.auth import Access, ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
+from windowpane.server.embeddings import embed
 from windowpane.server.errors import ErrorDocument, unavailable
 from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
+from windowpane.server.messages import CountBody, MessagesBody, answer_messages, count_tokens
+from windowpane.server.ollama import GenerateBody, OllamaChatBody, ollama_chat, ollama_generate, tags
 from windowpane.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     TokenizeChat,
     TokenizeCompletion,
 )
+from windowpane.server.responses import ResponseStore, respond
+from windowpane.server.responses_protocol import ResponsesBody
 from windowpane.server.service import ClientGone, Service
 from windowpane.server.turnstile import Turnstile
 
@@ -43,12 +50,13 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
+EVERYBODY = Access()
 MIN_BODY_VALUES = 2**18  # that a body may hold, however short the model's context is
 MIN_BODY_NAMES = 2**14  # of fields: those of some thousand messages
 MAX_TOKENIZED = 2**18  # tokens that /tokenize writes out, where the model does not take more
 
 
-def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         service.start()
@@ -69,8 +77,13 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.state.max_body_names = max(MIN_BODY_NAMES, service.max_model_len // 8)
     errors.install(app)
     _add_api(app, service)
+    _add_responses(app, service)
+    _add_messages(app, service)
+    _add_ollama(app, service)
     _add_tokenizer(app, service)
     _add_operations(app, service)
+    if access.admin_key is not None:
+        _add_administration(app, service)
     facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
 
     async def snapshot() -> dict[str, Any]:
@@ -83,8 +96,17 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
-    if api_keys:
-        app.add_middleware(ApiKeys, keys=api_keys, refused=service.refused)
+    if access.api_keys or access.admin_key is not None:
+        app.add_middleware(ApiKeys, access=access, refused=service.refused)
+    if access.allowed_origins:  # outermost: browsers ask before they send a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+            allow_credentials=access.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 
@@ -105,6 +127,55 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", summary="Answer a chat", response_class=Response, responses=STREAMS)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         return await _answered(chat(service, body, http), service)
+
+    @app.post("/v1/embeddings", summary="Hidden states of prompts", response_class=Response)
+    async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
+        return await _answered(embed(service, body, http), service)
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    store = ResponseStore()
+
+    @app.post("/v1/responses", summary="Answer a chat, in items", response_class=Response, responses=STREAMS)
+    async def create_response(body: ResponsesBody, http: Request) -> Response:
+        return await _answered(respond(service, store, body, http), service)
+
+    @app.get("/v1/responses/{id}", summary="A response that was stored", response_class=JSONResponse)
+    async def stored_response(id: str, http: Request) -> Response:
+        return await service.document(lambda: store.find(caller(http.scope), id).document)
+
+    @app.delete("/v1/responses/{id}", summary="Forget a response")
+    async def delete_response(id: str, http: Request) -> dict[str, Any]:
+        store.delete(caller(http.scope), id)
+        return {"id": id, "object": "response", "deleted": True}
+
+
+def _add_messages(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", summary="Answer a chat, in blocks", response_class=Response, responses=STREAMS)
+    async def messages(body: MessagesBody, http: Request) -> Response:
+        return await _answered(answer_messages(service, body, http), service)
+
+    @app.post("/v1/messages/count_tokens", summary="The length of a chat", response_class=JSONResponse)
+    async def counted(body: CountBody) -> Response:
+        return await count_tokens(service, body)
+
+
+def _add_ollama(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", summary="Ollama's: answer a chat", response_class=Response)
+    async def chat_ollama(body: OllamaChatBody, http: Request) -> Response:
+        return await _answered(ollama_chat(service, body, http), service)
+
+    @app.post("/api/generate", summary="Ollama's: answer a prompt", response_class=Response)
+    async def generate_ollama(body: GenerateBody, http: Request) -> Response:
+        return await _answered(ollama_generate(service, body, http), service)
+
+    @app.get("/api/tags", summary="Ollama's: the models")
+    async def tags_ollama() -> dict[str, Any]:
+        return tags(service)
+
+    @app.get("/api/version", summary="Ollama's: the version of Windowpane")
+    async def version_ollama() -> dict[str, str]:
+        return {"version": __version__}
 
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
@@ -140,6 +211,20 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
         return await service.document(document)
 
+    @app.get("/tokenizer_info", summary="What is known of the tokenizer", response_class=JSONResponse)
+    async def tokenizer_info() -> Response:
+        files = service.need_tokenizer("tokenizer").files
+        return await service.document(
+            lambda: {
+                "tokenizer_class": type(service.tokenizer).__name__,
+                "source": files.source,
+                "vocab_size": service.need_tokenizer("tokenizer").id_count,
+                "model_max_length": service.max_model_len,
+                "special_tokens": dict(files.special_tokens),
+                "chat_template": files.chat_template,
+            }
+        )
+
 
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health", summary="200 while the engine runs, 503 when it died or shuts down")
@@ -149,6 +234,15 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         if service.draining:
             return unavailable("the server is shutting down").response()
         return JSONResponse({"status": "ok"})
+
+    @app.get("/ping", summary="The same as /health")
+    @app.post("/ping", summary="The same as /health")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/load", summary="Requests that run or wait")
+    async def load() -> dict[str, int]:
+        return {"server_load": sum(len(job.answers) for job in service.loop.jobs)}
 
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
     async def metrics() -> Response:
@@ -166,6 +260,12 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/version", summary="The version of Windowpane")
     async def version() -> dict[str, str]:
         return {"version": __version__}
+
+
+def _add_administration(app: FastAPI, service: Service) -> None:
+    @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
+    async def reset_prefix_cache() -> dict[str, int]:
+        return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
 
 
 async def _answered(answer: Any, service: Service) -> Response:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,40 +14,53 @@ from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
-from windowpane.server.parsing import chat_grammar, output_parser, tool_choice
+from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
-from windowpane.server.sampling import check_stream, constraint_of, for_choice, sampling_params
+from windowpane.server.reader import Reader
+from windowpane.server.sampling import check_stream, constraint_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import EventStream
+from windowpane.server.sse import Encoder, answered
 from windowpane.text import ChatPrompt, PromptTooLong, TextError, chat_prompt
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import CompiledGrammar
 from windowpane.text.parsers import OutputParser, kept_special_ids
 
+MakeWriter = Callable[[Job, Sequence[Reader]], Encoder]
+
 
 async def chat(service: Service, body: ChatBody, http: HttpRequest) -> Response:
+    return await answer_chat(service, body, http, "chatcmpl", partial(ChatWriter, service, body))
+
+
+async def answer_chat(
+    service: Service, body: ChatBody, http: HttpRequest, prefix: str, make_writer: MakeWriter
+) -> Response:
+    """Answer a chat in the words of any API. `prefix` is that of the answer's id."""
     arrived = time.monotonic()
     service.check_model(body.model)
     with service.admitted(body.n or 1):  # first, so that who is turned away costs nothing
         _check(service, body)
         constrained = constraint_of(body) is not None or body.tools is not None
         prepare = service.beside_grammars if constrained else service.off_loop
-        id = job_id("chatcmpl", body.request_id, http.headers)
+        id = job_id(prefix, body.request_id, http.headers)
         job, parsers = await prepare(_prepare, service, body, id, arrived)
-        writer = ChatWriter(service, body, job, parsers)
-    if body.stream:
-        return EventStream(service, job, writer)
-    await service.finished(job, http.receive)
-    return await service.document(writer.document, job.headers)
+        reasoning, one_call = body.include_reasoning is not False, body.parallel_tool_calls is False
+        readers = [Reader(parser, wants_reasoning=reasoning, wants_one_call=one_call) for parser in parsers]
+        writer = make_writer(job, readers)
+    return await answered(service, job, writer, http.receive)
 
 
 def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
     """All that takes time before the engine is asked."""
     choice = tool_choice(body, service.parsers)
-    prompt = render(service, body, _variables(service, body), choice != "none")
+    prompt = chat_prompt_of(service, body, choice != "none")
     grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
     parsers = [output_parser(service.parsers, choice, body, prompt.text) for _ in range(body.n or 1)]
     return _job(service, body, prompt, grammar, parsers, id, arrived), parsers
+
+
+def chat_prompt_of(service: Service, body: ChatBody, with_tools: bool = True) -> ChatPrompt:
+    return render(service, body, _variables(service, body), with_tools)
 
 
 def _check(service: Service, body: ChatBody) -> None:
@@ -78,6 +92,11 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables:
             raise bad_request(f"chat_template_kwargs.{name} is a field of its own", "chat_template_kwargs")
+    if body.continue_final_message and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
+        raise bad_request(
+            "continue_final_message goes on from a last message of the assistant, and without add_generation_prompt",
+            "continue_final_message",
+        )
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools and with_tools else None
     if tools and not template.knows("tools"):
         raise bad_request(
@@ -92,7 +111,8 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
             messages,
             max_tokens=service.max_model_len,
             special_tokens_in_content=service.special_tokens_in_content,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
             tools=tools,
             variables=variables,
         )
@@ -165,6 +185,15 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
     return {"reasoning_effort": body.reasoning_effort}
 
 
+def thinking_variables(service: Service, given: Mapping[str, Any], thinks: bool, param: str) -> dict[str, Any]:
+    """Template variables with whether to think, where the template can be told."""
+    if thinks and service.parsers.reasoning is None:
+        raise bad_request(f"{param} needs a server started with --reasoning-parser; leave it out", param)
+    if service.template is None or not service.template.knows("enable_thinking"):
+        return dict(given)
+    return {"enable_thinking": thinks, **given}
+
+
 # -- the job -------------------------------------------------------------------------------------------------------
 
 
@@ -194,12 +223,13 @@ def _job(
         request = service.request(
             f"{id}-{choice}",
             tokens,
-            for_choice(params, choice),
+            params.for_choice(choice),
             "messages",
             priority=body.priority or 0,
             message_ends=prompt.message_ends,
             cache_salt=body.cache_salt or "",
             grammar=grammar,
+            thought_budget=thought_budget(service.parsers, body, prompt.text),
         )
         answers.append(
             Answer(

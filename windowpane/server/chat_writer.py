@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from windowpane.schedule.request import FinishReason, TokenLogprobs
+from windowpane.server.errors import ApiError
 from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
+from windowpane.server.reader import Reader
 from windowpane.server.service import Service
-from windowpane.server.sse import BESIDE_THE_LOOP, event, to_json
-from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
-from windowpane.text.parsers import Content, Delta, OutputParser, Reasoning, ToolArguments, ToolStart
+from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, event, to_json
+from windowpane.server.usage import finish_reason, named_logprobs, routed_experts, stop_reason, tells_routes, usage
+from windowpane.text.parsers import Content, Delta, ReadAnswer, Reasoning, ToolStart
 
 PLAIN_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class ChatWriter:
-    """`parsers` read the answers, one each; None where an answer is all text."""
+    """`readers` read the answers, one each."""
 
-    def __init__(self, service: Service, body: ChatBody, job: Job, parsers: Sequence[OutputParser | None]) -> None:
+    form = OPENAI
+
+    def __init__(self, service: Service, body: ChatBody, job: Job, readers: Sequence[Reader]) -> None:
         self._job = job
         self._body = body
         self._tokenizer = service.need_tokenizer("messages")
-        self._readers = [_Reader(body, parser) for parser in parsers]
+        self._readers = readers
         options = body.stream_options
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": job.id, "object": kind, "created": int(time.time()), "model": service.name}
         before = to_json({**self._head, "choices": []})[:-2]
+        self._gives_prompt = bool(body.return_token_ids)  # still to come, in a stream
         # Most chunks hold nothing but text: these are put together from ready-made parts.
-        plain = not (body.logprobs or self._usage_last or self._usage_always or any(parsers))
+        tells_more = body.logprobs or body.return_token_ids or self._usage_last or self._usage_always
+        plain = not tells_more and not any(reader.reads for reader in readers)
         self._plain_heads = (
             [b"data: " + before + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.answers))]
             if plain
@@ -43,24 +48,25 @@ class ChatWriter:
     def document(self) -> dict[str, Any]:
         choices = []
         for index, (answer, reader) in enumerate(zip(self._job.answers, self._readers, strict=True)):
-            message = _Message()
-            message.add([*reader.push(answer.text), *reader.finish()])
+            said = ReadAnswer.of(reader, answer.text)
             choices.append(
                 {
                     "index": index,
-                    "message": message.document(),
+                    "message": _message(said),
                     "logprobs": self._logprobs(answer.request.logprobs),
-                    "finish_reason": reader.reason(answer.finish_reason),
+                    "finish_reason": _reason(reader, answer.finish_reason),
                     "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                    **self._token_ids(answer.request.output),
                     **routed_experts(answer.request),
                 }
             )
-        return {**self._head, "choices": choices, "usage": usage(self._job)}
+        return {**self._head, **self._prompt_token_ids(), "choices": choices, "usage": usage(self._job)}
 
     # -- chunk by chunk --------------------------------------------------------------------------------------------
 
     def entries(self, pieces: list[Piece]) -> int:
         scored = len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
+        scored += len(self._job.requests[0].prompt) if self._gives_prompt else 0
         return scored + (BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0)
 
     def first(self) -> bytes:
@@ -84,6 +90,9 @@ class ChatWriter:
             return b""
         return event({**self._head, "choices": [], "usage": usage(self._job)})
 
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.document())
+
     def _pieces(self, choice: int, pieces: list[Piece]) -> bytes:
         reader, ended = self._readers[choice], pieces[-1].finish_reason
         deltas = reader.push("".join(piece.text for piece in pieces))
@@ -91,77 +100,50 @@ class ChatWriter:
             deltas += reader.finish()
         fields = [_delta(delta) for delta in deltas]
         scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-        if not fields and (scored or ended is not None):
+        tokens = [piece.token for piece in pieces if piece.token is not None]
+        if not fields and (scored or ended is not None or self._body.return_token_ids):
             fields = [{}]
         chunks = []
         for index, delta in enumerate(fields):
             is_last = index == len(fields) - 1
-            reason = reader.reason(ended) if is_last else None
-            chunks.append(self._chunk(choice, delta, scored if index == 0 else (), reason))
+            reason = _reason(reader, ended) if is_last else None
+            first = index == 0
+            chunks.append(self._chunk(choice, delta, scored if first else (), reason, tokens if first else ()))
         return b"".join(chunks)
 
     def _chunk(
-        self, choice: int, delta: dict[str, Any], scored: Sequence[TokenLogprobs] = (), reason: str | None = None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        scored: Sequence[TokenLogprobs] = (),
+        reason: str | None = None,
+        tokens: Sequence[int] = (),
     ) -> bytes:
         logprobs = self._logprobs(scored) if scored else None
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        entry |= self._token_ids(tokens)
         if reason is not None:
             entry |= routed_experts(self._job.requests[choice])
         document: dict[str, Any] = {**self._head, "choices": [entry]}
+        if self._gives_prompt and tokens:
+            self._gives_prompt = False
+            document |= self._prompt_token_ids()
         if self._usage_always:
             document["usage"] = usage(self._job)
         elif self._usage_last:
             document["usage"] = None
         return event(document, len(scored) * (1 + (self._body.top_logprobs or 0)))
 
+    def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self._body.return_token_ids else {}
+
+    def _prompt_token_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._job.requests[0].prompt.tolist()} if self._body.return_token_ids else {}
+
     def _logprobs(self, scored: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = [
-            {
-                **self._named(entry.token, entry.logprob),
-                "top_logprobs": [self._named(token, logprob) for token, logprob in entry.top],
-            }
-            for entry in scored
-        ]
-        return {"content": content, "refusal": None}
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token, skip_special_tokens=False)
-        return {"token": token_text(self._tokenizer, token), "logprob": finite(logprob), "bytes": list(data)}
-
-
-class _Reader:
-    """One answer's text as deltas, less what was not asked for: reasoning, or calls beyond the first."""
-
-    def __init__(self, body: ChatBody, parser: OutputParser | None) -> None:
-        self._parser = parser
-        self._wants_reasoning = body.include_reasoning is not False
-        self._one_call = body.parallel_tool_calls is False
-        self._called = False
-
-    def push(self, text: str) -> list[Delta]:
-        if self._parser is None:
-            return [Content(text)] if text else []
-        return self._wanted(self._parser.push(text))
-
-    def finish(self) -> list[Delta]:
-        return [] if self._parser is None else self._wanted(self._parser.finish())
-
-    def reason(self, reason: FinishReason | None) -> str | None:
-        """An answer that ended by itself and called something says so."""
-        return "tool_calls" if self._called and reason is FinishReason.STOP else finish_reason(reason)
-
-    def _wanted(self, deltas: Iterable[Delta]) -> list[Delta]:
-        wanted: list[Delta] = []
-        for delta in deltas:
-            if isinstance(delta, ToolStart):
-                self._called = True
-            is_further_call = isinstance(delta, ToolStart | ToolArguments) and delta.index > 0
-            is_reasoning = isinstance(delta, Reasoning)
-            if not (is_further_call and self._one_call) and not (is_reasoning and not self._wants_reasoning):
-                wanted.append(delta)
-        return wanted
+        return {"content": named_logprobs(self._tokenizer, scored), "refusal": None}
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
@@ -178,31 +160,15 @@ def _call(start: ToolStart, arguments: str) -> dict[str, Any]:
     return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
 
 
-@dataclass(slots=True)
-class _Message:
-    """All deltas of an answer in one."""
+def _message(said: ReadAnswer) -> dict[str, Any]:
+    content = said.content if said.content or not said.calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if said.reasoning:
+        message["reasoning"] = message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [_call(call, said.arguments.get(call.index, "")) for call in said.calls]
+    return message
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolStart] = field(default_factory=list)
-    arguments: dict[int, str] = field(default_factory=dict)
 
-    def add(self, deltas: Iterable[Delta]) -> None:
-        for delta in deltas:
-            if isinstance(delta, Content):
-                self.content += delta.text
-            elif isinstance(delta, Reasoning):
-                self.reasoning += delta.text
-            elif isinstance(delta, ToolStart):
-                self.calls.append(delta)
-            else:
-                self.arguments[delta.index] = self.arguments.get(delta.index, "") + delta.json
-
-    def document(self) -> dict[str, Any]:
-        content = self.content if self.content or not self.calls else None
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            message["reasoning"] = message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [_call(call, self.arguments.get(call.index, "")) for call in self.calls]
-        return message
+def _reason(reader: Reader, reason: FinishReason | None) -> str | None:
+    return "tool_calls" if reader.ended_in_calls(reason) else finish_reason(reason)

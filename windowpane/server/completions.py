@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
-from windowpane.server.errors import bad_request
+from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
-from windowpane.server.sampling import check_stream, constraint_of, for_choice, grammar_of, sampling_params
+from windowpane.server.sampling import check_stream, constraint_of, grammar_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import BESIDE_THE_LOOP, EventStream, event, to_json
+from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, Encoder, answered, event, to_json
 from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.answer import Answer
 
@@ -30,27 +31,48 @@ class Prompt:
     text: str | None  # where it is to be echoed
 
 
+MakeWriter = Callable[[Job, Sequence[Prompt]], Encoder]
+
+
 async def complete(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
+    return await answer_completion(service, body, http, "cmpl", partial(_Writer, service, body))
+
+
+async def answer_completion(
+    service: Service,
+    body: CompletionBody,
+    http: HttpRequest,
+    prefix: str,
+    make_writer: MakeWriter,
+    *,
+    cut_to_fit: bool = False,
+) -> Response:
+    """Continue prompts in the words of any API. `cut_to_fit`: answers may be as long as there is room for."""
     arrived = time.monotonic()
     service.check_model(body.model)
-    several = _several(body)
+    several = several_prompts(body.prompt, "prompt")
     with service.admitted(len(several) * (body.n or 1)):  # first, so that who is turned away costs nothing
         _check(service, body)
-        id = job_id("cmpl", body.request_id, http.headers)
+        id = job_id(prefix, body.request_id, http.headers)
         prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
-        job, prompts = await prepare(_prepare, service, body, several, id, arrived)
-        writer = _Writer(service, body, job, prompts)
-    if body.stream:
-        return EventStream(service, job, writer)
-    await service.finished(job, http.receive)
-    return await service.document(writer.document, job.headers)
+        job, prompts = await prepare(_prepare, service, body, several, id, arrived, cut_to_fit)
+        writer = make_writer(job, prompts)
+    return await answered(service, job, writer, http.receive)
 
 
 def _prepare(
-    service: Service, body: CompletionBody, several: list[str] | list[list[int]], id: str, arrived: float
+    service: Service,
+    body: CompletionBody,
+    several: list[str] | list[list[int]],
+    id: str,
+    arrived: float,
+    cut_to_fit: bool,
 ) -> tuple[Job, list[Prompt]]:
     """All that takes time before the engine is asked."""
     prompts = _prompts(service, body, several)
+    if cut_to_fit:
+        room = min(service.room(len(prompt.tokens), "prompt") for prompt in prompts)
+        body = body.model_copy(update={"max_tokens": min(room, body.max_tokens or room)})
     grammar = grammar_of(body, service.grammars)
     return _job(service, body, prompts, grammar, id, arrived), prompts
 
@@ -63,24 +85,22 @@ def _check(service: Service, body: CompletionBody) -> None:
         raise bad_request("max_tokens 0 says nothing; only with echo is the prompt itself an answer", "max_tokens")
 
 
-def _several(body: CompletionBody) -> list[str] | list[list[int]]:
-    given: Any = body.prompt
+def several_prompts(given: Any, param: str) -> list[str] | list[list[int]]:
+    """One prompt or several, text or token ids, as a list."""
     several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not several:
-        raise bad_request("prompt is empty; give text or token ids", "prompt")
+        raise bad_request(f"{param} is empty; give text or token ids", param)
     return several
 
 
 def _prompts(service: Service, body: CompletionBody, several: list[str] | list[list[int]]) -> list[Prompt]:
     prompts = []
     for one in several:
-        if isinstance(one, str):
-            ids = service.encode(one, "prompt", body.add_special_tokens is not False)
-            prompts.append(Prompt(service.tokens(ids, "prompt"), one))
-        else:
-            tokens = service.tokens(one, "prompt")
-            text = service.need_tokenizer("echo").decode(one) if body.echo else None
-            prompts.append(Prompt(tokens, text))
+        tokens = service.prompt_tokens(one, "prompt", body.add_special_tokens is not False)
+        text = one if isinstance(one, str) else None
+        if text is None and body.echo:
+            text = service.need_tokenizer("echo").decode(tokens.tolist())
+        prompts.append(Prompt(tokens, text))
     return prompts
 
 
@@ -103,7 +123,7 @@ def _job(
             request = service.request(
                 f"{id}-{len(answers)}",
                 prompt.tokens,
-                for_choice(params, choice),
+                params.for_choice(choice),
                 "prompt",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
@@ -123,6 +143,8 @@ def _job(
 class _Writer:
     """Writes a job as the API's documents: whole, or chunk by chunk."""
 
+    form = OPENAI
+
     def __init__(self, service: Service, body: CompletionBody, job: Job, prompts: Sequence[Prompt]) -> None:
         self._job = job
         self._body = body
@@ -136,8 +158,10 @@ class _Writer:
         self._offsets = [0] * len(job.answers)
         self._head = {"id": job.id, "object": "text_completion", "created": int(time.time()), "model": service.name}
         before = to_json({**self._head, "choices": []})[:-2]
+        self._gave_prompt = [not body.return_token_ids] * len(job.answers)
         # Most chunks hold nothing but text: these are put together from ready-made parts.
-        plain = body.logprobs is None and not (self._usage_last or self._usage_always or body.echo)
+        tells_more = body.return_token_ids or self._usage_last or self._usage_always or body.echo
+        plain = body.logprobs is None and not tells_more
         self._plain_heads = (
             [b"data: " + before + b'{"index":%d,"text":' % i for i in range(len(job.answers))] if plain else None
         )
@@ -156,6 +180,7 @@ class _Writer:
                     "logprobs": self._logprobs(index, scored),
                     "finish_reason": self._reason(answer),
                     "stop_reason": stop_reason(answer, self._body.stop_token_ids),
+                    **self._token_ids(index, [] if self._scores_only else request.output),
                     **routed_experts(request),
                 }
             )
@@ -164,9 +189,10 @@ class _Writer:
     def entries(self, pieces: list[Piece]) -> int:
         per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
         routed = BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0
+        requests = self._job.requests
+        routed += sum(len(requests[p.choice].prompt) for p in pieces if not self._gave_prompt[p.choice])
         if not per_token:
             return routed
-        requests = self._job.requests
         echoed = sum(len(requests[p.choice].prompt) for p in pieces if self._echoed[p.choice] is not None)
         return per_token * (len(pieces) + echoed) + routed
 
@@ -189,6 +215,9 @@ class _Writer:
             return b""
         return event({**self._head, "choices": [], "usage": usage(self._job, generates=not self._scores_only)})
 
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.document())
+
     def _chunk(self, choice: int, pieces: list[Piece]) -> bytes:
         answer = self._job.answers[choice]
         ended = pieces[-1].finish_reason is not None
@@ -200,13 +229,15 @@ class _Writer:
             text = echoed + text
             scored = [*answer.request.prompt_logprobs, *scored]
             self._echoed[choice] = None
-        if not text and not ended and not scored:
+        tokens = [] if self._scores_only else [piece.token for piece in pieces if piece.token is not None]
+        if not text and not ended and not scored and not self._body.return_token_ids:
             return b""
         chunk: dict[str, Any] = {
             "index": choice,
             "text": text,
             "logprobs": self._logprobs(choice, scored),
             "finish_reason": self._reason(answer) if ended else None,
+            **self._token_ids(choice, tokens),
             **(routed_experts(answer.request) if ended else {}),
         }
         document: dict[str, Any] = {**self._head, "choices": [chunk]}
@@ -215,6 +246,14 @@ class _Writer:
         elif self._usage_last:
             document["usage"] = None
         return event(document, len(scored) * (1 + (self._body.logprobs or 0)))
+
+    def _token_ids(self, choice: int, tokens: Sequence[int]) -> dict[str, Any]:
+        """Of what is told now; the prompt's come with the first of a choice."""
+        if not self._body.return_token_ids:
+            return {}
+        given, self._gave_prompt[choice] = self._gave_prompt[choice], True
+        prompt = None if given else self._job.requests[choice].prompt.tolist()
+        return {"prompt_token_ids": prompt, "token_ids": list(tokens)}
 
     def _reason(self, answer: Answer) -> str | None:
         return "length" if self._scores_only else finish_reason(answer.finish_reason)

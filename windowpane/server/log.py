@@ -11,14 +11,19 @@ if TYPE_CHECKING:
     from windowpane.server.job import Job
 
 
-def set_up(level: str = "info") -> None:
-    """Write the server's log to stderr, and only what goes wrong of the libraries' own."""
+TRACE = 5  # uvicorn's, below debug
+
+
+def set_up(level: str = "info", uvicorn_level: str = "warning") -> None:
+    """Write the server's log to stderr, and uvicorn's own."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Printable("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-    logger = logging.getLogger("windowpane")
-    logger.handlers = [handler]
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    logging.addLevelName(TRACE, "TRACE")
+    for name, chosen in (("windowpane", level), ("uvicorn", uvicorn_level)):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(chosen.upper())
+        logger.propagate = False
 
 
 class _Printable(logging.Formatter):

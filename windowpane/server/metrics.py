@@ -27,6 +27,18 @@ if TYPE_CHECKING:
     from windowpane.server.job import Times
 
 PREFIX = "windowpane:"
+VLLM_PREFIX = "vllm:"
+
+# Told under vLLM's names too, with its labels: the meaning is the same.
+SAME_AS_VLLM = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
+        *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "request_success"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+    }
+)
 
 # Bounds in seconds, those of the vLLM histograms of the same names.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -125,7 +137,8 @@ class Metrics:
     def exposition(self, engine: Engine, *, alive: bool) -> bytes:
         """The text that Prometheus reads. Between steps only: it looks into the engine's books."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*self._engine_families(engine, alive), *self._families()]))
+        families = [*self._engine_families(engine, alive), *self._families()]
+        registry.register(_Collected([*families, *_named_as_in_vllm(families)]))
         return generate_latest(registry)
 
     def _families(self) -> Iterator[Metric]:
@@ -188,6 +201,18 @@ class Metrics:
         family = GaugeMetricFamily(PREFIX + name, help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
+
+
+def _named_as_in_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
+    for family in families:
+        if family.name.removeprefix(PREFIX) not in SAME_AS_VLLM:
+            continue
+        other = Metric(family.name.replace(PREFIX, VLLM_PREFIX, 1), family.documentation, family.type)
+        other.samples = [
+            sample._replace(name=sample.name.replace(PREFIX, VLLM_PREFIX, 1), labels={**sample.labels, "engine": "0"})
+            for sample in family.samples
+        ]
+        yield other
 
 
 class _Collected:

@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from windowpane.server.errors import bad_request
 from windowpane.server.protocol import ChatBody, NamedTool
 from windowpane.server.sampling import constraint_of, grammar_of
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
-from windowpane.text.parsers import (
-    HARMONY_REASONING,
-    HARMONY_TOOLS,
-    HarmonyParser,
-    MakesParser,
-    OutputParser,
-    ThoughtParser,
-    reasoning_parser,
-    tool_grammar,
-    tool_parser,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Parsers:
-    """Which forms the served model writes, by name; None where the server was not told."""
-
-    reasoning: str | None = None
-    tools: str | None = None
-    auto_tools: bool = False
-
-    def __post_init__(self) -> None:
-        if self.auto_tools and self.tools is None:
-            raise ValueError("--enable-auto-tool-choice needs to know how calls are written: add --tool-call-parser")
-        self.make_reasoning()
-        self.make_tools()
-        if self.is_harmony and not (
-            self.reasoning in (None, HARMONY_REASONING) and self.tools in (None, HARMONY_TOOLS)
-        ):
-            raise ValueError(
-                f"--reasoning-parser {self.reasoning} and --tool-call-parser {self.tools} do not go together: gpt-oss "
-                f"needs {HARMONY_REASONING} and {HARMONY_TOOLS}, and other models need neither"
-            )
-
-    @property
-    def is_harmony(self) -> bool:
-        """Whether the model is gpt-oss, whose messages hold reasoning, calls and text alike: one parser reads them."""
-        return self.reasoning == HARMONY_REASONING or self.tools == HARMONY_TOOLS
-
-    def make_reasoning(self) -> Callable[[str], ThoughtParser] | None:
-        name = HARMONY_REASONING if self.is_harmony else self.reasoning
-        return None if name is None else reasoning_parser(name)
-
-    def make_tools(self) -> MakesParser | None:
-        return None if self.tools is None else tool_parser(self.tools)
-
+from windowpane.text.parsers import OutputParser, Parsers, tool_grammar
+from windowpane.text.rules import ThoughtBudget
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
@@ -81,15 +35,20 @@ def tool_choice(body: ChatBody, parsers: Parsers) -> ToolChoice:
 
 def output_parser(parsers: Parsers, choice: ToolChoice, body: ChatBody, prompt: str) -> OutputParser | None:
     """Reads one answer to `prompt`; None where it is all text."""
-    make_reasoning, make_tools = parsers.make_reasoning(), parsers.make_tools() if choice != "none" else None
-    if make_reasoning is None and make_tools is None:
+    return parsers.reading(prompt, None if choice == "none" else _declared(body))
+
+
+def thought_budget(parsers: Parsers, body: ChatBody, prompt: str) -> ThoughtBudget | None:
+    """How long the model may think about `prompt`, where that is limited."""
+    if body.thinking_token_budget is None:
         return None
-    if parsers.is_harmony:
-        return OutputParser(None, HarmonyParser(prompt=prompt, find_calls=make_tools is not None))
-    return OutputParser(
-        None if make_reasoning is None else make_reasoning(prompt),
-        None if make_tools is None else make_tools(_declared(body)),
-    )
+    make_reasoning = parsers.make_reasoning()
+    if make_reasoning is None:
+        raise bad_request(
+            "thinking_token_budget needs a server started with --reasoning-parser", "thinking_token_budget"
+        )
+    thought = make_reasoning(prompt).thought
+    return None if thought is None else ThoughtBudget(thought, body.thinking_token_budget)
 
 
 def _declared(body: ChatBody) -> list[dict[str, Any]]:

@@ -17,16 +17,17 @@ MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_STOPS = 32
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 128
 
 # Known to other servers and not honoured here, with what to do instead.
 UNSUPPORTED: dict[str, str] = {
+    "add_special_tokens": "the chat template writes them",
     "allowed_token_ids": "constrain the answer with structured_outputs instead",
     "audio": "this server writes text only",
-    "bad_words": "use logit_bias instead",
     "best_of": "all of n are returned; choose among them by their logprobs",
     "chat_template": "start the server with --chat-template instead",
-    "continue_final_message": "complete the text with /v1/completions instead",
     "documents": "put them into the messages",
+    "echo": "complete text with /v1/completions to have prompts echoed",
     "extra_args": "there are none",
     "function_call": "use tool_choice instead",
     "functions": "use tools instead",
@@ -39,18 +40,15 @@ UNSUPPORTED: dict[str, str] = {
     "modalities": 'only ["text"] is written',
     "moderation": "there is none",
     "prediction": "there is no predicted output",
-    "prompt_cache_key": "prompts are cached by themselves; use cache_salt to keep them apart",
     "prompt_cache_retention": "how long prompts stay cached depends on memory alone",
     "prompt_embeds": "send text or token ids",
     "prompt_logprobs": "use /v1/completions with echo and logprobs",
-    "return_token_ids": "use /tokenize",
-    "return_tokens_as_token_ids": "use /tokenize",
+    "return_tokens_as_token_ids": "use return_token_ids",
     "safety_identifier": "use user instead; it is logged",
     "service_tier": "there is one tier; use priority",
     "spaces_between_special_tokens": "special tokens are written as they are",
     "store": "answers are not stored",
     "suffix": "text is only written at the end",
-    "thinking_token_budget": "use max_completion_tokens",
     "truncate_prompt_tokens": "shorten the prompt yourself, so that you know what is left out",
     "use_beam_search": "there is no beam search; use n",
     "verbosity": "say in the messages how long the answer should be",
@@ -61,10 +59,11 @@ UNSUPPORTED: dict[str, str] = {
 # What asks for nothing, and so may be sent.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "documents": ([],),
     "extra_args": ({},),
+    "add_special_tokens": (False,),
+    "echo": (False,),
     "functions": ([],),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
@@ -79,10 +78,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "continue_final_message": (False,),
 }
+
+# Hints that a server which caches every prompt follows whatever they say.
+SATISFIED = frozenset({"prompt_cache_key"})
 
 MAX_DEPTH = 200  # of what bodies hold as they like: deeper values would exhaust whoever walks them
 
@@ -112,6 +112,7 @@ Document = Annotated[dict[str, Any], AfterValidator(shallow)]
 Count = Annotated[int, Field(ge=0)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
@@ -142,7 +143,7 @@ class Body(BaseModel):
 
     @classmethod
     def _asks_for_nothing(cls, name: str, value: Any) -> bool:
-        return value is None or value in NEUTRAL.get(name, ())
+        return value is None or name in SATISFIED or value in NEUTRAL.get(name, ())
 
 
 class Echoed(Body):
@@ -180,13 +181,11 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class Sampling(Body):
-    """Fields that completions and chats share."""
+class Drawing(Body):
+    """How an answer is drawn: the fields that all endpoints share, under their own names."""
 
     model: str | None = Field(None, description="A served model's name; may be left out.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -200,26 +199,41 @@ class Sampling(Body):
         BeforeValidator(_few_biases),
     ] = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
+        None, description="Words that the answer never has."
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
+    cache_salt: str | None = Field(
+        None, max_length=256, description="Requests with different salts never share cached memory."
+    )
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
+    structured_outputs: StructuredOutputs | None = None
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Those of `Drawing` that were given, for a body of another endpoint."""
+        return {name: getattr(self, name) for name in Drawing.model_fields if name in self.model_fields_set}
+
+
+class Sampling(Drawing):
+    """Fields that completions and chats share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stop | Stops | None = None
+    return_token_ids: bool | None = Field(None, description="Give the tokens of prompt and answer by number.")
     return_routed_experts: bool | None = Field(
         None, description="Give the experts that each token visited, as a .npy file in base64."
     )
     routed_experts_prompt_start: Count | None = Field(
         None, description="The first prompt token that they are given of."
     )
-    min_tokens: Count | None = None
-    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
-    cache_salt: str | None = Field(
-        None, max_length=256, description="Requests with different salts never share cached memory."
-    )
     user: str | None = Field(None, max_length=256, description="Who asks; written to the log.")
-    request_id: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: Document | str | None = Field(None, description="The same as structured_outputs.json.")
     guided_regex: str | None = None
     guided_choice: Texts | None = Field(None, min_length=1)
@@ -234,6 +248,19 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class EmbeddingsBody(Body):
+    """POST /v1/embeddings"""
+
+    model: str | None = None
+    input: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, description="The first so many, scaled to length 1 again.")
+    pooling: Literal["last", "mean"] | None = Field(None, description="Of final hidden states; last unless given.")
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, description="Lower runs first; 0 unless given.")
+    user: str | None = Field(None, max_length=256, description="Who asks; written to the log.")
 
 
 class TextPart(Body):
@@ -260,7 +287,7 @@ class Message(Echoed):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = Field(None, description="The same as reasoning.")
+    reasoning_content: str | None = Field(default=None, description="The same as reasoning.")
     refusal: str | None = None
 
 
@@ -292,6 +319,7 @@ class ChatFields(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: Document | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The answer goes on from the last message.")
 
 
 class ChatBody(ChatFields, Sampling):
@@ -305,6 +333,7 @@ class ChatBody(ChatFields, Sampling):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = Field(None, ge=1, description="A thought is ended after so many tokens.")
 
 
 class TokenizeCompletion(Body):

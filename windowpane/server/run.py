@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,14 @@ from windowpane.parallel.launch import RanksLost
 from windowpane.schedule.request import SamplingParams
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app
+from windowpane.server.auth import Access
 from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
-from windowpane.server.parsing import Parsers
 from windowpane.server.service import Limits, Service
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
+from windowpane.text.parsers import Parsers
 
 # How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
 # wait for it whenever the engine computes in Python.
@@ -46,8 +48,28 @@ CPU_BATCHED_TOKENS = 256
 
 GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+UVICORN_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 log = logging.getLogger("windowpane.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM form. `keyfile` may be left out where the certificate's file holds the key."""
+
+    certfile: str
+    keyfile: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile, password=_no_password)
+        except (OSError, ValueError) as error:
+            files = " and ".join(f for f in (self.certfile, self.keyfile) if f)
+            raise ValueError(f"--ssl-certfile, --ssl-keyfile: {files} cannot be used: {error}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give one that is not")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +78,10 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    access: Access = field(default_factory=Access)
+    root_path: str = ""
+    tls: Tls | None = None
+    uvicorn_log_level: str = "warning"
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     parsers: Parsers = field(default_factory=Parsers)
@@ -70,10 +95,13 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port is a number from 0 (any that is free) to 65535, not {self.port}")
-        if any(not key.strip() for key in self.api_keys):
-            raise ValueError("--api-key is empty, which would let everybody in; leave it out, or give a key")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"--log-level {self.log_level!r} is not known; use {', '.join(LOG_LEVELS)}")
+        if self.uvicorn_log_level not in UVICORN_LOG_LEVELS:
+            known = ", ".join(UVICORN_LOG_LEVELS)
+            raise ValueError(f"--uvicorn-log-level {self.uvicorn_log_level!r} is not known; use {known}")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"--root-path begins with a slash, as in /{self.root_path}")
         if self.generation_config not in GENERATION_CONFIGS:
             raise ValueError(
                 f"--generation-config {self.generation_config!r} is not known; use auto (the model's "
@@ -87,15 +115,15 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
     with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
         started = start(model, {**_defaults(flags), **flags}, console)
         service = make_service(started, options, console)
-        app = make_app(service, options.api_keys)
-        server_log.set_up(options.log_level)
+        app = make_app(service, options.access)
+        server_log.set_up(options.log_level, options.uvicorn_log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         app.openapi()  # takes a while when it is first asked for
         gc.freeze()  # what is there now stays: a collection that looks at all of it would hold up every stream
         server = Server(http_config(app, options), service)
         if started.workers is not None:
             started.workers.when_lost(server.end_without_ranks)
-        _greet(console, service, listener.getsockname(), bool(options.api_keys))
+        _greet(console, service, listener.getsockname(), options)
         try:
             server.run([listener])
         finally:
@@ -121,6 +149,9 @@ def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=options.shutdown_timeout_s,
+        root_path=options.root_path,
+        ssl_certfile=None if options.tls is None else options.tls.certfile,
+        ssl_keyfile=None if options.tls is None else options.tls.keyfile,
     )
 
 
@@ -224,16 +255,16 @@ def _listen(options: ServerOptions) -> socket.socket:
         ) from None
 
 
-def _greet(console: Console, service: Service, address: Sequence[Any], guarded: bool) -> None:
+def _greet(console: Console, service: Service, address: Sequence[Any], options: ServerOptions) -> None:
     """Where it is, and a line to try it with."""
     host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    url = f"{'http' if options.tls is None else 'https'}://{shown}:{port}"
     if service.can_chat:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is a window pane?"}]}'
     else:
         path, body = "/v1/completions", '{"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}'
-    key = ' -H "Authorization: Bearer $API_KEY"' if guarded else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if options.access.api_keys else ""
     plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
     console.print(f"\n{service.name} is served at {url} (the page), {url}/v1 (the API) and {url}/docs. Try:", **plain)
     console.print(f"\n  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'\n", **plain)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     defaults: Mapping[str, float] = MappingProxyType({}),
 ) -> SamplingParams:
-    """The parameters of the first choice; see `for_choice` for the others. `defaults` hold where the body is silent."""
+    """The parameters of all choices: see `SamplingParams.for_choice`. `defaults` hold where the body is silent."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if stop and tokenizer is None:
         raise bad_request("stop strings need text and this model came without a tokenizer; use stop_token_ids", "stop")
@@ -47,6 +46,7 @@ def sampling_params(
             min_tokens=body.min_tokens or 0,
             stop_token_ids=stop_token_ids,
             stop=tuple(stop),
+            bad_words=tuple(body.bad_words or ()),
             ignore_eos=body.ignore_eos or False,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             top_k=chosen("top_k", 0),
@@ -64,15 +64,6 @@ def sampling_params(
         )
     except ValueError as error:
         raise named(error, body) from None
-
-
-def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """With a seed, each of several choices has its own: the seed, and those after it. All else is shared."""
-    if params.seed is None or choice == 0:
-        return params
-    other = copy(params)  # checked before, and a large logit_bias must not be copied for each
-    object.__setattr__(other, "seed", params.seed + choice)
-    return other
 
 
 def check_stream(body: Sampling) -> None:
@@ -132,16 +123,5 @@ def _compile(grammars: Grammars, name: str, value: Any) -> CompiledGrammar | Non
     if isinstance(value, ResponseFormat):
         return grammars.from_response_format(value.model_dump(by_alias=True, exclude_none=True))
     if isinstance(value, StructuredOutputs):
-        kinds = value.model_dump(by_alias=True, exclude_none=True)
-        if len(kinds) != 1:
-            raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
-        ((name, value),) = kinds.items()
-    kind = name.removeprefix("guided_")
-    compilers: dict[str, Callable[[Any], CompiledGrammar]] = {
-        "json": grammars.json_schema,
-        "json_object": lambda _: grammars.json_object(),
-        "regex": grammars.regex,
-        "choice": grammars.choice,
-        "grammar": grammars.lark,
-    }
-    return compilers[kind](value)
+        return grammars.structured(value.model_dump(by_alias=True, exclude_none=True))
+    return grammars.structured({name.removeprefix("guided_"): value})

@@ -23,9 +23,10 @@ from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
-from windowpane.server.parsing import Parsers
 from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
-from windowpane.text.grammar import GrammarError, Grammars
+from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
+from windowpane.text.parsers import Parsers
+from windowpane.text.rules import ThoughtBudget, with_rules
 from windowpane.text.tokenizer import check_length
 
 T = TypeVar("T")
@@ -168,9 +169,29 @@ class Service:
             raise bad_request(f"token {wrong} is not in the vocabulary of {vocab_size:,}", param, "invalid_value")
         return np.array(ids, dtype=np.int32)
 
-    def request(self, id: str, prompt: Tokens, params: SamplingParams, prompt_param: str, **fields: Any) -> Request:
+    def prompt_tokens(self, prompt: str | Sequence[int], param: str, add_special_tokens: bool) -> Tokens:
+        """A prompt that is text or token ids."""
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt, param, add_special_tokens)
+        return self.tokens(prompt, param)
+
+    def request(
+        self,
+        id: str,
+        prompt: Tokens,
+        params: SamplingParams,
+        prompt_param: str,
+        *,
+        grammar: CompiledGrammar | None = None,
+        thought_budget: ThoughtBudget | None = None,
+        **fields: Any,
+    ) -> Request:
         """A request that has passed the engine's check: it is made here and queued as it is, or never will be."""
-        request = Request(id, prompt, params, **fields)
+        try:
+            ruled = with_rules(grammar, params, self.tokenizer, self.engine.sampler.vocab_size, thought_budget)
+        except GrammarError as error:
+            raise bad_request(str(error), "bad_words") from None
+        request = Request(id, prompt, params, grammar=ruled, **fields)
         try:
             self.engine.check(request)
         except BeyondModelLen:

@@ -6,19 +6,19 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from windowpane.server.errors import ApiError
 from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
 from windowpane.server.service import ClientGone, Service, failure_of
 
-DONE = b"data: [DONE]\n\n"
 ENTRIES_AT_ONCE = 1000  # tokens and logprobs that are written on the event loop, in a few milliseconds
 BESIDE_THE_LOOP = ENTRIES_AT_ONCE + 1
-SIGN_OF_LIFE = b": the engine is at work\n\n"
 
 log = logging.getLogger("windowpane.server")
 
@@ -28,12 +28,35 @@ def event(document: Mapping[str, Any], entries: int = 0) -> bytes:
     return b"data: " + (to_json(document) if entries <= ENTRIES_AT_ONCE else slow_json(document)) + b"\n\n"
 
 
+def named_event(document: Mapping[str, Any]) -> bytes:
+    """With its `type` as the event's name, which some clients go by."""
+    return f"event: {document['type']}\n".encode() + event(document)
+
+
 def to_json(document: Any) -> bytes:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How an endpoint streams: what is sent while nothing comes, and at the end of all."""
+
+    media_type: str = "text/event-stream"
+    sign_of_life: bytes = b": the engine is at work\n\n"
+    end: bytes = b""
+
+
+OPENAI = Form(end=b"data: [DONE]\n\n")
+
+
 class Encoder(Protocol):
-    """What a job says as the events of one endpoint."""
+    """What a job says as the events of one endpoint, or as one document."""
+
+    @property
+    def form(self) -> Form: ...
+
+    def document(self) -> dict[str, Any]:
+        """All of it, once every choice has ended."""
 
     def entries(self, pieces: list[Piece]) -> int:
         """How many tokens and logprobs these pieces will name, about."""
@@ -47,13 +70,23 @@ class Encoder(Protocol):
     def last(self) -> bytes:
         """After every choice has ended."""
 
+    def failed(self, error: ApiError) -> bytes:
+        """The same where one has failed. The headers are long gone, so that it can only be told as an event."""
+
+
+async def answered(service: Service, job: Job, encoder: Encoder, receive: Receive) -> Response:
+    """The response to a job that was made while `Service.admitted` held its places."""
+    if job.streams:
+        return EventStream(service, job, encoder)
+    await service.finished(job, receive)
+    return await service.document(encoder.document, job.headers)
+
 
 class EventStream(Response):
     """Streams one job. A client that reads slowly gets larger pieces, and holds no memory of the engine's."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, service: Service, job: Job, encoder: Encoder) -> None:
+        self.media_type = encoder.form.media_type
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **job.headers})
         del self.headers["content-length"]
         self._service = service
@@ -68,11 +101,12 @@ class EventStream(Response):
                 await _send(send, encoder.first())
                 async for batch in batches:
                     if not batch:
-                        await _send(send, SIGN_OF_LIFE)
+                        await _send(send, encoder.form.sign_of_life)
                     elif data := await self._encoded(batch):
                         await _send(send, data)
-                failure = _failure(job)
-                await _send(send, (failure or encoder.last()) + DONE, more=False)
+                failure = failure_of(job)
+                end = encoder.last() if failure is None else encoder.failed(failure)
+                await _send(send, end + encoder.form.end, more=False)
         except ClientGone:
             pass
         except asyncio.CancelledError:
@@ -84,12 +118,6 @@ class EventStream(Response):
         if self._encoder.entries(batch) <= ENTRIES_AT_ONCE:
             return self._encoder.encode(batch)
         return await self._service.off_loop(self._encoder.encode, batch)
-
-
-def _failure(job: Job) -> bytes | None:
-    """The headers are long gone, so that a failure can only be told as an event."""
-    failure = failure_of(job)
-    return None if failure is None else event(failure.document())
 
 
 async def _send(send: Send, data: bytes, more: bool = True) -> None:

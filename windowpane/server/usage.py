@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from windowpane.schedule.request import FinishReason, Request
+from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
 from windowpane.server.job import Job, Piece
 from windowpane.text.answer import Answer
 from windowpane.text.tokenizer import Tokenizer
@@ -34,6 +34,22 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def named_logprobs(tokenizer: Tokenizer, scored: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Tokens with their logprobs as chats and responses write them: by text and by bytes."""
+    return [
+        {
+            **_named(tokenizer, entry.token, entry.logprob),
+            "top_logprobs": [_named(tokenizer, token, logprob) for token, logprob in entry.top],
+        }
+        for entry in scored
+    ]
+
+
+def _named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token, skip_special_tokens=False)
+    return {"token": token_text(tokenizer, token), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def finite(logprob: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs
 from windowpane.text.detokenizer import Detokenizer
+from windowpane.text.parsers import ReadAnswer
 from windowpane.text.stops import StopStrings
 from windowpane.text.tokenizer import Tokenizer
 
@@ -16,11 +17,23 @@ class RequestFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` are the text of a JSON object, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """An answer. `stop` is the stop string or token that ended it, if one did.
 
     `text` ends before it, while `token_ids` has every token that was sampled, the stop token too. `cached_tokens` of
     the prompt were found computed. `routed_experts`, where asked for: [tokens - 1, layers with experts, experts].
+
+    `outputs` are all answers to the prompt, this one first. Where parsers were named, `reasoning`, `content` and
+    `tool_calls` are what the text is made of; else it is all content.
     """
 
     prompt_token_ids: list[int]
@@ -32,6 +45,26 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None
     cached_tokens: int = field(default=0, compare=False)  # how an answer came about, not what it is
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
+    said: ReadAnswer | None = field(default=None, compare=False, repr=False)
+    others: tuple[Completion, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        return (self, *self.others)
+
+    @property
+    def content(self) -> str:
+        return self.text if self.said is None else self.said.content
+
+    @property
+    def reasoning(self) -> str:
+        return "" if self.said is None else self.said.reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        if self.said is None:
+            return []
+        return [ToolCall(call.id, call.name, self.said.arguments.get(call.index, "")) for call in self.said.calls]
 
 
 class Answer:

@@ -101,9 +101,12 @@ def chat_prompt(
     *,
     max_tokens: int | None = None,
     special_tokens_in_content: bool = False,
+    continue_final_message: bool = False,
     **settings: Any,
 ) -> ChatPrompt:
     """The prompt of a chat and its tokens. `settings` are those of `ChatTemplate.render`.
+
+    `continue_final_message` cuts the prompt off behind the content of the last message, which the answer goes on from.
 
     What users wrote is text: only the template's own special tokens are special, unless `special_tokens_in_content`.
     A prompt that surely has more than `max_tokens` is refused before it is tokenized, with PromptTooLong.
@@ -117,8 +120,22 @@ def chat_prompt(
     text = template.render(**given)
     check_length(tokenizer, text, max_tokens)
     cuts = _ends_in_text(template, text, given)
+    if continue_final_message:
+        text = _up_to_content(text, given["messages"][-1])
+        cuts = [cut for cut in cuts if cut < len(text)]
     token_ids, ends = _encode(tokenizer, text, cuts, disguise)
     return ChatPrompt(text if disguise is None else disguise.take_off(text), token_ids, ends)
+
+
+def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
+    """A rendered chat up to the end of its last message's content, white space at its end included if it is shown."""
+    content = str(message.get("content") or "")
+    at = text.rfind(content.strip())
+    if not content.strip() or at < 0:
+        raise TextError("the last message cannot be continued: it is empty, or the chat template changes it")
+    end = at + len(content.strip())
+    space = content[len(content.rstrip()) :]
+    return text[: end + len(space)] if text.startswith(space, end) else text[:end]
 
 
 def _encode(

@@ -8,7 +8,7 @@ samples nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -88,6 +88,20 @@ class Grammars:
                 raise GrammarError('response_format of type "json_schema" needs the schema in json_schema.schema')
             return self.json_schema(schema)
         raise GrammarError(f'response_format.type is "text", "json_object" or "json_schema", not {kind!r}')
+
+    def structured(self, kinds: Mapping[str, Any]) -> CompiledGrammar:
+        """By the one name among json, json_object, regex, choice and grammar."""
+        compilers: dict[str, Callable[[Any], CompiledGrammar]] = {
+            "json": self.json_schema,
+            "json_object": lambda _: self.json_object(),
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.lark,
+        }
+        if len(kinds) != 1 or not kinds.keys() <= compilers.keys():
+            raise GrammarError(f"give exactly one of {', '.join(compilers)}, not {', '.join(kinds) or 'none'}")
+        ((name, value),) = kinds.items()
+        return compilers[name](value)
 
     def json_object(self) -> CompiledGrammar:
         """Any JSON object."""

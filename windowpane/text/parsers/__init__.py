@@ -6,9 +6,10 @@ Parsers are chosen by name; gpt-oss's reads reasoning and calls at once. What co
 on how it was cut into pieces, and text that turns out to be no call is content: nothing is lost.
 """
 
+from windowpane.text.parsers.chosen import Parsers
 from windowpane.text.parsers.deltas import Content, Delta, Parser, Reasoning, ToolArguments, ToolStart
 from windowpane.text.parsers.harmony import HarmonyParser
-from windowpane.text.parsers.output import OutputParser, kept_special_ids
+from windowpane.text.parsers.output import OutputParser, ReadAnswer, kept_special_ids
 from windowpane.text.parsers.reasoning import (
     HARMONY_REASONING,
     REASONING_PARSERS,
@@ -28,6 +29,8 @@ __all__ = [
     "MakesParser",
     "OutputParser",
     "Parser",
+    "Parsers",
+    "ReadAnswer",
     "Reasoning",
     "ThoughtParser",
     "ToolArguments",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from windowpane.text.parsers.deltas import Content, Delta, Parser
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from windowpane.text.parsers.deltas import Content, Delta, Parser, Reasoning, ToolStart
 from windowpane.text.tokenizer import Tokenizer
 
 
@@ -35,3 +39,39 @@ class OutputParser:
 def kept_special_ids(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
     """Special tokens that a detokenizer must show, because parsers look for them."""
     return frozenset(i for marker in markers if (i := tokenizer.token_id(marker)) is not None)
+
+
+class Reads(Protocol):
+    """Whatever tells the deltas of an answer."""
+
+    def push(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+@dataclass(slots=True)
+class ReadAnswer:
+    """All deltas of an answer in one."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolStart] = field(default_factory=list)
+    arguments: dict[int, str] = field(default_factory=dict)
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self.content += delta.text
+            elif isinstance(delta, Reasoning):
+                self.reasoning += delta.text
+            elif isinstance(delta, ToolStart):
+                self.calls.append(delta)
+            else:
+                self.arguments[delta.index] = self.arguments.get(delta.index, "") + delta.json
+
+    @classmethod
+    def of(cls, reader: Reads, text: str) -> ReadAnswer:
+        """A whole text, read at once."""
+        answer = cls()
+        answer.add([*reader.push(text), *reader.finish()])
+        return answer
