@@ -79,11 +79,15 @@ class KVPages:
             None,
         )
 
-    def before_step(self, changes: Changes) -> None:
+    def forget_rows(self) -> None:
+        """Other rows follow in the same step, such as a drafter's: where these read and write is looked up anew."""
         self._reads.clear()
         self._writes.clear()
         self._states.clear()
         self._route_writes = None
+
+    def before_step(self, changes: Changes) -> None:
+        self.forget_rows()
         self.tails = {}
         for tail in changes.tails:
             self.tails.setdefault((tail.group, tail.slot), []).append(tail)
@@ -275,6 +279,15 @@ class LayerPages:
             rows[unused_slots, :, unused_columns] = 0
             found.append(rows)
         return found, reads.positions, reads.counts
+
+    def decoding_rows(self, step: Step) -> list[torch.Tensor]:
+        """Of a step whose decoding tokens were written before: their own rows, [slots, heads, dim] each."""
+        columns = step.decode_positions // self.block_tokens % self._pages.columns[self.group]
+        entries = self._pages.reading[self.group][step.decode_slots, columns, self._stripe].astype(np.int64)
+        offsets = self._pages._tensor(entries)
+        within = self._pages._tensor(step.decode_positions % self.block_tokens)
+        each = torch.arange(len(within), device=within.device)
+        return [self._load(part, offsets)[each, :, within] for part in range(len(self._views))]
 
     def write_decoding(self, step: Step, rows: list[torch.Tensor], store: Store | None = None) -> None:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
