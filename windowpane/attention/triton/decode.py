@@ -265,7 +265,7 @@ def _pair_item(
             m = m_new
             v = present_rows(V_PRESENT, several[V_STRIDE], 0, past, several, D, G)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        leave_rows(PART, LSE, OUT, SINKS, slot, head, m, norm, acc, 0, whole, several, D, G, ROWS)
+        leave_rows(PART, LSE, OUT, SINKS, slot, head, m, norm, acc, whole, several, 0, D, G, ROWS)
     elif whole:
         # Nobody else has a part of this item: the present token ends it.
         k = tl.load(K_PRESENT + d).to(tl.float32)
@@ -368,13 +368,14 @@ def _latent_item(
             m = m_new
             p = weights.to(DTYPE)
         for piece in tl.static_range(len(sums)):
-            START: tl.constexpr = piece_start(piece, R)
             acc = sums[piece] * alpha[None, :]
             if ends:
-                v = present_rows(V_PRESENT, several[V_STRIDE], START, past, several, acc.shape[0], G)
+                first_dim = piece_start(piece, R)
+                v = present_rows(V_PRESENT, several[V_STRIDE], first_dim, past, several, acc.shape[0], G)
                 acc = tl.dot(tl.trans(v), p, acc, input_precision="ieee")
             leave_rows(
-                PART, LSE, OUT, SINKS, slot, head, m, total, tl.trans(acc), START, whole, several, D, G, ROWS
+                PART, LSE, OUT, SINKS, slot, head, m, total, tl.trans(acc), whole, several, piece_start(piece, R), D, G,
+                ROWS,
             )  # fmt: skip
     elif whole:
         weight, alpha, m = present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, CAP)

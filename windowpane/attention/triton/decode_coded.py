@@ -401,13 +401,14 @@ def _end_rows(
     shared = tl.sum(on_base, 0)[None, :]
     back = tl.exp2(-_shift(OPERAND))  # the shift of probabilities is taken back
     for i in tl.static_range(4 if FOUR else 2):
-        START: tl.constexpr = i // 2 * THIRD + i % 2 * W
         acc = (sums[i] + shared) * alpha[None, :]
         if ends:
-            v = _operand(present_rows(V, several[V_STRIDE], START, past, several, acc.shape[0], G), OPERAND)
+            first = i // 2 * THIRD + i % 2 * W
+            v = _operand(present_rows(V, several[V_STRIDE], first, past, several, acc.shape[0], G), OPERAND)
             acc = tl.dot(tl.trans(v), p, acc, input_precision="ieee")
         leave_rows(
-            PART, LSE, OUT, SINKS, slot, head, m, total * back, tl.trans(acc) * back, START, whole, several, D, G, ROWS
+            PART, LSE, OUT, SINKS, slot, head, m, total * back, tl.trans(acc) * back, whole, several,
+            i // 2 * THIRD + i % 2 * W, D, G, ROWS,
         )  # fmt: skip
 
 

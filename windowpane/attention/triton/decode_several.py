@@ -90,20 +90,21 @@ def present_scores(q, g_ok, K, past, several, W: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def leave_rows(
-    PART, LSE, OUT, SINKS, slot, head, m, norm, acc, first, whole, several, D: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr,
+    PART, LSE, OUT, SINKS, slot, head, m, norm, acc, whole, several, FIRST: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Dims from `first` on of an item's result, [queries, dims]: to the output, or as a part of it."""
+    """Dims from FIRST on of an item's result, [queries, dims]: to the output, or as a part of it."""
     g = tl.arange(0, acc.shape[0])
-    d = first + tl.arange(0, acc.shape[1])[None, :]
+    d = FIRST + tl.arange(0, acc.shape[1])[None, :]
     ok = asks(g, several, G, ROWS)
     if whole:
         total = with_sinks(norm, m, SINKS, head * G + g % G, ok)
-        at = OUT + places(g, several, OUT_STRIDE, D, G, ROWS)[:, None] + d
-        tl.store(at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=ok[:, None])
+        to = OUT + places(g, several, OUT_STRIDE, D, G, ROWS)[:, None] + d
+        tl.store(to, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=ok[:, None])
     else:
         # A later row may see nothing of this part: its window has slid past it.
         total = tl.where(norm > 0, norm, 1.0)
         at = slot * (ROWS * G) + g
         tl.store(PART + at[:, None] * D + d, acc / total[:, None], mask=ok[:, None])
-        tl.store(LSE + at, tl.where(norm > 0, m + tl.log2(total), float("-inf")), mask=ok & (first == 0))
+        if FIRST == 0:
+            tl.store(LSE + at, tl.where(norm > 0, m + tl.log2(total), float("-inf")), mask=ok)
