@@ -18,6 +18,7 @@ HOUSE: dict[str, set[str]] = {
     "kv": set(),
     "models": {"kv"},
     "schedule": {"kv"},
+    "drafts": {"schedule.batch", "schedule.request"},
     "plan": {"kv", "models"},
     "simulate": {"kv", "models", "schedule", "plan"},
     "doctor": {"kv", "models", "plan"},
@@ -41,7 +42,7 @@ HOUSE: dict[str, set[str]] = {
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }
 
-WITHOUT_TORCH = ("kv", "models", "schedule", "plan", "simulate", "doctor", "text")
+WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "simulate", "doctor", "text")
 
 ROOT = Path(windowpane.__file__).parent
 
