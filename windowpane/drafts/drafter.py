@@ -44,8 +44,8 @@ class Asking:
 
 
 class Drafter(Protocol):
-    """`is_free`: proposals cost next to nothing, so they are also made, and compared with what the target says, in steps
-    that verify none. `wants_hidden`: whether `observe` is to be called.
+    """`is_free`: proposals cost next to nothing, so they are made in steps that verify none too, and compared with what
+    the target says. `wants_hidden`: whether `observe` is to be called.
     """
 
     is_free: bool
