@@ -19,7 +19,7 @@ HOUSE: dict[str, set[str]] = {
     "models": {"kv"},
     "schedule": {"kv"},
     "drafts": {"schedule.batch", "schedule.request"},
-    "plan": {"kv", "models"},
+    "plan": {"kv", "models", "drafts.config"},
     "simulate": {"kv", "models", "schedule", "plan"},
     "doctor": {"kv", "models", "plan"},
     "text": {"models", "schedule.request"},
@@ -32,7 +32,7 @@ HOUSE: dict[str, set[str]] = {
     "runners": {"kv", "models", "schedule.batch", "schedule.step", "device", "lowering"},
     "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
     "engine": {
-        *("kv", "models", "schedule", "plan", "text"),
+        *("kv", "models", "schedule", "drafts", "plan", "text"),
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},

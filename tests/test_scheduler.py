@@ -14,12 +14,13 @@ from tests.kv.test_layout import layout_of
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import Changes
+from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
-from windowpane.kv.retention import Full, State, Window
+from windowpane.kv.retention import Full, Window
 from windowpane.schedule.batch import Batch, PromptChunk, accepted
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
-from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler, rollback_for
+from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler
 
 STOP = 7
 LONG = os.environ.get("WINDOWPANE_LONG")  # examples to run instead of the fast slice, e.g. 20000 for a million steps
@@ -178,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(self, layout, share, slots, budget, growth, drafts):
         drafts = drafts if self.with_drafts else 0
-        rollback = rollback_for(drafts, has_state=any(isinstance(g.retention, State) for g in layout.groups))
+        rollback = rollback_for(drafts, layout)
         whole = Capacity(layout, 0, rollback).slabs_for(1, 120)
         manager = KVManager(layout, max(1, whole * share // 100), slots, 120, rollback)
         points = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
@@ -284,7 +285,7 @@ def engine_for(
 ) -> Engine:
     """An engine whose arena holds so many sequences of this length."""
     layout = layout_of(caches or FULL_AND_WINDOW, block_tokens=16)
-    rollback = rollback_for(drafts, has_state=any(isinstance(g.retention, State) for g in layout.groups))
+    rollback = rollback_for(drafts, layout)
     slabs = Capacity(layout, 0, rollback).slabs_for(sequences, length)
     manager = KVManager(layout, slabs, slots, 100_000, rollback)
     return Engine(Scheduler(manager, budget, growth, draft_tokens=drafts))

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
 from windowpane.kv.sharing import RestorePoint
@@ -96,10 +97,10 @@ class Scheduler:
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({manager.num_slots}){drafts}: every running sequence needs its tokens in a step"
             )
-        if draft_tokens and manager.rollback_tokens < rollback_for(draft_tokens, has_state=manager.has_state):
+        if draft_tokens and manager.rollback_tokens < rollback_for(draft_tokens, manager.layout):
             raise ValueError(
                 f"{draft_tokens} drafts need a manager with rollback_tokens of at least "
-                f"{rollback_for(draft_tokens, has_state=manager.has_state)}, not {manager.rollback_tokens}: those that "
+                f"{rollback_for(draft_tokens, manager.layout)}, not {manager.rollback_tokens}: those that "
                 "are not accepted are taken back"
             )
         slots = manager.num_slots
@@ -179,6 +180,13 @@ class Scheduler:
             self._nothing_fits = False
         else:
             self._leave(slot, requeue=False, keep=keep)
+
+    def drop_output(self, request: Request, count: int) -> None:
+        """An answer has ended with its first so many tokens. Others were computed, and what they left can be kept."""
+        if request in self._slot_of:
+            for token in request.output[count:]:
+                self.restoring.hear(request, token)
+        del request.output[count:]
 
     def forget_restore_points(self) -> None:
         """A step failed: nothing that was kept can be trusted."""
@@ -620,11 +628,6 @@ class Scheduler:
         if slot in self._decoding:
             del self._decoding[slot]
             self._decoding_slots = None
-
-
-def rollback_for(draft_tokens: int, *, has_state: bool) -> int:
-    """Tokens that a sequence may have to take back: its drafts, and where it has states the token before them too."""
-    return draft_tokens + int(has_state and draft_tokens > 0)
 
 
 def _reason_to_end(request: Request) -> FinishReason | None:
