@@ -18,7 +18,8 @@ HOUSE: dict[str, set[str]] = {
     "kv": set(),
     "models": {"kv"},
     "schedule": {"kv"},
-    "plan": {"kv", "models"},
+    "drafts": {"schedule.batch", "schedule.request"},
+    "plan": {"kv", "models", "drafts.config"},
     "simulate": {"kv", "models", "schedule", "plan"},
     "doctor": {"kv", "models", "plan"},
     "text": {"models", "schedule.request"},
@@ -31,7 +32,7 @@ HOUSE: dict[str, set[str]] = {
     "runners": {"kv", "models", "schedule.batch", "schedule.step", "device", "lowering"},
     "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
     "engine": {
-        *("kv", "models", "schedule", "plan", "text"),
+        *("kv", "models", "schedule", "drafts", "plan", "text"),
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
@@ -41,7 +42,7 @@ HOUSE: dict[str, set[str]] = {
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }
 
-WITHOUT_TORCH = ("kv", "models", "schedule", "plan", "simulate", "doctor", "text")
+WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "simulate", "doctor", "text")
 
 ROOT = Path(windowpane.__file__).parent
 

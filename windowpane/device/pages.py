@@ -35,15 +35,22 @@ PAGES_AT_ONCE = 256  # of routed experts, on their way to the host: what is gath
 
 
 class KVPages:
-    """All pages of one device, addressed by layer."""
+    """All pages of one device, addressed by layer. Sizes and `rollback_tokens` are those of the manager."""
 
     def __init__(
-        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, device: torch.device
+        self,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        device: torch.device,
+        rollback_tokens: int = 0,
     ) -> None:
         self.layout = layout
+        self.rollback_tokens = rollback_tokens
         self.device = device
         self.arena = _zeros(num_slabs * layout.slab_bytes, device)
-        tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
+        tables = [PageTable(g, num_slots, max_model_len, rollback_tokens) for g in layout.groups]
         self.columns = [max(t.columns, 1) for t in tables]
         # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
         shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
@@ -389,8 +396,8 @@ class LayerPages:
             self._scale_views[part][offsets, :, within] = scales[..., None]
 
     def first_written(self, start: int, stop: int) -> int:
-        """The first of tokens [start, stop) that a later one can see."""
-        held = self.retention.held(stop)  # type: ignore[union-attr]  # token groups only
+        """The first of tokens [start, stop) that a later one can see, or one in the place of those taken back."""
+        held = self.retention.held(stop, self._pages.rollback_tokens)  # type: ignore[union-attr]  # token groups only
         return max(start, held.start)
 
     def _kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:

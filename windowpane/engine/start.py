@@ -27,6 +27,8 @@ from windowpane.schedule.scheduler import Scheduler
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from windowpane.drafts.config import DraftConfig
+    from windowpane.drafts.speculator import Speculator
     from windowpane.engine.engine import Engine
     from windowpane.lowering.scales import Calibration
     from windowpane.parallel.job import RankJob, RankReport
@@ -81,16 +83,27 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
-    manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
+    sizes = (plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
+    manager = KVManager(plan.sizing.layout, *sizes, plan.sizing.rollback_tokens)
     points = RestorePoints(manager) if config.enable_prefix_caching else None
     pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
-    scheduler = Scheduler(manager, config.batched_tokens, restore_points=points, pace=pace)
+    scheduler = Scheduler(
+        manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens
+    )
     ranks = start_ranks(_job(plan, options, source), devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
-    engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling)
+    speculator = None if config.drafting is None else _speculator(config.drafting)
+    engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator)
     if console is not None:
         print_accounts(console, plan, ranks.reports)
     return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
+
+
+def _speculator(config: DraftConfig) -> Speculator:
+    from windowpane.drafts.ngram import NgramDrafter
+    from windowpane.drafts.speculator import Speculator
+
+    return Speculator(NgramDrafter(*config.ngram_tokens), config.num_speculative_tokens)
 
 
 def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
@@ -109,6 +122,7 @@ def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
         num_slots=config.max_num_seqs,
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
+        rollback_tokens=plan.sizing.rollback_tokens,
         use_graphs=not config.enforce_eager,
         use_chain=config.enable_layer_chain,
         need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,

@@ -50,6 +50,7 @@ class RankJob:
     need_bytes: int
     calibration: Calibration | None = None
     use_chain: bool = True
+    rollback_tokens: int = 0
 
     def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
         self._check_free(device)
@@ -73,13 +74,21 @@ class RankJob:
         if device.type == "cpu":
             from windowpane.runners.plain import Runner
 
-            return Runner(*sizes, device=device, dtype=dtype, group=group, calibration=self.calibration)
+            return Runner(
+                *sizes,
+                device=device,
+                dtype=dtype,
+                rollback_tokens=self.rollback_tokens,
+                group=group,
+                calibration=self.calibration,
+            )
         from windowpane.runners.cuda import CudaRunner
 
         return CudaRunner(
             *sizes,
             device=device,
             dtype=dtype,
+            rollback_tokens=self.rollback_tokens,
             use_graphs=self.use_graphs,
             use_chain=self.use_chain,
             group=group,

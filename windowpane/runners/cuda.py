@@ -50,6 +50,7 @@ class CudaRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        rollback_tokens: int = 0,
         use_graphs: bool = True,
         use_hopper: bool = True,
         use_chain: bool = True,
@@ -64,7 +65,7 @@ class CudaRunner:
         parameters = Parameters(decoder, weights)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
         settle_scales(
             ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
         )

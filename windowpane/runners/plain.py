@@ -50,6 +50,7 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        rollback_tokens: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
     ) -> None:
@@ -58,7 +59,7 @@ class Runner:
         self.weights_bytes = sum(t.nbytes for t in weights.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
         self.model = lower(decoder, Parameters(decoder, weights), max_model_len, group)
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
         settle_scales(self.model, self.pages, calibration or Calibration())
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
