@@ -29,7 +29,16 @@ HOUSE: dict[str, set[str]] = {
     "attention": {"kv", "schedule.step", "device"},
     "lowering": {"kv", "models", "schedule.step", "native", "device", "attention"},
     "weights": {"models", "native", "lowering"},
-    "runners": {"kv", "models", "schedule.batch", "schedule.step", "device", "lowering"},
+    "runners": {
+        "kv",
+        "models",
+        "drafts.drafter",
+        "schedule.batch",
+        "schedule.request",
+        "schedule.step",
+        "device",
+        "lowering",
+    },
     "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
     "engine": {
         *("kv", "models", "schedule", "drafts", "plan", "text"),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tests.running.small_models import spec_of, weights_of
+from windowpane.drafts.drafter import Asking
 from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
@@ -17,6 +18,7 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
 from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
+from windowpane.runners.drafting import ModelDrafter
 from windowpane.runners.plain import Runner
 from windowpane.schedule.batch import NO_TOKENS, accepted
 from windowpane.schedule.request import Request, SamplingParams, Tokens
@@ -110,7 +112,7 @@ def generate_by(
 
 def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
     scheduler, runner = run.scheduler, run.runner
-    batch = scheduler.schedule(_drafts(scheduler, knobs))
+    batch = scheduler.schedule(_drafts(scheduler, runner.drafter, knobs))
     assert batch is not None
     run.peak_pages = [max(a, b) for a, b in zip(run.peak_pages, scheduler.manager.live_pages, strict=True)]
     slots = [*batch.decode_slots.tolist(), *(c.slot for c in batch.chunks if c.samples)]
@@ -131,10 +133,15 @@ def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
         poison_unheld(run)
 
 
-def _drafts(scheduler: Scheduler, knobs: Knobs) -> dict[int, Tokens]:
-    if knobs.guess is None:
+def _drafts(scheduler: Scheduler, drafter: ModelDrafter | None, knobs: Knobs) -> dict[int, Tokens]:
+    if not knobs.drafts:
         return {}
     rooms = {slot: scheduler.draft_room(slot) for slot in scheduler.running}
+    if drafter is not None:
+        lengths = scheduler.manager.lengths
+        asking = [Asking(scheduler.running[s], s, int(lengths[s]), room) for s, room in rooms.items() if room]
+        return {a.slot: tokens for a, tokens in zip(asking, drafter.propose(asking), strict=True) if len(tokens)}
+    assert knobs.guess is not None
     guessed = {slot: knobs.guess(scheduler.running[slot], room) for slot, room in rooms.items() if room}
     return {slot: tokens for slot, tokens in guessed.items() if len(tokens)}
 

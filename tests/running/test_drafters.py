@@ -15,16 +15,20 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from tests.running.harness import Knobs, Run, generate_by
 from tests.running.small_models import CONFIGS, FULL, SLIDING, WINDOW, reference, spec_of, weights_of
+from tests.running.test_against_transformers import prompt
+from tests.running.test_independence import assert_same
 from windowpane.device.pages import KVPages
 from windowpane.kv.capacity import Capacity
-from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.linear import Parameters
 from windowpane.models import ModelError, ModelSpec, from_config
 from windowpane.models.drafters import Drafter, drafter_for
 from windowpane.models.weights import weight_bytes
+from windowpane.runners.plain import Runner
 from windowpane.schedule.step import Segment, Step
 
 CPU = torch.device("cpu")
@@ -243,3 +247,66 @@ def test_a_drafter_that_does_not_fit_is_one_clear_error() -> None:
         with pytest.raises(ModelError) as refusal:
             drafter_for(target, model)
         assert told in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+# -- end to end --------------------------------------------------------------------------------------------------------
+
+PROMPTS = [(1, 77), (2, 5), (3, 30)]
+NEW_TOKENS = 20
+
+
+def drafted(
+    target: str, drafting: Drafter, own: dict[str, Any] | None, knobs: Knobs, also: dict[str, Any] | None = None,
+    new_tokens: int = NEW_TOKENS,
+) -> Run:  # fmt: skip
+    """Greedy answers with a drafter; `also` are its tensors in the target's own checkpoint."""
+    spec, weights = spec_of(target), {**weights_of(target), **(also or {})}
+
+    def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
+        sizes, rollback = (layout, slabs, knobs.num_slots, length), rollback_for(knobs.drafts, layout)
+        return Runner(
+            spec, weights, *sizes, device=CPU, dtype=torch.float32, rollback_tokens=rollback, drafting=drafting,
+            drafting_weights=own,
+        )  # fmt: skip
+
+    caches = list(drafting.beside(spec).caches)
+    return generate_by(make_runner, caches, [prompt(*p) for p in PROMPTS], new_tokens, knobs)
+
+
+def knobs_for(drafts: int, **rest: Any) -> Knobs:
+    return Knobs(chunk_tokens=40, block_tokens=16, drafts=drafts, **rest)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_an_assistant_changes_no_answer(drafts: int) -> None:
+    target = "gemma4 K = V"
+    spec, theirs = assistant(target, centroids=drafts == 3)
+    state = {key: tensor.clone() for key, tensor in theirs.state_dict().items() if key != "lm_head.weight"}
+    run = drafted(target, drafter_for(spec_of(target), spec), state, knobs_for(drafts))
+    assert_same(run, target, PROMPTS, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("target", ["qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_layer_for_multi_token_prediction_changes_no_answer(target: str, drafts: int) -> None:
+    run = drafted(target, drafter_for(spec_of(target)), None, knobs_for(drafts), mtp_weights(target))
+    assert_same(run, target, PROMPTS, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("target", ["gemma3", "gemma4 everything"])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_drafter_equal_to_its_target_has_every_draft_accepted(target: str, drafts: int) -> None:
+    run = drafted(target, drafter_for(spec_of(target), spec_of(target)), weights_of(target), knobs_for(drafts))
+    assert_same(run, target, PROMPTS, NEW_TOKENS)
+    # All but each prompt's own token and one in every 1 + `drafts`, and fewer drafts at an answer's end.
+    assert run.accepted_drafts >= len(PROMPTS) * ((NEW_TOKENS - 1) * drafts // (1 + drafts) - drafts)
+
+
+def test_restore_points_and_preemption_leave_a_drafter_what_it_needs() -> None:
+    target = "gemma4 everything"
+    drafting = drafter_for(spec_of(target), spec_of(target))
+    squeezed = knobs_for(3, room=1.4, growth_tokens=4, keep=True)
+    run = drafted(target, drafting, weights_of(target), squeezed, new_tokens=40)
+    assert run.scheduler.preemptions > 0
+    assert_same(run, target, PROMPTS, 40)
+    assert run.accepted_drafts > 40

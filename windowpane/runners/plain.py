@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.drafters import Drafter
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
+from windowpane.runners.drafting import ModelDrafter
 from windowpane.schedule.batch import Batch, wanted_rows
 from windowpane.schedule.step import Step
 
@@ -37,7 +39,11 @@ class StepOutput:
 
 
 class Runner:
-    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's."""
+    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's.
+
+    `drafting` is a model that drafts for it: `weights` hold its tensors where it has no checkpoint of its own, else
+    `drafting_weights` do.
+    """
 
     def __init__(
         self,
@@ -53,14 +59,22 @@ class Runner:
         rollback_tokens: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
+        drafting: Drafter | None = None,
+        drafting_weights: Weights | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.nbytes for t in weights.values())
+        self.weights_bytes = sum(t.nbytes for held in (weights, drafting_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
-        self.model = lower(decoder, Parameters(decoder, weights), max_model_len, group)
+        parameters = Parameters(decoder, weights)
+        self.model = lower(decoder, parameters, max_model_len, group)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
         settle_scales(self.model, self.pages, calibration or Calibration())
+        self.drafter: ModelDrafter | None = None
+        if drafting is not None:
+            own = Parameters(drafting.decoder, weights if drafting_weights is None else drafting_weights, parameters)
+            model = lower(drafting.decoder, own, max_model_len, group, self.model)
+            self.drafter = ModelDrafter(model, self.pages)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
@@ -78,10 +92,24 @@ class Runner:
         if len(step.positions):
             sampled = self._sampled[torch.from_numpy(step.decode_slots).to(self.device)]
             tokens = torch.cat([sampled, torch.from_numpy(step.tokens).to(self.device, torch.int64)])
-            hidden = self.model.final_hidden(step, tokens, self.pages)
+            hidden = self._final_hidden(step, tokens)
         self.pages.after_step(batch.changes)
+        for chunk in batch.chunks:
+            if self.drafter is not None and chunk.hidden is not None:
+                self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
+
+    def _final_hidden(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+        """Of the wanted rows; a drafter sees them too, or those of all rows."""
+        if self.drafter is None:
+            return self.model.final_hidden(step, tokens, self.pages)
+        whole = step
+        if self.drafter.needs_all_hidden:
+            whole = replace(step, wanted=np.arange(len(step.positions)), wanted_segments=step.segments)
+        hidden = self.model.final_hidden(whole, tokens, self.pages)
+        self.drafter.observe_step(step, tokens, hidden)
+        return hidden if whole is step else hidden[torch.from_numpy(step.wanted).to(self.device)]
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
@@ -104,6 +132,10 @@ class HiddenStore:
         """Hidden states of no rows."""
         return self._rows[:0]
 
+    def row(self, index: int) -> torch.Tensor:
+        """One of them, [1, width]."""
+        return self._rows[index : index + 1].clone()
+
     def exchange(self, hidden: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> torch.Tensor:
         """Put kept hidden states in the place of chunks without tokens; then keep those that are to be kept.
 
@@ -115,7 +147,7 @@ class HiddenStore:
         pieces, kept = [hidden[:row]], []
         for chunk in batch.chunks:
             if chunk.hidden is not None:
-                pieces.append(self._rows[chunk.hidden : chunk.hidden + 1].clone())
+                pieces.append(self.row(chunk.hidden))
                 continue
             rows = wanted_rows(chunk, all_logits_slots)
             pieces.append(hidden[row : row + rows])

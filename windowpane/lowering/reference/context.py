@@ -29,7 +29,7 @@ class Context:
 
 @dataclass(slots=True)
 class StepState:
-    """One step on its way through the layers.
+    """One step on its way through the layers. Without `keeps`, it leaves nothing in pages.
 
     `present` has K and V of this step's rows until they are written, by layer, and `written` those that a drafter finds
     in its target's pages; `read` what the wanted rows read of a
@@ -42,6 +42,7 @@ class StepState:
     positions: torch.Tensor
     wanted: torch.Tensor
     segments: tuple[Segment, ...]
+    keeps: bool = True
     narrowed: bool = False
     present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     written: dict[int, list[torch.Tensor]] = field(default_factory=dict)

@@ -326,6 +326,8 @@ def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm
 def write_present(ops: Ops, state: StepState, layer: int) -> None:
     """Store what the future can see of each token; nobody reads it as the present any more."""
     step, rows, stored = state.step, state.present.pop(layer), state.pages.layers[layer]
+    if not state.keeps:
+        return
     store = partial(ops.store, stored)
     if step.segments:
         stored.write(step, rows, store)

@@ -57,11 +57,18 @@ class ReferenceModel:
         return hidden
 
     def final_hidden(
-        self, step: Step, tokens: torch.Tensor, pages: KVPages, before: torch.Tensor | None = None
+        self,
+        step: Step,
+        tokens: torch.Tensor,
+        pages: KVPages,
+        before: torch.Tensor | None = None,
+        *,
+        keeps: bool = True,
     ) -> torch.Tensor:
         """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds.
 
-        `before` has what a joining drafter takes beside each token: the hidden state of the token before it.
+        `before` has what a joining drafter takes beside each token: the hidden state of the token before it. Without
+        `keeps`, nothing is written: the rows are tried out, and may have no pages.
         """
         if self._join is None:
             hidden = self.embedded(tokens)
@@ -70,7 +77,7 @@ class ReferenceModel:
             hidden = self._join(self._target.embedded(tokens), before)
         per_layer = self._per_layer(tokens, hidden, self.ops.linear) if self._per_layer else None
         positions, wanted = (torch.from_numpy(x).to(tokens.device) for x in (step.rotary_positions, step.wanted))
-        state = StepState(step, pages, per_layer, positions, wanted, step.segments)
+        state = StepState(step, pages, per_layer, positions, wanted, step.segments, keeps)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
                 break  # a chunk in the middle of a prompt: nobody asks for more
