@@ -26,7 +26,8 @@ from windowpane.kv.manager import KVManager
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.linear import Parameters
 from windowpane.models import ModelError, ModelSpec, from_config
-from windowpane.models.drafters import Drafter, drafter_for
+from windowpane.models.drafters import drafter_for
+from windowpane.models.spec import Drafter
 from windowpane.models.weights import weight_bytes
 from windowpane.runners.plain import Runner
 from windowpane.schedule.step import Segment, Step
@@ -61,7 +62,7 @@ class Bench:
 
     def __init__(self, target: str, drafter: Drafter, weights: dict[str, Any], tokens: list[int]) -> None:
         spec = spec_of(target)
-        caches = list(drafter.beside(spec).caches)
+        caches = list(spec.with_drafter(drafter).caches)
         layout = plan_layout(caches, resolve_formats("auto", group_caches(caches), "float32"), "float32")
         slabs = 2 * Capacity(layout, 0).slabs_for(1, len(tokens) + 8)
         manager = KVManager(layout, slabs, 2, len(tokens) + 8)
@@ -217,18 +218,19 @@ def test_a_smaller_model_drafts_as_it_would_speak() -> None:
 
 
 def test_every_byte_of_a_drafter_is_counted() -> None:
-    target = spec_of("qwen3.5")
-    drafter = drafter_for(target)
-    beside = drafter.beside(target)
-    assert len(beside.caches) == len(target.caches) + 1
-    added = drafter.weight_bytes(target)
-    assert weight_bytes(beside) == weight_bytes(target) + added
-    assert added == sum(t.numel() * t.element_size() for t in mtp_weights("qwen3.5").values())
+    own_layer, gemma = spec_of("qwen3.5"), spec_of("gemma4 K = V")
+    both = own_layer.with_drafter(drafter_for(own_layer))
+    assert len(both.caches) == len(own_layer.caches) + 1
+    assert weight_bytes(both) - weight_bytes(own_layer) == bytes_of(mtp_weights("qwen3.5"))
     spec, theirs = assistant("gemma4 K = V", centroids=True)
-    assistants = drafter_for(spec_of("gemma4 K = V"), spec)
-    assert assistants.beside(spec_of("gemma4 K = V")).caches == spec_of("gemma4 K = V").caches
-    own = {key: t for key, t in theirs.state_dict().items() if key != "lm_head.weight"}
-    assert assistants.weight_bytes(spec_of("gemma4 K = V")) == sum(t.numel() * t.element_size() for t in own.values())
+    both = gemma.with_drafter(drafter_for(gemma, spec))
+    assert both.caches == gemma.caches, "an assistant keeps nothing"
+    own = {key: tensor for key, tensor in theirs.state_dict().items() if key != "lm_head.weight"}
+    assert weight_bytes(both) - weight_bytes(gemma) == bytes_of(own)
+
+
+def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def test_a_drafter_that_does_not_fit_is_one_clear_error() -> None:
@@ -260,17 +262,15 @@ def drafted(
     new_tokens: int = NEW_TOKENS,
 ) -> Run:  # fmt: skip
     """Greedy answers with a drafter; `also` are its tensors in the target's own checkpoint."""
-    spec, weights = spec_of(target), {**weights_of(target), **(also or {})}
+    spec, weights = spec_of(target).with_drafter(drafting), {**weights_of(target), **(also or {})}
 
     def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
         sizes, rollback = (layout, slabs, knobs.num_slots, length), rollback_for(knobs.drafts, layout)
         return Runner(
-            spec, weights, *sizes, device=CPU, dtype=torch.float32, rollback_tokens=rollback, drafting=drafting,
-            drafting_weights=own,
+            spec, weights, *sizes, device=CPU, dtype=torch.float32, rollback_tokens=rollback, drafter_weights=own
         )  # fmt: skip
 
-    caches = list(drafting.beside(spec).caches)
-    return generate_by(make_runner, caches, [prompt(*p) for p in PROMPTS], new_tokens, knobs)
+    return generate_by(make_runner, list(spec.caches), [prompt(*p) for p in PROMPTS], new_tokens, knobs)
 
 
 def knobs_for(drafts: int, **rest: Any) -> Knobs:

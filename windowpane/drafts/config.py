@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp", "draft_model")
 MOST_DRAFTS = 15  # of one sequence in a step: 16 rows with its own token
 LONGEST_NGRAM, SHORTEST_NGRAM = 5, 2  # where the config names neither
 
@@ -21,11 +21,14 @@ class DraftConfig:
     """By the names of vLLM's `--speculative-config`.
 
     `ngram` looks the last `prompt_lookup_max` tokens up in the request's own prompt and answer, then fewer, down to
-    `prompt_lookup_min`, and drafts what followed there. Where only one of the two is given, it is both.
+    `prompt_lookup_min`, and drafts what followed there. Where only one of the two is given, it is both. `mtp` runs the
+    layer for multi-token prediction that the checkpoint carries, or the assistant that `model` names; `draft_model` any
+    smaller model of that name.
     """
 
     method: str
     num_speculative_tokens: int
+    model: str | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
 
@@ -34,6 +37,9 @@ class DraftConfig:
             raise DraftConfigError(
                 f"--speculative-config: method {self.method!r} is not known; use {' or '.join(METHODS)}"
             )
+        if (self.model is None) == (self.method == "draft_model") or (self.model and self.method == "ngram"):
+            verb = "needs" if self.model is None else "takes no"
+            raise DraftConfigError(f"--speculative-config: method {self.method!r} {verb} model")
         _check_count("num_speculative_tokens", self.num_speculative_tokens, MOST_DRAFTS)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windowpane.engine.accounts import print_accounts
 from windowpane.engine.devices import resolve_config, resolve_devices, resolve_plan
-from windowpane.engine.find import find_model, text_source
+from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
@@ -71,6 +71,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     options, config = read_flags(flags)
     with busy(console, "looking at the model"):
         spec, source = find_model(model, options)
+        spec, drafter_source = find_drafter(spec, config.drafting, options)
 
     from windowpane.engine.engine import Engine
     from windowpane.engine.sampler import Sampler
@@ -79,6 +80,8 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     runnable(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     runnable(spec, on_gpu=devices[0].type == "cuda")
+    if spec.drafter is not None and (len(devices) > 1 or devices[0].type == "cuda"):
+        raise ValueError("--speculative-config: models draft on one CPU so far; use method 'ngram' or --device cpu")
     config = resolve_config(config, flags, devices)
     plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences
@@ -90,23 +93,24 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     scheduler = Scheduler(
         manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens
     )
-    ranks = start_ranks(_job(plan, options, source), devices, console)
+    ranks = start_ranks(_job(plan, options, source, drafter_source), devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
-    speculator = None if config.drafting is None else _speculator(config.drafting)
+    speculator = None if config.drafting is None else _speculator(config.drafting, ranks.own)
     engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator)
     if console is not None:
         print_accounts(console, plan, ranks.reports)
     return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
 
 
-def _speculator(config: DraftConfig) -> Speculator:
+def _speculator(config: DraftConfig, runner: Runner | CudaRunner) -> Speculator:
     from windowpane.drafts.ngram import NgramDrafter
     from windowpane.drafts.speculator import Speculator
 
-    return Speculator(NgramDrafter(*config.ngram_tokens), config.num_speculative_tokens)
+    own = getattr(runner, "drafter", None)
+    return Speculator(NgramDrafter(*config.ngram_tokens) if own is None else own, config.num_speculative_tokens)
 
 
-def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
+def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source: Path | None) -> RankJob:
     from windowpane.parallel.job import RankJob
 
     assert plan.capacity is not None and plan.budget is not None
@@ -123,6 +127,7 @@ def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
         rollback_tokens=plan.sizing.rollback_tokens,
+        drafter_source=drafter_source,
         use_graphs=not config.enforce_eager,
         use_chain=config.enable_layer_chain,
         need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,

@@ -6,40 +6,16 @@ same vocabulary. Their layers are numbered behind their target's, since all cach
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from windowpane.models.blocks import Decoder, numbered_from, tensors_of
+from windowpane.models.blocks import numbered_from, tensors_of
 from windowpane.models.config import ModelError
 from windowpane.models.families import gemma4_assistant, qwen3_next
 from windowpane.models.running import runnable
-from windowpane.models.spec import ModelSpec
-from windowpane.models.tensors import TensorSpec
-from windowpane.models.weights import weight_bytes
+from windowpane.models.spec import Drafter, ModelSpec
 
 # By family: the layers for multi-token prediction that its checkpoints carry.
 OWN_LAYERS = {"qwen3_next": qwen3_next.draft_layers}
-
-
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """`decoder` is what it computes beside its target; `spec` is the model that it was read from, None where its layers
-    lie in the target's own checkpoint, as `tensors`.
-    """
-
-    decoder: Decoder
-    spec: ModelSpec | None = None
-    tensors: tuple[TensorSpec, ...] = ()
-
-    def beside(self, target: ModelSpec) -> ModelSpec:
-        """The target with the caches of both, and with the tensors that its checkpoint has for the drafter."""
-        caches = (*target.caches, *self.decoder.caches)
-        return replace(target, caches=caches, tensors=(*target.tensors, *self.tensors))
-
-    def weight_bytes(self, target: ModelSpec, ranks: int = 1) -> int:
-        """Bytes of the weights that it adds on one of `ranks` ranks."""
-        if self.spec is not None:
-            return weight_bytes(self.spec, ranks)
-        return weight_bytes(replace(target, tensors=self.tensors), ranks)
 
 
 def drafter_for(target: ModelSpec, model: ModelSpec | None = None) -> Drafter:

@@ -34,6 +34,7 @@ class RankJob:
     """The same for all ranks: sizes are the plan's, which are those of one rank. `spec` is the whole model.
 
     `need_bytes` is what a card must have free before anything is loaded; `calibration` is for coded KV formats.
+    `drafter_source` is where a drafter with a checkpoint of its own lies.
     """
 
     spec: ModelSpec
@@ -51,6 +52,7 @@ class RankJob:
     calibration: Calibration | None = None
     use_chain: bool = True
     rollback_tokens: int = 0
+    drafter_source: Path | None = None
 
     def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
         self._check_free(device)
@@ -81,6 +83,7 @@ class RankJob:
                 rollback_tokens=self.rollback_tokens,
                 group=group,
                 calibration=self.calibration,
+                drafter_weights=self._load_drafter(device),
             )
         from windowpane.runners.cuda import CudaRunner
 
@@ -94,6 +97,15 @@ class RankJob:
             group=group,
             calibration=self.calibration,
             progress=progress,
+        )
+
+    def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
+        drafter = self.spec.drafter
+        if drafter is None or drafter.spec is None:
+            return None
+        dtype = getattr(torch, self.dtype)
+        return load_weights(
+            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format, seed=self.seed
         )
 
     def rehearse(self, runner: Runner | CudaRunner) -> None:

@@ -19,7 +19,6 @@ from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
-from windowpane.models.drafters import Drafter
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
@@ -41,8 +40,7 @@ class StepOutput:
 class Runner:
     """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's.
 
-    `drafting` is a model that drafts for it: `weights` hold its tensors where it has no checkpoint of its own, else
-    `drafting_weights` do.
+    `drafter_weights` are those of a model that drafts for it and has a checkpoint of its own.
     """
 
     def __init__(
@@ -59,22 +57,22 @@ class Runner:
         rollback_tokens: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
-        drafting: Drafter | None = None,
-        drafting_weights: Weights | None = None,
+        drafter_weights: Weights | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.nbytes for held in (weights, drafting_weights or {}) for t in held.values())
+        self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
         parameters = Parameters(decoder, weights)
         self.model = lower(decoder, parameters, max_model_len, group)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
-        settle_scales(self.model, self.pages, calibration or Calibration())
-        self.drafter: ModelDrafter | None = None
-        if drafting is not None:
-            own = Parameters(drafting.decoder, weights if drafting_weights is None else drafting_weights, parameters)
-            model = lower(drafting.decoder, own, max_model_len, group, self.model)
-            self.drafter = ModelDrafter(model, self.pages)
+        drafting = None
+        if spec.drafter is not None:
+            described = spec.drafter.decoder
+            own = Parameters(described, weights if drafter_weights is None else drafter_weights, parameters)
+            drafting = lower(described, own, max_model_len, group, self.model)
+        settle_scales(self.model, self.pages, calibration or Calibration(), drafting)
+        self.drafter = None if drafting is None else ModelDrafter(drafting, self.pages)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
