@@ -37,9 +37,10 @@ class DraftConfig:
             raise DraftConfigError(
                 f"--speculative-config: method {self.method!r} is not known; use {' or '.join(METHODS)}"
             )
-        if (self.model is None) == (self.method == "draft_model") or (self.model and self.method == "ngram"):
-            verb = "needs" if self.model is None else "takes no"
-            raise DraftConfigError(f"--speculative-config: method {self.method!r} {verb} model")
+        if self.method == "draft_model" and self.model is None:
+            raise DraftConfigError("--speculative-config: method 'draft_model' needs model, a smaller model to draft with")
+        if self.method == "ngram" and self.model is not None:
+            raise DraftConfigError(f"--speculative-config: method 'ngram' takes no model, and {self.model!r} is given")
         _check_count("num_speculative_tokens", self.num_speculative_tokens, MOST_DRAFTS)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
