@@ -27,7 +27,7 @@ from windowpane.lowering.scales import Calibration, settle_scales
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
-from windowpane.runners.plain import HiddenStore, StepOutput, split_rows
+from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifies_only
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.step import Step
 
@@ -138,8 +138,7 @@ class CudaRunner:
         """Whether all rows of a step can be decoding rows: drafts too, where their sequences find them in pages."""
         if not batch.chunks:
             return True
-        are_drafts = all(c.drafts is not None for c in batch.chunks)
-        return are_drafts and not self.pages.states and not batch.changes.late and batch.num_tokens <= self._max_rows
+        return verifies_only(batch) and not self.pages.states and batch.num_tokens <= self._max_rows
 
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         step = self._builder.mixed(Step.of(batch, all_logits_slots), batch.changes)
@@ -152,16 +151,13 @@ class CudaRunner:
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
     def _decode(self, batch: Batch) -> torch.Tensor:
-        rows, decoding = batch.num_tokens, len(batch.decode_slots)
+        step, decoding = Step.of_rows(batch), len(batch.decode_slots)
+        rows = step.num_decoding
         padded = (self.graphs.padded(rows) if self.graphs is not None else None) or rows
         inputs = np.tile(padding(self._inputs), self._max_rows)
-        inputs[:3, :decoding] = batch.decode_slots, batch.decode_positions, batch.state_slots[:decoding]
-        at = decoding
-        for chunk in batch.chunks:
-            here = slice(at, at + len(chunk.tokens))
-            inputs[0, here], inputs[3, here] = chunk.slot, chunk.tokens
-            inputs[1, here] = np.arange(chunk.start, chunk.start + len(chunk.tokens))
-            at = here.stop
+        inputs[:2, :rows] = step.decode_slots, step.positions
+        inputs[2, :decoding] = batch.state_slots[:decoding]
+        inputs[3:, decoding:rows] = step.tokens
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
@@ -171,8 +167,8 @@ class CudaRunner:
         self._inputs.copy_(sent[handle])
         if self.graphs is not None and padded in self.graphs.sizes:
             return self.graphs.replay(rows)
-        step = DeviceStep.decoding(self._inputs[:, :rows])
-        return self.model.forward(step, tokens_of(self._inputs[:, :rows], self._sampled))
+        on_device = DeviceStep.decoding(self._inputs[:, :rows])
+        return self.model.forward(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:
