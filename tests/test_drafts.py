@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.known_drafts import Eager, KnownAnswers
 from tests.kv.test_layout import layout_of
 from tests.test_engine import BOTH_WAYS, CACHES, VOCAB, HistoryRunner, model_logits, request, run, solo
 from windowpane.drafts.config import DraftConfig, DraftConfigError
@@ -35,39 +36,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-class Oracle:
-    """Knows what each request will answer, and is right about it as often as it is told to be."""
-
-    is_free = False
-    wants_hidden = False
-
-    def __init__(self, share: float = 0.7) -> None:
-        self._rng, self._share = np.random.default_rng(1), share
-        self._answers: dict[Request, list[int]] = {}
-
-    def propose(self, asking: list[Asking]) -> list[Tokens]:
-        return [self._propose(a.request, int(self._rng.integers(0, a.most + 1))) for a in asking]
-
-    def _propose(self, request: Request, count: int) -> Tokens:
-        if request not in self._answers:
-            self._answers[request] = solo(request.prompt, request.params)
-        come = len(request.output)
-        right = np.array(self._answers[request][come : come + count], dtype=np.int32)
-        wrong = self._rng.random(len(right)) >= self._share
-        return np.where(wrong, (right + 1) % VOCAB, right).astype(np.int32)
-
-    def forget(self, request: Request) -> None:
-        self._answers.pop(request, None)
-
-
-class Eager(Speculator):
-    """Verifies whatever is proposed."""
-
-    def drafts(self, asking: Any, sequences: int) -> dict[int, Tokens]:
-        proposed = self.drafter.propose(asking)
-        return {a.slot: tokens for a, tokens in zip(asking, proposed, strict=True) if len(tokens)}
-
-
 def drafting_engine(
     overlapped: bool, drafts: int, *, caches: Any = None, speculator: Speculator | None = None, keep: bool = False,
     sequences: int = 8,
@@ -78,8 +46,12 @@ def drafting_engine(
     points = RestorePoints(manager) if keep else None
     scheduler = Scheduler(manager, 8 * (1 + drafts), 16, points, draft_tokens=drafts)
     sampler = Sampler(VOCAB, torch.device("cpu"))
-    speculator = speculator or Eager(Oracle(), drafts)
+    speculator = speculator or Eager(KnownAnswers(alone), drafts)
     return Engine(scheduler, HistoryRunner(8), sampler, async_scheduling=overlapped, speculator=speculator)
+
+
+def alone(request: Request) -> list[int]:
+    return solo(request.prompt, request.params)
 
 
 def finish(engine: Engine, one: Request) -> None:
@@ -133,7 +105,7 @@ def test_logprobs_and_prefix_hits_are_the_same_with_drafts(drafts):
 
 @pytest.mark.parametrize("ends_at", [1, 2])
 def test_a_stop_string_drops_what_its_step_gave_behind_it(ends_at):
-    engine = drafting_engine(False, 4, keep=True, speculator=Eager(Oracle(1.0), 4))
+    engine = drafting_engine(False, 4, keep=True, speculator=Eager(KnownAnswers(alone, 1.0, always_most=True), 4))
     one = request("r", prompt(1, 40), max_tokens=12, temperature=0, logprobs=0)
     engine.add(one)
     while True:
@@ -152,7 +124,7 @@ def test_the_distribution_is_the_targets_own():
     """Tokens drawn behind drafts that are right half of the time, over many seeds, have the model's probabilities."""
     params = {"max_tokens": 3, "temperature": 1.0, "top_k": 8}
     requests = [request(str(seed), [1, 2, 3], seed=seed, **params) for seed in range(1500)]
-    engine = drafting_engine(False, 2, speculator=Eager(Oracle(0.5), 2))
+    engine = drafting_engine(False, 2, speculator=Eager(KnownAnswers(alone, 0.5), 2))
     run(engine, *requests)
     counts = np.bincount([r.output[1] for r in requests if r.output[0] == requests[0].output[0]], minlength=VOCAB)
     logits = model_logits((1, 2, 3, requests[0].output[0]))

@@ -45,7 +45,7 @@ HOUSE: dict[str, set[str]] = {
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
-    "server": {"kv", "schedule", "text", "parallel", "engine"},
+    "server": {"kv", "schedule", "drafts", "text", "parallel", "engine"},
     "__main__": {"cli"},
     "cli": {"models", "schedule", "plan", "simulate", "doctor", "text", "engine", "measure", "server"},
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names

@@ -13,7 +13,17 @@ from windowpane.drafts.ngram import NgramDrafter
 from windowpane.schedule.request import Request, Tokens
 
 NEW_TOKENS = 40
-MIXES = ("gemma3", "gemma4 K = V", "gemma4 shared KV", "gemma4 everything", "qwen3-next", "falcon-h1", "llama4")
+MIXES = (
+    "gemma3",
+    "gemma4 K = V",
+    "gemma4 shared KV",
+    "gemma4 everything",
+    "qwen3-next",
+    "falcon-h1",
+    "llama 4",
+    "gpt-oss",
+    "lfm2",
+)
 PROMPTS = [(1, 77), (2, 5), (3, 30)]
 
 

@@ -38,7 +38,9 @@ class DraftConfig:
                 f"--speculative-config: method {self.method!r} is not known; use {' or '.join(METHODS)}"
             )
         if self.method == "draft_model" and self.model is None:
-            raise DraftConfigError("--speculative-config: method 'draft_model' needs model, a smaller model to draft with")
+            raise DraftConfigError(
+                "--speculative-config: method 'draft_model' needs model, a smaller model to draft with"
+            )
         if self.method == "ngram" and self.model is not None:
             raise DraftConfigError(f"--speculative-config: method 'ngram' takes no model, and {self.model!r} is given")
         _check_count("num_speculative_tokens", self.num_speculative_tokens, MOST_DRAFTS)

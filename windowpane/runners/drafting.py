@@ -190,9 +190,14 @@ class _Drafting:
 
 
 def _sequences(step: Step, segments: Sequence[Segment]) -> list[Segment]:
-    """All of a step as segments."""
-    decoding = zip(step.decode_slots.tolist(), step.decode_positions.tolist(), strict=True)
-    return [*(Segment(slot, at, at + 1, row, row, 1) for row, (slot, at) in enumerate(decoding)), *segments]
+    """All of a step as segments: decoding rows of one slot, one behind another, are one."""
+    found: list[Segment] = []
+    for row, (slot, at) in enumerate(zip(step.decode_slots.tolist(), step.decode_positions.tolist(), strict=True)):
+        if found and found[-1].slot == slot and found[-1].stop == at:
+            found[-1] = found[-1]._replace(stop=at + 1, q_count=found[-1].q_count + 1)
+        else:
+            found.append(Segment(slot, at, at + 1, row, row, 1))
+    return [*found, *segments]
 
 
 def _step(segments: Sequence[Segment], *, asking: int) -> Step:

@@ -15,6 +15,7 @@ from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
+from windowpane.lowering.cpu.layers import JoinedLayer
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
@@ -84,11 +85,11 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
-        step = Step.of(batch, all_logits_slots)
+        step = Step.of_rows(batch) if self._takes_as_rows(batch) else Step.of(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
         hidden = self._hidden.nothing
         if len(step.positions):
-            sampled = self._sampled[torch.from_numpy(step.decode_slots).to(self.device)]
+            sampled = self._sampled[torch.from_numpy(batch.decode_slots).to(self.device)]
             tokens = torch.cat([sampled, torch.from_numpy(step.tokens).to(self.device, torch.int64)])
             hidden = self._final_hidden(step, tokens)
         self.pages.after_step(batch.changes)
@@ -109,6 +110,12 @@ class Runner:
         self.drafter.observe_step(step, tokens, hidden)
         return hidden if whole is step else hidden[torch.from_numpy(step.wanted).to(self.device)]
 
+    def _takes_as_rows(self, batch: Batch) -> bool:
+        """Whether a step's drafts run as decoding rows, which compiled layers store before any of them attends."""
+        return verifies_only(batch) and all(
+            isinstance(layer, JoinedLayer) and layer.decodes_in(self.pages) for layer in self.model.layers
+        )
+
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
@@ -117,6 +124,13 @@ class Runner:
         """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
         assert self.pages.routes is not None
         return self.pages.routes.read(slot, start, stop)
+
+
+def verifies_only(batch: Batch) -> bool:
+    """Whether a step's chunks are all drafts, and it replaces no page that it still reads: where K and V are stored
+    before anything attends, drafts can then be decoding rows that find one another in pages.
+    """
+    return bool(batch.chunks) and not batch.changes.late and all(c.drafts is not None for c in batch.chunks)
 
 
 class HiddenStore:
