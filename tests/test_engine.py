@@ -71,7 +71,7 @@ class HistoryRunner:
             if chunk.slot in all_logits_slots:
                 prompts[chunk.slot] = torch.stack(each).__getitem__
             if chunk.samples:
-                rows.append(each[-1])
+                rows += each[-1 - (chunk.drafts or 0) :]
         return Output(torch.stack(rows) if rows else torch.zeros(0, VOCAB), prompts)
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -18,7 +18,8 @@ HOUSE: dict[str, set[str]] = {
     "kv": set(),
     "models": {"kv"},
     "schedule": {"kv"},
-    "plan": {"kv", "models"},
+    "drafts": {"schedule.batch", "schedule.request"},
+    "plan": {"kv", "models", "drafts.config"},
     "simulate": {"kv", "models", "schedule", "plan"},
     "doctor": {"kv", "models", "plan"},
     "text": {"models", "schedule.request"},
@@ -28,20 +29,29 @@ HOUSE: dict[str, set[str]] = {
     "attention": {"kv", "schedule.step", "device"},
     "lowering": {"kv", "models", "schedule.step", "native", "device", "attention"},
     "weights": {"models", "native", "lowering"},
-    "runners": {"kv", "models", "schedule.batch", "schedule.step", "device", "lowering"},
+    "runners": {
+        "kv",
+        "models",
+        "drafts.drafter",
+        "schedule.batch",
+        "schedule.request",
+        "schedule.step",
+        "device",
+        "lowering",
+    },
     "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
     "engine": {
-        *("kv", "models", "schedule", "plan", "text"),
+        *("kv", "models", "schedule", "drafts", "plan", "text"),
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
-    "server": {"kv", "schedule", "text", "parallel", "engine"},
+    "server": {"kv", "schedule", "drafts", "text", "parallel", "engine"},
     "__main__": {"cli"},
     "cli": {"models", "schedule", "plan", "simulate", "doctor", "text", "engine", "measure", "server"},
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }
 
-WITHOUT_TORCH = ("kv", "models", "schedule", "plan", "simulate", "doctor", "text")
+WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "simulate", "doctor", "text")
 
 ROOT = Path(windowpane.__file__).parent
 

@@ -4,6 +4,7 @@ A kernel passes when its error against float64 is at most 1.5 times that of plai
 fresh, every unused row is NaN, and pages lie anywhere in an arena of 6 GiB.
 
     python3 -m bench.gpu_checks.attention [--sweep] [WORD …]     timings, or timings under other tunings
+    python3 -m bench.gpu_checks.attention --rows                 what 1, 2, 4, 8 and 16 rows of a sequence take
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.gpu_checks.attention_cases import (
     make_pages,
     run_decode,
     run_prefill,
+    run_rows,
     run_write,
 )
 from bench.timing import microseconds
@@ -30,7 +32,15 @@ from windowpane.attention.chunk_attention import ChunkAttention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.triton import decode_tunings
 from windowpane.attention.triton import prefill as prefill_kernels
-from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
+from windowpane.attention.triton.decode import (
+    DecodeScratch,
+    decode,
+    decode_programs,
+    decode_rows,
+    plan_decode,
+    plan_rows,
+)
+from windowpane.attention.triton.decode_several import rows_at_once, split_rows
 from windowpane.attention.triton.view import LatentRope, LayerView, PagedLayer
 from windowpane.kv.retention import Full
 from windowpane.schedule.step import Segment
@@ -75,6 +85,7 @@ def checks() -> list[Check]:
         for dtype in (torch.bfloat16, torch.float16) if layer is QWEN3 else (torch.bfloat16,):
             kind = str(dtype).removeprefix("torch.")
             found.append((f"attention decode {name} {kind}", lambda a=layer, b=dtype: check_decode(a, b)))
+            found.append((f"attention rows {name} {kind}", lambda a=layer, b=dtype: check_rows(a, b)))
             found.append((f"attention prefill {name} {kind}", lambda a=layer, b=dtype: _prefill(a, b)))
             found.append((f"attention write {name} {kind}", lambda a=layer, b=dtype: _write(a, b)))
     for name, layer in (("pair", Layer(2, 4, 64, window_tokens=70)), ("latent", Layer(2, 4, 128, rotary=16))):
@@ -105,6 +116,15 @@ def check_decode(layer: Layer, dtype: torch.dtype) -> str:
     for length in (0, 1, 64, 190, 1023, 1025):  # a lone row has tunings of its own
         judge(*run_decode(make_pages(layer, [length], DEVICE, dtype, room_tokens=8, arena_bytes=ARENA_BYTES)))
     return told[1]
+
+
+def check_rows(layer: Layer, dtype: torch.dtype) -> str:
+    """Several rows of each sequence: few of many, and as many as there may be."""
+    told = []
+    for lengths, counts in ((LENGTHS, [1, 5, 16, 2, 8, 3, 1, 4, 16, 7, 9, 2, 5, 5, 1, 16, 3]), ([9000, 70], [5, 5])):
+        paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=16, arena_bytes=ARENA_BYTES)
+        told.append(judge(*run_rows(paged, counts, padding=3)))
+    return told[0]
 
 
 def _prefill(layer: Layer, dtype: torch.dtype) -> str:
@@ -172,6 +192,51 @@ class DecodeStep:
 
     def __call__(self) -> None:
         decode(*self.present, self.layer, self.slots, self.positions, self.cum_tiles, self.scratch, self.out)
+
+
+class RowsStep:
+    """`rows` rows of each sequence with this much past, in one pass over its pages; `rows` 1 is a `DecodeStep`."""
+
+    def __init__(self, bare: Bare, sequences: int, past: int, rows: int) -> None:
+        self.layer, layer, view = bare.for_kernels, bare.layer, bare.view
+        segments = [Segment(i, past, past + rows, i * rows, i * rows, rows) for i in range(sequences)]
+        self.rows = min(rows, rows_at_once(layer.group, view.dim))
+        self.segments = torch.tensor(split_rows(segments, self.rows), dtype=torch.int32, device=DEVICE)
+        self.cum_tiles = torch.zeros(len(self.segments) + 1, dtype=torch.int32, device=DEVICE)
+        self.scratch = DecodeScratch.of_rows(view, layer.group, self.rows, torch.device(DEVICE))
+        dtype = torch.bfloat16 if view.code else view.dtype
+        self.present = fused_rows(layer, sequences * rows, DEVICE, dtype)
+        self.out = torch.empty(sequences * rows, layer.query_heads, view.dim, dtype=dtype, device=DEVICE)
+        plan_rows(self.segments, self.cum_tiles, layer.mask)
+
+    def __call__(self) -> None:
+        decode_rows(*self.present, self.layer, self.segments, self.cum_tiles, self.scratch, self.out, rows=self.rows)
+
+
+ROW_COUNTS = (1, 2, 4, 8, 16)
+VERIFYING = {
+    "31B window": WINDOW_31B,
+    "31B full, latent": FULL_31B,
+    "Qwen3": QWEN3,
+    "64 dims, window, sinks": LAYERS["64 dims, window, sinks"],
+    "31B window, int8": replace(WINDOW_31B, kv_format="int8_per_token_head"),
+    "31B full, latent, fp8": replace(FULL_31B, kv_format="fp8_per_token_head"),
+    "31B full, latent, int4": replace(FULL_31B, kv_format="int4_per_token_head"),
+}
+
+
+def verifying(sequences: int = 16, past: int = 32_768) -> None:
+    """Print what several rows of each sequence take beside one row."""
+    arena = random_arena(24 * 2**30)
+    for name, layer in VERIFYING.items():
+        bare = Bare.make(layer, sequences, past + 16, arena)
+        one = DecodeStep(bare, torch.full((sequences,), past))
+        steps = [one if rows == 1 else RowsStep(bare, sequences, past, rows) for rows in ROW_COUNTS]
+        times = [microseconds(step) for step in steps]
+        told = "  ".join(
+            f"{rows}: {us:7.1f} us x{us / times[0]:.2f}" for rows, us in zip(ROW_COUNTS, times, strict=True)
+        )
+        print(f"rows {name:24s} {sequences} x {past:,}  {told}", flush=True)
 
 
 def prefill_step(
@@ -309,4 +374,7 @@ def sweep(words: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
+    if "--rows" in sys.argv:
+        verifying()
+        sys.exit()
     (sweep if "--sweep" in sys.argv else timings)([word for word in sys.argv[1:] if not word.startswith("-")])

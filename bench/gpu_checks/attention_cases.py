@@ -18,7 +18,15 @@ from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.scores import Scores
 from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.codes import INT4
-from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, plan_decode
+from windowpane.attention.triton.decode import (
+    DecodeScratch,
+    decode,
+    decode_programs,
+    decode_rows,
+    plan_decode,
+    plan_rows,
+)
+from windowpane.attention.triton.decode_several import rows_at_once, split_rows
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LatentRope, LayerView, PagedLayer
 from windowpane.attention.triton.widen import plain_view, scratch_page_bytes
@@ -381,3 +389,47 @@ def kernel_arena(paged: Paged) -> torch.Tensor:
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
+
+
+def run_rows(
+    paged: Paged, counts: Sequence[int], *, padding: int = 0, programs: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step of so many rows of each sequence, which see their past and each other: kernel, float64, same dtype.
+
+    Segments come in random order with padding between, and rows that no segment owns.
+    """
+    layer, view, device = paged.layer, paged.view, paged.device
+    most = min(max(*counts, 2), rows_at_once(layer.group, view.dim))
+    own, row = [], 1
+    for slot, start, count in zip(paged.slots, paged.lengths, counts, strict=True):
+        own.append(Segment(slot, start, start + count, row, row, count))
+        row += count
+    segments = [*split_rows(own, most), *[Segment(2**20, -1, -1, 0, 0, 0)] * padding]
+    order = torch.randperm(len(segments)).tolist()
+    table = torch.tensor([segments[i] for i in order], dtype=torch.int32, device=device)
+    q, k, v = fused_rows(layer, row + 1, str(device), paged.dtype)
+    if paged.rope is not None:
+        k = k.clone()
+    for segment in own:
+        if paged.rope is not None:
+            positions = torch.arange(segment.start, segment.stop, device=device)
+            k[segment.rows] = rebuild(v[segment.rows], paged.rope, positions, paged.dtype)
+    for x in (q, k, v):
+        x[0], x[-1] = float("nan"), float("nan")
+    cum_tiles = torch.full((len(segments) + 1,), -7, dtype=torch.int32, device=device)
+    plan_rows(table, cum_tiles, layer.mask)
+    scratch = DecodeScratch.of_rows(view, layer.group, most, device)
+    scratch.programs = min(programs or scratch.programs, scratch.programs)
+    out = torch.full((row + 1, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
+    decode_rows(q, k, v, paged.for_kernels, table, cum_tiles, scratch, out, rows=most)
+    if not bool(out[[0, -1]].isnan().all()):
+        raise AssertionError("a row that no segment owns was written")
+    answers: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for i, segment in enumerate(own):
+        positions = torch.arange(segment.start, segment.stop, device=device)
+        for found, dtype in zip(answers, (torch.float64, paged.dtype), strict=True):
+            rows = segment.rows
+            present_k = k[rows] if paged.rope is None else rebuild(v[rows], paged.rope, positions, dtype)
+            keys, values = keys_values(paged, i, (present_k, v[rows]), dtype)
+            found.append(attend(q[rows].to(dtype), positions, keys, values, 0, layer.mask, layer.scores(device)))
+    return out[1:-1], torch.cat(answers[0]), torch.cat(answers[1])

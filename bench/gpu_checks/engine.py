@@ -9,12 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from bench.known_drafts import Eager, KnownAnswers
 from tests.running.small_models import CONFIGS, QUANTIZED, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import NO_CHANGES
-from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
+from windowpane.kv.layout import group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Routes
@@ -43,7 +44,10 @@ CLEAR = 4.0  # times the plain path's rounding noise
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too."""
+    """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too.
+
+    `drafts`: so many at most, of which some are wrong.
+    """
 
     fused: bool = True
     graphs: bool = True
@@ -51,6 +55,7 @@ class Setting:
     chunk_tokens: int = 64
     kv_cache_dtype: str = "auto"
     routes: bool = False
+    drafts: int = 0
 
 
 def checks() -> Checks:
@@ -72,9 +77,11 @@ def greedy_equals_reference(name: str, *, routes: bool = False) -> str:
         Setting(overlapped=False),
         Setting(graphs=False, overlapped=False, chunk_tokens=17),
         Setting(chunk_tokens=512),
+        Setting(drafts=4),
+        Setting(drafts=8, graphs=False, overlapped=False),
     ]
     for setting in settings:
-        got = run(name, replace(setting, routes=routes))
+        got = run(name, replace(setting, routes=routes), answers=expected)
         if got != expected:
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
@@ -150,9 +157,12 @@ def run(
     device: str = "cuda",
     lengths: tuple[int, ...] = (1, 5, WINDOW - 1, WINDOW, 3 * WINDOW + 7, 130),
     new_tokens: int = NEW_TOKENS,
+    answers: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """Greedy continuations of a few prompts, several windows long, run together."""
+    """Greedy continuations of a few prompts, several windows long, run together. Drafts are made from `answers`."""
     engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
+    if setting.drafts:
+        engine.speculator = Eager(KnownAnswers(lambda request: answers[int(request.id)]), setting.drafts)
     return greedy(engine, lengths, new_tokens)
 
 
@@ -185,10 +195,11 @@ def _engine(
 ) -> Engine:
     runner, manager = make_runner(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
-        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes,
+        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts,
     )  # fmt: skip
     points = RestorePoints(manager) if restoring else None
-    scheduler = Scheduler(manager, max(setting.chunk_tokens, slots), growth_tokens=32, restore_points=points)
+    budget = max(setting.chunk_tokens, slots * (1 + setting.drafts))
+    scheduler = Scheduler(manager, budget, growth_tokens=32, restore_points=points, draft_tokens=setting.drafts)
     sampler = Sampler(spec_of(name).vocab_size, device)
     return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
 
@@ -205,21 +216,23 @@ def make_runner(
     hopper: bool = True,
     kv_cache_dtype: str = "auto",
     routes: bool = False,
+    drafts: int = 0,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name).with_routes() if routes else spec_of(name)
     stored = str(dtype).removeprefix("torch.")
     formats = resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored)
     layout = plan_layout([*spec.caches, *((spec.routes,) if spec.routes else ())], formats, stored)
-    slabs = (slots + 1) * Capacity(layout, 0).slabs_for(1, length)
+    rollback = rollback_for(drafts, layout)
+    slabs = (slots + 1) * Capacity(layout, 0, rollback).slabs_for(1, length)
     weights = weights_of(name, dtype, device)
-    manager = KVManager(layout, slabs, slots, length)
+    manager = KVManager(layout, slabs, slots, length, rollback)
     args = (spec, weights, layout, slabs, slots, length)
     if fused:
         runner: Runner | CudaRunner = CudaRunner(
-            *args, device=device, dtype=dtype, use_graphs=graphs, use_hopper=hopper
+            *args, device=device, dtype=dtype, rollback_tokens=rollback, use_graphs=graphs, use_hopper=hopper
         )
     else:
-        runner = Runner(*args, device=device, dtype=dtype)
+        runner = Runner(*args, device=device, dtype=dtype, rollback_tokens=rollback)
     runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
     return runner, manager
 

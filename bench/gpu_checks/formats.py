@@ -27,6 +27,7 @@ from bench.gpu_checks.attention import (
     Bare,
     DecodeStep,
     check_decode,
+    check_rows,
     judge,
     random_arena,
 )
@@ -67,6 +68,7 @@ def checks() -> list[Check]:
         for name, layer in LAYERS.items():
             coded = replace(layer, kv_format=fmt)
             found.append((f"formats decode {fmt} {name}", partial(check_decode, coded, torch.bfloat16)))
+            found.append((f"formats rows {fmt} {name}", partial(check_rows, coded, torch.bfloat16)))
             found.append((f"formats prefill {fmt} {name}", partial(_prefill, coded, torch.bfloat16)))
         small = Layer(2, 4, 64, window_tokens=70, kv_format=fmt)
         found.append((f"formats decode {fmt} float32", partial(check_decode, small, torch.float32)))

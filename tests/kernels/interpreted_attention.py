@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import torch
 
-from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill, run_write
+from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill, run_rows, run_write
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.triton.decode import MAX_ROWS, plan_decode
 from windowpane.attention.triton.prefill import prefill_tiles
@@ -55,6 +55,35 @@ def decode() -> None:
         paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=1)
         got, exact, _ = run_decode(paged, padding=2)
         require(error(got, exact), f"decode, {name}")
+
+
+SEVERAL = {
+    "pair, soft-capped, sinks": Layer(2, 3, 64, softcap=0.7, has_sinks=True),
+    "window of a few pages, 2 stripes": Layer(1, 2, 64, window_tokens=41, stripes=2, block_tokens=8),
+    "window shorter than the rows": Layer(1, 1, 64, window_tokens=3),
+    "chunks": Layer(1, 2, 64, chunk_tokens=21),
+    "latent, window, soft-capped, sinks": Layer(1, 2, 64, rotary=8, window_tokens=70, softcap=0.7, has_sinks=True),
+    "int8 pair, chunks": Layer(1, 2, 64, chunk_tokens=64, kv_format="int8_per_token_head"),
+    "int4 pair, window, sinks": Layer(1, 2, 64, window_tokens=41, kv_format="int4_per_token_head", has_sinks=True),
+    "fp8 latent": Layer(1, 2, 64, rotary=8, kv_format="fp8_per_token_head"),
+    "int4 latent, soft-capped": Layer(1, 2, 64, rotary=16, kv_format="int4_per_token_head", softcap=0.7),
+}
+
+
+def several() -> None:
+    """Rows of drafts: no past, part of a tile, whole tiles; one row, some, and as many as there may be."""
+    for name, layer in SEVERAL.items():
+        lengths, counts = [0, 1, 64, 130], [3, 16, 1, 5]
+        paged = make_pages(layer, lengths, "cpu", FLOAT, room_tokens=16)
+        got, exact, _ = run_rows(paged, counts, padding=1, programs=3)
+        require(error(got, exact), f"several rows, {name}")
+    paged = make_pages(Layer(2, 1, 64), [130, 3], "cpu", FLOAT, room_tokens=16)
+    for programs in (1, 8):
+        got, exact, _ = run_rows(paged, [2, 4], programs=programs)
+        require(error(got, exact), f"several rows, {programs} programs")
+    wide = make_pages(Layer(1, 12, 64), [70], "cpu", FLOAT, room_tokens=16)
+    got, exact, _ = run_rows(wide, [16])
+    require(error(got, exact), "more rows than a tile takes")
 
 
 def prefill() -> None:

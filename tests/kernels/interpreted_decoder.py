@@ -3,12 +3,13 @@ names of models, between semicolons, and of a KV format where it is not the acti
 
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
-to leave it out. With `routed`, the experts that tokens visited are compared too.
+to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -127,7 +128,7 @@ TINY |= {
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
-CHAINED, UNCHAINED, ROUTED = " chained", " unchained", " routed"
+CHAINED, UNCHAINED, ROUTED, DRAFTED = " chained", " unchained", " routed", " drafted"
 
 
 def main() -> None:
@@ -138,8 +139,9 @@ def main() -> None:
 
 
 def check(name: str, kv_cache_dtype: str) -> None:
-    is_chained, is_unchained, routes = (name.endswith(suffix) for suffix in (CHAINED, UNCHAINED, ROUTED))
-    name = name.removesuffix(CHAINED).removesuffix(UNCHAINED).removesuffix(ROUTED)
+    suffixes = (CHAINED, UNCHAINED, ROUTED, DRAFTED)
+    is_chained, is_unchained, routes, drafts = (name.endswith(suffix) for suffix in suffixes)
+    name = name.removesuffix(CHAINED).removesuffix(UNCHAINED).removesuffix(ROUTED).removesuffix(DRAFTED)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
     chains: list[Links] = []
     if is_chained or is_unchained:
@@ -147,7 +149,9 @@ def check(name: str, kv_cache_dtype: str) -> None:
     if is_unchained:
         engine.CudaRunner = partial(CudaRunner, use_chain=False)
     settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype, routes) for fused in (False, True)]
-    found = [run(name, setting, "cpu", LENGTHS, NEW_TOKENS) for setting in settings]
+    found = [run(name, settings[0], "cpu", LENGTHS, NEW_TOKENS)]
+    fused = replace(settings[1], drafts=3) if drafts else settings[1]
+    found.append(run(name, fused, "cpu", LENGTHS, NEW_TOKENS, answers=found[0]))
     if found[0] != found[1]:
         sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
     if is_unchained and chains:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.interpreting import run_interpreted
 
-CHECKS = ("decode", "prefill", "chunks", "write", "programs", "lone_rows", "far_pages", "replanning")
+CHECKS = ("decode", "several", "prefill", "chunks", "write", "programs", "lone_rows", "far_pages", "replanning")
 
 
 @pytest.mark.parametrize("check", CHECKS)

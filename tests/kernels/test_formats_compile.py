@@ -146,6 +146,19 @@ def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 320
 
 
+@pytest.mark.parametrize(("fmt", "latent"), [("int8_per_token_head", False), ("int4_per_token_head", True)])
+def test_several_rows_of_a_sequence(fmt, latent, monkeypatch):
+    kernels = [record(monkeypatch, decoding, name) for name in ("_decode_kernel", "_combine_rows_kernel")]
+    view, rows = view_of(fmt, latent=latent), 4
+    q, k = numbers(ROWS * rows, 32, view.dim), numbers(ROWS * rows, view.kv_heads, view.dim)
+    scratch = decoding.DecodeScratch.of_rows(view, 32 // view.kv_heads, rows, CPU)
+    layer = layer_of(view, Scores(0.1))
+    decoding.decode_rows(
+        q, k, k, layer, ints(ROWS, 6), ints(ROWS + 1), scratch, torch.zeros_like(q), rows=rows, pdl=True
+    )
+    assert all(kernel.compiled.metadata.shared <= SHARED_BYTES[90] for kernel in kernels)
+
+
 @pytest.mark.parametrize("fmt", ["int8_per_token_head", "fp8_per_token_head", "fp8_e4m3", "int4_per_token_head"])
 @pytest.mark.parametrize("latent", [False, True])
 def test_making_storing_and_widening(fmt, latent, monkeypatch):

@@ -133,7 +133,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if shortest:
             with pytest.raises(ValueError, match=f"can be truncated to {shortest}, not to {shortest - 1}"):
                 m.truncate(slot, shortest - 1)
-        length = old - 1 - count % (old - shortest)
+        length = shortest if m.has_state else old - 1 - count % (old - shortest)
         pages_before = [live + promised for live, promised in zip(m.live_pages, m.promised_pages, strict=True)]
         m.truncate(slot, length)
         self.history[slot] = self.history[slot][:length]
@@ -555,13 +555,22 @@ def test_without_rollback_nothing_is_taken_back():
         manager.truncate(0, 49)
 
 
-def test_a_recurrent_state_cannot_be_taken_back():
+def test_a_recurrent_state_goes_back_to_where_its_last_step_began():
     caches = [TokenCache(0, Full(), 1, 64, 64), StateCache(1, (StatePart("recurrent", 4, 256),))]
     manager = KVManager(layout_of(caches), 60, 2, 1000, rollback_tokens=4)
     manager.start(0, 100)
-    manager.extend(0, 50)
-    with pytest.raises(ValueError, match="a recurrent state exists only for its latest token"):
-        manager.truncate(0, 49)
+    for length in (50, 54):
+        manager.extend(0, length)
+        manager.flip_states(np.array([0]))
+    with pytest.raises(ValueError, match=r"truncated to 50, not to 52 .* exists before and behind the last step only"):
+        manager.truncate(0, 52)
+    manager.truncate(0, 50)
+    assert manager.state_slot[0] == 1, "the first step's state"
+    assert manager.shortest_truncation(0) == 50, "that before it is overwritten by the next step"
+    manager.extend(0, 52)
+    manager.flip_states(np.array([0]))
+    manager.advance(np.array([0]))
+    assert manager.shortest_truncation(0) == 53, "a step that did not extend it has overwritten the state before"
 
 
 @pytest.mark.parametrize("retention", [Full(), Window(32), Chunk(64)])

@@ -9,16 +9,19 @@ import numpy as np
 import torch
 
 from tests.running.small_models import spec_of, weights_of
+from windowpane.drafts.drafter import Asking
 from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.capacity import Capacity
-from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
 from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
+from windowpane.runners.drafting import ModelDrafter
 from windowpane.runners.plain import Runner
-from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.batch import NO_TOKENS, accepted
+from windowpane.schedule.request import Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import Scheduler
 
 
@@ -38,6 +41,8 @@ class Knobs:
     keep: bool = False  # restore points
     one_by_one: bool = False
     message_ends: tuple[int, ...] = ()
+    drafts: int = 0  # of a sequence in a step, where `guess` has so many: what may follow a request's known tokens
+    guess: Callable[[Request, int], Tokens] | None = None
 
 
 @dataclass
@@ -48,6 +53,7 @@ class Run:
     runner: Runner
     peak_pages: list[int]
     requests: list[Request] = field(default_factory=list)
+    accepted_drafts: int = 0
 
 
 def layout_of(caches: list[Cache], knobs: Knobs) -> Layout:
@@ -65,7 +71,9 @@ def generate(name: str, prompts: list[list[int]], max_tokens: int, knobs: Knobs)
 def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], max_tokens: int, knobs: Knobs) -> Run:
     def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
         device = torch.device("cpu")
-        return Runner(spec, weights, layout, slabs, knobs.num_slots, length, device=device, dtype=torch.float32)
+        sizes = (layout, slabs, knobs.num_slots, length)
+        rollback = rollback_for(knobs.drafts, layout)
+        return Runner(spec, weights, *sizes, device=device, dtype=torch.float32, rollback_tokens=rollback)
 
     return generate_by(make_runner, list(spec.caches), prompts, max_tokens, knobs)
 
@@ -80,10 +88,12 @@ def generate_by(
     """As `generate`, by any runner: it is made of a layout of these caches, slabs, and the longest length."""
     layout = layout_of(caches, knobs)
     longest = max(len(p) for p in prompts) + max_tokens
-    slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
-    manager = KVManager(layout, slabs, knobs.num_slots, longest)
+    rollback = rollback_for(knobs.drafts, layout)
+    slabs = max(1, int(knobs.room * Capacity(layout, 0, rollback).slabs_for(1, longest)))
+    manager = KVManager(layout, slabs, knobs.num_slots, longest, rollback)
     points = RestorePoints(manager) if knobs.keep else None
-    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, points)
+    budget = max(knobs.chunk_tokens, knobs.num_slots * (1 + knobs.drafts))
+    scheduler = Scheduler(manager, budget, knobs.growth_tokens, points, draft_tokens=knobs.drafts)
     runner = make_runner(layout, slabs, longest)
     requests = [
         Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
@@ -102,19 +112,38 @@ def generate_by(
 
 def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
     scheduler, runner = run.scheduler, run.runner
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(_drafts(scheduler, runner.drafter, knobs))
     assert batch is not None
     run.peak_pages = [max(a, b) for a, b in zip(run.peak_pages, scheduler.manager.live_pages, strict=True)]
     slots = [*batch.decode_slots.tolist(), *(c.slot for c in batch.chunks if c.samples)]
     asking = [requests.index(scheduler.running[slot]) for slot in slots]
-    logits = runner.forward(batch).logits
-    for index, row in zip(asking, logits, strict=True):
-        run.logits[index].append(row.clone())
-    tokens = logits.argmax(dim=-1)
-    runner.take_sampled(torch.tensor(slots, dtype=torch.int64), tokens)
-    scheduler.commit(tokens.numpy())
+    logits = runner.forward(batch).logits.split(batch.sampled_rows.tolist())
+    emitted = []
+    for index, rows, drafts in zip(asking, logits, batch.drafts or [NO_TOKENS] * len(asking), strict=True):
+        tokens = rows.argmax(dim=-1)
+        count = accepted(tokens.tolist(), drafts)
+        run.accepted_drafts += count
+        run.logits[index] += [row.clone() for row in rows[: count + 1]]
+        emitted.append(tokens[: count + 1])
+    if emitted:
+        runner.take_sampled(torch.tensor(slots, dtype=torch.int64), torch.stack([tokens[-1] for tokens in emitted]))
+    sampled = torch.cat(emitted).numpy() if emitted else ()
+    scheduler.commit(sampled, [len(tokens) for tokens in emitted] if batch.drafts else None)
     if knobs.poison:
         poison_unheld(run)
+
+
+def _drafts(scheduler: Scheduler, drafter: ModelDrafter | None, knobs: Knobs) -> dict[int, Tokens]:
+    if not knobs.drafts:
+        return {}
+    rooms = {slot: scheduler.draft_room(slot) for slot in scheduler.running}
+    if drafter is not None:
+        lengths = scheduler.manager.lengths
+        asking = [Asking(scheduler.running[s], s, int(lengths[s]), room) for s, room in rooms.items() if room]
+        return {a.slot: tokens for a, tokens in zip(asking, drafter.propose(asking), strict=True) if len(tokens)}
+    assert knobs.guess is not None
+    guessed = {slot: knobs.guess(scheduler.running[slot], room) for slot, room in rooms.items() if room}
+    return {slot: tokens for slot, tokens in guessed.items() if len(tokens)}
 
 
 def poison_unheld(run: Run) -> None:

@@ -171,6 +171,16 @@ AsyncScheduling = Annotated[
     bool | None,
     typer.Option(help="Prepare a step while one is computed (on, except on CPUs).", rich_help_panel=SCHEDULING),
 ]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        "-sc",
+        metavar="JSON",
+        help='Drafts, as in {"method": "ngram", "num_speculative_tokens": 4}.',
+        rich_help_panel=SCHEDULING,
+    ),
+]
 EnforceEager = Annotated[
     bool, typer.Option("--enforce-eager", help="Run steps without CUDA graphs.", rich_help_panel=SCHEDULING)
 ]
@@ -233,6 +243,7 @@ class PlanFlags(SimulateFlags):
     swa_full: SwaFull = False
     enable_return_routed_experts: EnableReturnRoutedExperts = False
     async_scheduling: AsyncScheduling = None
+    speculative_config: SpeculativeConfig = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,11 @@ def plan(
     try:
         config = config_of(flags.given())
         spec = load(model, revision=revision, download_dir=download_dir)
+        if config.drafting is not None and config.drafting.method != "ngram":
+            from windowpane.models.drafters import drafter_for
+
+            drafting = config.drafting.model
+            spec = spec.with_drafter(drafter_for(spec, load(drafting, download_dir=download_dir) if drafting else None))
         made = make_plan(spec, config, gpu=gpu, gpu_memory_bytes=gpu_memory, concurrency=concurrency)
     except ValueError as error:
         raise UserError(error) from None

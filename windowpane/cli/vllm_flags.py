@@ -8,7 +8,7 @@ reference of `vllm serve`). `KEPT` are those that both have. docs/vllm.md shows 
 from __future__ import annotations
 
 _ALWAYS_CHUNKED = "prompts are always cut into chunks; --max-num-batched-tokens and --max-itl-ms say how large"
-_NO_DRAFTS = "drafts are not computed here; leave it out"
+_NO_DRAFTS = 'use --speculative-config, as in {"method": "ngram", "num_speculative_tokens": 4}'
 _NO_LORA = "adapters are not run here; merge the adapter into the model's weights and serve those"
 _TEXT_ONLY = "only text is served here; leave it out"
 _NO_PIPELINE = "ranks are tensor parallel alone; use --tensor-parallel-size"
@@ -226,7 +226,6 @@ INSTEAD: dict[str, str] = {
     "--stream-interval": "each token is sent as it comes; leave it out",
     "--disable-async-output-proc": "use --no-async-scheduling",
     # Drafts.
-    "--speculative-config": _NO_DRAFTS,
     "--spec-method": _NO_DRAFTS,
     "--spec-model": _NO_DRAFTS,
     "--spec-tokens": _NO_DRAFTS,
@@ -408,7 +407,6 @@ SHORT = {
     "-ep": "--enable-expert-parallel",
     "-asc": "--api-server-count",
     "-cc": "--compilation-config",
-    "-sc": "--speculative-config",
     "-ac": "--attention-config",
     "-spec-draft-tp": "--speculative-draft-tensor-parallel-size",
     "-q": "--quantization",

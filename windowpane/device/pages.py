@@ -35,15 +35,22 @@ PAGES_AT_ONCE = 256  # of routed experts, on their way to the host: what is gath
 
 
 class KVPages:
-    """All pages of one device, addressed by layer."""
+    """All pages of one device, addressed by layer. Sizes and `rollback_tokens` are those of the manager."""
 
     def __init__(
-        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, device: torch.device
+        self,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        device: torch.device,
+        rollback_tokens: int = 0,
     ) -> None:
         self.layout = layout
+        self.rollback_tokens = rollback_tokens
         self.device = device
         self.arena = _zeros(num_slabs * layout.slab_bytes, device)
-        tables = [PageTable(g, num_slots, max_model_len) for g in layout.groups]
+        tables = [PageTable(g, num_slots, max_model_len, rollback_tokens) for g in layout.groups]
         self.columns = [max(t.columns, 1) for t in tables]
         # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
         shapes = [(num_slots, max(t.entries.shape[1], 1), t.group.stripes) for t in tables]
@@ -79,11 +86,15 @@ class KVPages:
             None,
         )
 
-    def before_step(self, changes: Changes) -> None:
+    def forget_rows(self) -> None:
+        """Other rows follow in the same step, such as a drafter's: where these read and write is looked up anew."""
         self._reads.clear()
         self._writes.clear()
         self._states.clear()
         self._route_writes = None
+
+    def before_step(self, changes: Changes) -> None:
+        self.forget_rows()
         self.tails = {}
         for tail in changes.tails:
             self.tails.setdefault((tail.group, tail.slot), []).append(tail)
@@ -276,6 +287,15 @@ class LayerPages:
             found.append(rows)
         return found, reads.positions, reads.counts
 
+    def decoding_rows(self, step: Step) -> list[torch.Tensor]:
+        """Of a step whose decoding tokens were written before: their own rows, [slots, heads, dim] each."""
+        columns = step.decode_positions // self.block_tokens % self._pages.columns[self.group]
+        entries = self._pages.reading[self.group][step.decode_slots, columns, self._stripe].astype(np.int64)
+        offsets = self._pages._tensor(entries)
+        within = self._pages._tensor(step.decode_positions % self.block_tokens)
+        each = torch.arange(len(within), device=within.device)
+        return [self._load(part, offsets)[each, :, within] for part in range(len(self._views))]
+
     def write_decoding(self, step: Step, rows: list[torch.Tensor], store: Store | None = None) -> None:
         """Store the rows ([slots, heads, dim] each) of a step's decoding tokens, those that a later one can see."""
         offsets, within = self.decoding_writes(step)
@@ -376,8 +396,8 @@ class LayerPages:
             self._scale_views[part][offsets, :, within] = scales[..., None]
 
     def first_written(self, start: int, stop: int) -> int:
-        """The first of tokens [start, stop) that a later one can see."""
-        held = self.retention.held(stop)  # type: ignore[union-attr]  # token groups only
+        """The first of tokens [start, stop) that a later one can see, or one in the place of those taken back."""
+        held = self.retention.held(stop, self._pages.rollback_tokens)  # type: ignore[union-attr]  # token groups only
         return max(start, held.start)
 
     def _kept_rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64] | slice:

@@ -51,18 +51,19 @@ def accounts(plan: Plan, reports: Sequence[RankReport]) -> list[Account]:
     activations = tuple(r.activation_bytes for r in reports if r.activation_bytes is not None)
     if activations and plan.budget is not None:
         rows.insert(1, Account("activations", plan.budget.activation_bytes, activations, "of the largest step"))
-    handed_out = _rehearse(layout, plan.capacity.num_slabs, length)
+    rollback_tokens = plan.sizing.rollback_tokens
+    handed_out = _rehearse(layout, plan.capacity.num_slabs, length, rollback_tokens)
     for group, measured in zip(layout.groups, handed_out, strict=True):
         stored = group.stored_as or "state"
-        predicted = group.max_pages(length) * group.page_bytes
+        predicted = group.max_pages(length, rollback_tokens) * group.page_bytes
         each = (measured,) * len(reports)  # one manager keeps the books of all ranks
         rows.append(Account(f"  {group.name}", predicted, each, f"{group.layers} layers, {stored}"))
     return rows
 
 
-def _rehearse(layout: Layout, num_slabs: int, length: int) -> list[int]:
+def _rehearse(layout: Layout, num_slabs: int, length: int, rollback_tokens: int) -> list[int]:
     """Bytes per group that the manager really hands to a sequence that is prefilled and then decodes up to `length`."""
-    manager = KVManager(layout, num_slabs, 1, length)
+    manager = KVManager(layout, num_slabs, 1, length, rollback_tokens)
     manager.start(0, length)
     decoded = 2 * max((g.block_tokens or 1) for g in layout.groups)  # enough for windows to lie across blocks
     for reached in range(max(1, length - decoded), length + 1):

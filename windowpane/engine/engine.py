@@ -5,13 +5,17 @@
 
 Overlapped, the device always has a step to work on while the host commits the one before: sampled tokens stay on the
 device, where the next step finds them, and reach the host late.
+
+With a speculator, a step may verify drafts: each of their places samples a token as it would without them, and those
+that equal their drafts save a step each. What is drafted hangs on the tokens before it, so such a step waits until no
+other is in flight, and none is sent off before it has landed. Steps overlap as ever while no drafts are worth that.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,12 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windowpane.device.transfer import to_device
+from windowpane.drafts.drafter import Asking
+from windowpane.drafts.speculator import Speculator
 from windowpane.engine.sampler import LOGPROB_ROWS, Sampler, TopLogprobs, top_logprobs
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Routes
 from windowpane.runners.interrupts import interrupts_later
-from windowpane.schedule.batch import Batch
-from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs
+from windowpane.schedule.batch import Batch, accepted
+from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs, Tokens
 from windowpane.schedule.scheduler import Scheduler
 
 
@@ -51,12 +57,21 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One new token of a request, None where a failed step ended it. `finish_reason` is set with the last one."""
+    """One new token of a request, None where a failed step ended it. `finish_reason` is set with the last one.
+
+    `output_tokens` is how many the answer has with it. A step with drafts may give several, of which a stop string
+    (`Engine.stop`) drops those behind it.
+    """
 
     request: Request
     token: int | None
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    output_tokens: int
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.output_tokens > len(self.request.output)
 
 
 class Engine:
@@ -65,13 +80,23 @@ class Engine:
     A step that raises fails its requests (their `error` says why) and gives their memory back; all others go on.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, sampler: Sampler, *, async_scheduling: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        sampler: Sampler,
+        *,
+        async_scheduling: bool,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
         self.async_scheduling = async_scheduling
+        self.speculator = speculator
         self._sent_steps: deque[_SentStep] = deque()
         self._ended: _Moment | None = None  # of the step that landed last
+        self._decoded_at: float | None = None  # when a step that only decoded landed, if it was the last one
         self._routed_slots: dict[Request, int] = {}  # of requests that sampled in that step and want routed experts
 
     @property
@@ -108,7 +133,18 @@ class Engine:
                 self._read_routes(request)
             self.scheduler.cancel(request, keep=reason is not FinishReason.FAILED)
             request.finish_reason = reason
-            self.sampler.forget(request)
+            self._forget(request)
+
+    def stop(self, output: TokenOutput) -> None:
+        """A stop string has ended an answer with this token: what its step gave behind it is no part of the answer."""
+        request, count = output.request, output.output_tokens
+        self.scheduler.drop_output(request, count)
+        del request.logprobs[count:]
+        if request.finish_reason is None:
+            self.cancel(request, FinishReason.STOP)
+        else:  # a token behind the stop string had ended it
+            self._read_routes(request)
+            request.finish_reason = FinishReason.STOP
 
     def step(self) -> list[TokenOutput]:
         """Compute one step; returns the tokens that have become known, which may be those of the step before."""
@@ -116,32 +152,47 @@ class Engine:
 
     def _plain_step(self) -> list[TokenOutput]:
         if not self._sent_steps:  # one is left over where an interrupt ended a step
-            self._schedule()
+            self._schedule(self._drafts())
         return self._land() if self._sent_steps else []
 
     def _overlapped_step(self) -> list[TokenOutput]:
         if len(self._sent_steps) > 1:  # an interrupt came between sending one off and landing the one before
             return self._land()
         failed = any(sent.error is not None for sent in self._sent_steps)  # nothing is built on such a step
-        scheduled = not failed and self._schedule()
+        drafts = {} if failed else self._drafts()
+        if self._sent_steps and (drafts or self._sent_steps[0].drafts):
+            return self._land()  # drafts are worth waiting for it
+        scheduled = not failed and self._schedule(drafts)
         if self._sent_steps and (len(self._sent_steps) > 1 or not scheduled):
             return self._land()
         return []
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _schedule(self) -> bool:
+    def _drafts(self) -> dict[int, Tokens]:
+        """Drafts for the next step. While one is in flight they are only a guess at whether it will have some."""
+        speculator, scheduler = self.speculator, self.scheduler
+        if speculator is None or any(sent.drafts for sent in self._sent_steps):
+            return {}
+        decoding = [slot for slot in scheduler.decoding_slots.tolist() if scheduler.running[slot].output]
+        asking = [
+            Asking(scheduler.running[slot], slot, int(scheduler.manager.lengths[slot]), room)
+            for slot in decoding
+            if (room := scheduler.draft_room(slot))
+        ]
+        return speculator.drafts(asking, len(decoding))
+
+    def _schedule(self, drafts: dict[int, Tokens]) -> bool:
         """Send the next step off, if there is one to send."""
         with interrupts_later():
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.schedule(drafts)
             if batch is None:
                 if self.scheduler.has_work and not self._sent_steps:
                     raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
                 return False
             sent = self._send_off(batch)
-        ends = np.array([c.start + len(c.tokens) for c in batch.chunks if c.samples], dtype=np.int64)
         try:
-            self._run(batch, sent, batch.sampling_slots, np.concatenate([batch.decode_positions + 1, ends]))
+            self._run(batch, sent)
             sent.error = None
         except Exception as error:
             sent.error = error
@@ -156,7 +207,9 @@ class Engine:
         sent = _SentStep(
             sampling=[running[slot] for slot in batch.sampling_slots.tolist()],
             touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
-            decoding=len(batch.decode_slots),
+            slots=batch.sampling_slots,
+            drafts=batch.drafts,
+            decoding=batch.num_decoding,
             prompt_tokens=batch.prompt_tokens,
             follows=bool(self._sent_steps),
             routed_slots={
@@ -169,7 +222,7 @@ class Engine:
         return sent
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, sent: _SentStep, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+    def _run(self, batch: Batch, sent: _SentStep) -> None:
         running = self.scheduler.running
         wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
         pooling = [c for c in batch.chunks if running[c.slot].pooling is not None]
@@ -181,8 +234,11 @@ class Engine:
         if not sent.sampling:
             sent.ended = _Moment(output.logits.device)
             return
-        sampled = self.sampler.sample(output.logits, sent.sampling, positions, self._masks(sent, positions))
-        self.runner.take_sampled(to_device(slots, sampled.tokens.device), sampled.tokens)
+        positions = _sampled_positions(batch)
+        masks, drafted = self._masks(sent, positions), sent.drafts_before_rows() if sent.drafts else None
+        sampled = self.sampler.sample(output.logits, sent.row_requests(), positions, masks, drafted)
+        if not sent.drafts:  # else it is not known yet which token is a sequence's last one
+            self.runner.take_sampled(to_device(sent.slots, sampled.tokens.device), sampled.tokens)
         sent.ended = _Moment(sampled.tokens.device)
         sent.tokens = _HostCopy(sampled.tokens)
         if sampled.logprobs is not None:
@@ -194,20 +250,25 @@ class Engine:
 
         A mask needs every token before it. `forward` did without, and has the device busy while we wait for them here.
         """
-        masks = {}
-        constrained = [(row, r, r.matcher) for row, r in enumerate(sent.sampling) if r.matcher is not None]
-        if constrained:
-            for earlier in self._sent_steps:
-                if earlier is not sent:
-                    earlier.advance_matchers()
-        may_stop = {row: bool(positions[row] >= len(r.prompt) + r.params.min_tokens) for row, r, _ in constrained}
-        for row, _, matcher in constrained:
-            matcher.ask(may_stop=may_stop[row])
-        for row, request, matcher in constrained:
+        masks: dict[int, NDArray[np.uint32]] = {}
+        if not any(r.matcher is not None for r in sent.sampling):
+            return masks
+        for earlier in self._sent_steps:
+            if earlier is not sent:
+                earlier.advance_matchers()
+        drafted = sent.drafts_before_rows()
+        asked = []
+        for row, request in enumerate(sent.row_requests()):
+            if (matcher := request.matcher) is not None:
+                may_stop = bool(positions[row] >= len(request.prompt) + request.params.min_tokens)
+                asked.append((row, matcher if row not in drafted else matcher.ahead(drafted[row]), may_stop))
+                asked[-1][1].ask(may_stop=may_stop)
+        for row, matcher, may_stop in asked:
             try:
-                masks[row] = matcher.allowed(may_stop=may_stop[row])
+                masks[row] = matcher.allowed(may_stop=may_stop)
             except Exception as error:
-                sent.stuck[request] = error
+                if row not in drafted:  # behind a draft that the grammar does not allow, nothing is asked for
+                    sent.stuck[sent.row_requests()[row]] = error
         return masks
 
     @interrupts_later()  # one must not come between the engine's steps and the scheduler's
@@ -219,24 +280,50 @@ class Engine:
                 tokens = sent.tokens.array() if sent.tokens else np.zeros(0, dtype=np.int64)
                 logprobs = sent.read_logprobs()
                 sent.advance_matchers()
+                counts = sent.count_emitted(tokens)
+                if sent.drafts:
+                    self._settle_drafts(sent, tokens, counts)
             except Exception as error:  # a device reports what went wrong in a step when its results are read
                 sent.error = error
         if sent.error is not None:
             return self._fail(sent, sent.error)
         self._take_time(sent)
         outputs = [output for request, error in sent.stuck.items() for output in self._end([request], error)]
-        alive = [r.finish_reason is None for r in sent.sampling]
-        finished = self.scheduler.commit(tokens)
-        for row, (request, token) in enumerate(zip(sent.sampling, tokens.tolist(), strict=True)):
-            if alive[row]:
-                if row in logprobs:
-                    request.logprobs.append(logprobs[row])
-                outputs.append(TokenOutput(request, token, logprobs.get(row), request.finish_reason))
+        alive = [len(r.output) if r.finish_reason is None else None for r in sent.sampling]
+        if sent.drafts:
+            emitted = np.concatenate([tokens[row : row + n] for row, n in zip(sent.first_rows(), counts, strict=True)])
+            finished = self.scheduler.commit(emitted, counts)
+        else:
+            finished = self.scheduler.commit(tokens)
+        for request, before, row, count in zip(sent.sampling, alive, sent.first_rows(), counts, strict=True):
+            if before is not None:
+                request.accepted_tokens += min(count - 1, len(request.output) - before)
+                outputs += _outputs(request, before, row, logprobs)
         self._routed_slots = sent.routed_slots
         for request in finished:
             self._read_routes(request)
-            self.sampler.forget(request)
+            self._forget(request)
         return outputs
+
+    @torch.inference_mode()
+    def _settle_drafts(self, sent: _SentStep, tokens: NDArray[np.int64], counts: Sequence[int]) -> None:
+        """Tell everybody which tokens of a step with drafts count, before another step is put together."""
+        assert self.speculator is not None
+        last = []
+        for request, drafts, row, count in zip(sent.sampling, sent.drafts, sent.first_rows(), counts, strict=True):
+            last.append(int(tokens[row + count - 1]))
+            if request.finish_reason is None:
+                self.sampler.remember(request, tokens[row : row + count].tolist())
+                if len(drafts):
+                    self.speculator.verified(request, len(drafts), count - 1)
+                    request.drafted_tokens += len(drafts)
+        device = self.sampler.device
+        self.runner.take_sampled(to_device(sent.slots, device), to_device(last, device, torch.int64))
+
+    def _forget(self, request: Request) -> None:
+        self.sampler.forget(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
 
     def _read_routes(self, request: Request) -> None:
         """Begin to read the experts that a request's tokens visited, as it ends with the step that has just landed.
@@ -255,6 +342,13 @@ class Engine:
         before, self._ended = self._ended, sent.ended
         if self.scheduler.pace is not None and sent.tokens is not None:
             self.scheduler.pace.observe(sent.decoding, sent.prompt_tokens, sent.seconds(before))
+        if self.speculator is not None:
+            now, landed = time.perf_counter(), self._decoded_at
+            self._decoded_at = None if sent.prompt_tokens or not sent.decoding else now
+            if self._decoded_at is not None:
+                # From landing to landing: a step with drafts has to be worth the time of the host before it too.
+                seconds = None if landed is None else now - landed
+                self.speculator.stepped(sent.decoding, sum(map(len, sent.drafts)), seconds)
 
     def _fail(self, sent: _SentStep, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
@@ -264,7 +358,7 @@ class Engine:
         """
         for later in self._sent_steps:
             later.error = later.error or error
-        self._ended = None
+        self._ended = self._decoded_at = None
         outputs = self._end(sent.touched, error)
         self.scheduler.commit(np.zeros(len(sent.sampling), dtype=np.int64))
         self.scheduler.forget_restore_points()
@@ -276,7 +370,7 @@ class Engine:
         for request in failed:
             request.error = error
             self.cancel(request, FinishReason.FAILED)
-        return [TokenOutput(request, None, None, FinishReason.FAILED) for request in failed]
+        return [TokenOutput(request, None, None, FinishReason.FAILED, len(request.output)) for request in failed]
 
     def _check_routes(self, request: Request) -> None:
         if not request.params.return_routed_experts:
@@ -315,6 +409,8 @@ class _SentStep:
 
     sampling: list[Request]
     touched: list[Request]
+    slots: NDArray[np.int64]  # of those that sample
+    drafts: list[Tokens]  # of those that sample; empty where none has any
     decoding: int
     prompt_tokens: int
     follows: bool  # another step was on its way when this one was sent off
@@ -343,9 +439,11 @@ class _SentStep:
         if self.tokens is not None and not self.matchers_advanced:
             self.matchers_advanced = True
             if any(r.matcher is not None for r in self.sampling):
-                for request, token in zip(self.sampling, self.tokens.array().tolist(), strict=True):
+                tokens = self.tokens.array()
+                for request, row, n in zip(self.sampling, self.first_rows(), self.count_emitted(tokens), strict=True):
                     if request.matcher is not None and request not in self.stuck:
-                        request.matcher.accept(token)
+                        for token in tokens[row : row + n].tolist():
+                            request.matcher.accept(token)
 
     def read_logprobs(self) -> dict[int, TokenLogprobs]:
         """Logprobs by row; those of prompts go to their requests."""
@@ -355,10 +453,37 @@ class _SentStep:
             pooled.store()
         if self.logprobs is None or self.tokens is None:
             return {}
-        tokens = self.tokens.array()
-        counts = [self.sampling[row].params.logprobs or 0 for row in self.logprob_rows]
+        tokens, requests = self.tokens.array(), self.row_requests()
+        counts = [requests[row].params.logprobs or 0 for row in self.logprob_rows]
         read = self.logprobs.read([int(tokens[row]) for row in self.logprob_rows], counts)
         return dict(zip(self.logprob_rows, read, strict=True))
+
+    # -- rows: a sequence has one, and one for each of its drafts ----------------------------------------------------
+
+    def row_requests(self) -> list[Request]:
+        """Whose each row is."""
+        if not self.drafts:
+            return self.sampling
+        return [r for r, drafts in zip(self.sampling, self.drafts, strict=True) for _ in range(1 + len(drafts))]
+
+    def first_rows(self) -> Sequence[int]:
+        if not self.drafts:
+            return range(len(self.sampling))
+        counts = [0, *(1 + len(drafts) for drafts in self.drafts[:-1])]
+        rows: list[int] = np.cumsum(counts).tolist()
+        return rows
+
+    def drafts_before_rows(self) -> dict[int, Tokens]:
+        """The drafts that each row takes for granted, by row."""
+        rows = zip(self.first_rows(), self.drafts, strict=False)
+        return {row + count: drafts[:count] for row, drafts in rows for count in range(1, len(drafts) + 1)}
+
+    def count_emitted(self, tokens: NDArray[np.int64]) -> list[int]:
+        """How many tokens each sequence gains: its accepted drafts, and the token behind them."""
+        if not self.drafts:
+            return [1] * len(self.sampling)
+        rows = zip(self.first_rows(), self.drafts, strict=True)
+        return [1 + accepted(tokens[row : row + len(drafts)].tolist(), drafts) for row, drafts in rows]
 
 
 class _Moment:
@@ -451,6 +576,22 @@ class _Pooled:
         request, part = self.request, self.part.array().astype(np.float32)
         adds = request.pooled is not None and self.start > 0 and request.pooling == "mean"
         request.pooled = request.pooled + part if adds and request.pooled is not None else part
+
+
+def _outputs(request: Request, before: int, row: int, logprobs: dict[int, TokenLogprobs]) -> Iterator[TokenOutput]:
+    """What a request has gained over `before` tokens, which its rows from `row` on have sampled."""
+    for index, token in enumerate(request.output[before:]):
+        known = logprobs.get(row + index)
+        if known is not None:
+            request.logprobs.append(known)
+        count = before + index + 1
+        yield TokenOutput(request, token, known, request.finish_reason if count == len(request.output) else None, count)
+
+
+def _sampled_positions(batch: Batch) -> NDArray[np.int64]:
+    """The place in its sequence that each sampled token takes."""
+    ends = [(c.start + len(c.tokens), c.drafts or 0) for c in batch.chunks if c.samples]
+    return np.concatenate([batch.decode_positions + 1, *(np.arange(end - drafts, end + 1) for end, drafts in ends)])
 
 
 def outside_vocabulary(tokens: Sequence[int] | NDArray[np.int32], vocab_size: int) -> int | None:

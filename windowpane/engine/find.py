@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from windowpane.drafts.config import DraftConfig
 from windowpane.engine.options import StartOptions
 from windowpane.models import load, shipped_repositories
+from windowpane.models.drafters import drafter_for
 from windowpane.models.embedded import DEFAULT_GENERATE, EMBEDDED, embedded_path
 from windowpane.models.gguf import is_gguf
 from windowpane.models.hub import Hub, parse_name
@@ -36,6 +38,14 @@ def find_model(model: str | Path | None, options: StartOptions) -> tuple[ModelSp
         f"{spec.name} is a shape without weights; give its directory or a GGUF file, its name on the Hub "
         f"({shipped_repositories()[spec.name]}), or --load-format dummy for random weights"
     )
+
+
+def find_drafter(spec: ModelSpec, config: DraftConfig | None, options: StartOptions) -> tuple[ModelSpec, Path | None]:
+    """The model with its drafter, where that is a model, and where a drafter with a checkpoint of its own lies."""
+    if config is None or config.method == "ngram":
+        return spec, None
+    model, source = (None, None) if config.model is None else find_model(config.model, options)
+    return spec.with_drafter(drafter_for(spec, model)), source
 
 
 def text_source(source: Path | None) -> Path | None:

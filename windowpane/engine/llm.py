@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from windowpane.engine.progress import busy
 from windowpane.engine.start import start
-from windowpane.schedule.request import FinishReason, Pooling, Request, SamplingParams
+from windowpane.schedule.request import Pooling, Request, SamplingParams
 from windowpane.text import ChatPrompt, ChatTemplate, TextError, Tokenizer, chat_prompt, load_tokenizer
 from windowpane.text.answer import Answer, Completion, with_stop_ids
 from windowpane.text.grammar import CompiledGrammar, Grammars
@@ -253,9 +253,9 @@ class LLM:
         """One step for everybody: several streams may be read in turn."""
         with self._engine_lock:
             for output in self.engine.step():
-                answer = self._answers.get(output.request)
+                answer = None if output.is_dropped else self._answers.get(output.request)
                 if answer is not None and answer.push(output.token, output.finish_reason):
-                    self.engine.cancel(output.request, FinishReason.STOP)
+                    self.engine.stop(output)
 
     def _dismiss(self, answers: Iterable[Answer]) -> None:
         """These are done with, whether they have ended or not. The last to go leaves the engine idle."""

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windowpane.device.transfer import to_device
-from windowpane.schedule.request import Request, SamplingParams
+from windowpane.schedule.batch import NO_TOKENS
+from windowpane.schedule.request import Request, SamplingParams, Tokens
 
 NUCLEUS_GUESS = 1024  # on a CPU, top-p first looks at so many of the likeliest tokens before it sorts them all
 LOGPROB_ROWS = 256  # prompt logprobs are taken so many rows at a time: each needs a vocabulary of floats
@@ -64,15 +65,18 @@ class Sampler:
         requests: Sequence[Request],
         positions: NDArray[np.int64],
         masks: Mapping[int, NDArray[np.uint32]] | None = None,
+        drafted: Mapping[int, Tokens] | None = None,
     ) -> Sampled:
         """One token per row. `positions[i]` is the place in its sequence that the token of row i takes.
 
-        `masks` has the tokens that grammars allow, by row, as `request.Matcher` gives them.
+        `masks` has the tokens that grammars allow, by row, as `request.Matcher` gives them. In a step with drafts a
+        request has several rows: `drafted` has the drafts before each but its first, by row, and which of the tokens
+        count is told to `remember` later.
         """
         if self._rows.requests != requests:
             self._rows = _Rows(list(requests), self)
         rows = self._rows
-        adjusted = self._adjust(logits, rows, positions) if rows.adjusts else logits
+        adjusted = self._adjust(logits, rows, positions, drafted) if rows.adjusts else logits
         if masks:
             adjusted = self._keep_allowed(adjusted, masks)
         # max() is argmax with its value, and several times faster on a CPU; ties go to the first in both.
@@ -80,23 +84,32 @@ class Sampler:
         for drawn in rows.drawn:
             chosen = adjusted if len(drawn.rows) == len(requests) else adjusted[drawn.index]
             tokens[drawn.index] = draw(chosen, drawn, positions[drawn.rows], self._token_bits)
-        if rows.penalized:
+        if rows.penalized and drafted is None:
             self._history.add(rows.history_rows, tokens[rows.penalized_index])
         if not rows.logprob_rows:
             return Sampled(tokens)
         index = rows.logprob_index
         return Sampled(tokens, rows.logprob_rows, top_logprobs(logits[index], tokens[index], rows.most_logprobs))
 
+    def remember(self, request: Request, tokens: Sequence[int]) -> None:
+        """These tokens of a step with drafts are part of the answer."""
+        if request.params.has_penalties:
+            rows = self._history.rows([request] * len(tokens))
+            self._history.add(rows, to_device(tokens, self.device, torch.int64))
+
     def forget(self, request: Request) -> None:
         """A request is over: what was kept of its tokens is free for others."""
         if self._history.forget(request):
             self._rows = _Rows([], self)  # it may name the place that was given back
 
-    def _adjust(self, logits: Tensor, rows: _Rows, positions: NDArray[np.int64]) -> Tensor:
+    def _adjust(
+        self, logits: Tensor, rows: _Rows, positions: NDArray[np.int64], drafted: Mapping[int, Tokens] | None = None
+    ) -> Tensor:
         logits = logits.clone()
         if rows.penalized:
             index = rows.penalized_index
-            logits[index] = self._history.penalize(logits[index], rows.history_rows, *rows.penalties)
+            ahead = _ahead(rows.penalized, drafted) if drafted else ()
+            logits[index] = self._history.penalize(logits[index], rows.history_rows, ahead, *rows.penalties)
         if rows.bias is not None:
             at_rows, at_tokens, values = rows.bias
             logits[at_rows, at_tokens] += values
@@ -174,6 +187,11 @@ def _bias(params: Sequence[SamplingParams], device: torch.device) -> tuple[Tenso
     return at_rows, at_tokens, added
 
 
+def _ahead(rows: Sequence[int], drafted: Mapping[int, Tokens]) -> list[tuple[int, int]]:
+    """Drafts before these rows, each with the place of its row among them."""
+    return [(i, token) for i, row in enumerate(rows) for token in drafted.get(row, NO_TOKENS).tolist()]
+
+
 class _History:
     """Which tokens each penalized request has seen: counts of its answer, and whether they stood in its prompt.
 
@@ -194,10 +212,17 @@ class _History:
         return to_device([self._row_of[r] for r in requests], self._counts.device, torch.int64)
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        self._counts[rows, tokens] += 1
+        self._counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
-    def penalize(self, logits: Tensor, rows: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    def penalize(
+        self, logits: Tensor, rows: Tensor, ahead: Sequence[tuple[int, int]],
+        repetition: Tensor, frequency: Tensor, presence: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`ahead` are tokens that count in addition: the place of their row among `rows`, and the token."""
         counts = self._counts[rows]
+        if ahead:
+            at = to_device(np.array(ahead, dtype=np.int64).T, counts.device)
+            counts.index_put_((at[0], at[1]), torch.ones_like(at[0], dtype=torch.int32), accumulate=True)
         answered = counts > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(answered | self._in_prompt[rows], repeated, logits)

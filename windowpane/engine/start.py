@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windowpane.engine.accounts import print_accounts
 from windowpane.engine.devices import resolve_config, resolve_devices, resolve_plan
-from windowpane.engine.find import find_model, text_source
+from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
@@ -27,6 +27,8 @@ from windowpane.schedule.scheduler import Scheduler
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from windowpane.drafts.config import DraftConfig
+    from windowpane.drafts.speculator import Speculator
     from windowpane.engine.engine import Engine
     from windowpane.lowering.scales import Calibration
     from windowpane.parallel.job import RankJob, RankReport
@@ -69,6 +71,7 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     options, config = read_flags(flags)
     with busy(console, "looking at the model"):
         spec, source = find_model(model, options)
+        spec, drafter_source = find_drafter(spec, config.drafting, options)
 
     from windowpane.engine.engine import Engine
     from windowpane.engine.sampler import Sampler
@@ -77,23 +80,37 @@ def start(model: str | Path | None, flags: Mapping[str, Any], console: Console |
     runnable(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     runnable(spec, on_gpu=devices[0].type == "cuda")
+    if spec.drafter is not None and (len(devices) > 1 or devices[0].type == "cuda"):
+        raise ValueError("--speculative-config: models draft on one CPU so far; use method 'ngram' or --device cpu")
     config = resolve_config(config, flags, devices)
     plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
-    manager = KVManager(plan.sizing.layout, plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
+    sizes = (plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
+    manager = KVManager(plan.sizing.layout, *sizes, plan.sizing.rollback_tokens)
     points = RestorePoints(manager) if config.enable_prefix_caching else None
     pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
-    scheduler = Scheduler(manager, config.batched_tokens, restore_points=points, pace=pace)
-    ranks = start_ranks(_job(plan, options, source), devices, console)
+    scheduler = Scheduler(
+        manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens
+    )
+    ranks = start_ranks(_job(plan, options, source, drafter_source), devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
-    engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling)
+    speculator = None if config.drafting is None else _speculator(config.drafting, ranks.own)
+    engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator)
     if console is not None:
         print_accounts(console, plan, ranks.reports)
     return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
 
 
-def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
+def _speculator(config: DraftConfig, runner: Runner | CudaRunner) -> Speculator:
+    from windowpane.drafts.ngram import NgramDrafter
+    from windowpane.drafts.speculator import Speculator
+
+    own = getattr(runner, "drafter", None)
+    return Speculator(NgramDrafter(*config.ngram_tokens) if own is None else own, config.num_speculative_tokens)
+
+
+def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source: Path | None) -> RankJob:
     from windowpane.parallel.job import RankJob
 
     assert plan.capacity is not None and plan.budget is not None
@@ -109,6 +126,8 @@ def _job(plan: Plan, options: StartOptions, source: Path | None) -> RankJob:
         num_slots=config.max_num_seqs,
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
+        rollback_tokens=plan.sizing.rollback_tokens,
+        drafter_source=drafter_source,
         use_graphs=not config.enforce_eager,
         use_chain=config.enable_layer_chain,
         need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,

@@ -198,6 +198,11 @@ def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype:
     return {r.name: selected.get(r.name, selected.get(r.kind, default)) for r in token_retentions}
 
 
+def rollback_for(draft_tokens: int, layout: Layout) -> int:
+    """Tokens that a sequence may have to take back: its drafts, and where it has states the token before them too."""
+    return draft_tokens + (draft_tokens > 0 and any(isinstance(g.retention, State) for g in layout.groups))
+
+
 def plan_layout(
     caches: Sequence[Kept],
     formats: Mapping[str, KVFormat],

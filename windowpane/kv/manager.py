@@ -61,6 +61,7 @@ class KVManager:
         # nor `rollback_tokens` beyond the longest length that it was truncated from.
         self._point_length = [0] * num_slots
         self._truncated_from = [0] * num_slots
+        self._extended = [(0, 0)] * num_slots  # lengths before and behind the last `extend`
         # Per slot, the groups whose table can still change: a full ring drops out until one of its pages is shared.
         self._open: list[list[int]] = [[] for _ in range(num_slots)]
         self._just_resumed: set[int] = set()  # slots that took over a restore point in the step being put together
@@ -82,10 +83,12 @@ class KVManager:
 
     def shortest_truncation(self, slot: int) -> int:
         """The shortest length that this sequence can be truncated to now."""
-        if self.has_state:
-            return int(self.lengths[slot])  # a state exists only at the sequence's length
-        longest = max(int(self.lengths[slot]), self._truncated_from[slot])
-        return max(self._point_length[slot], longest - self.rollback_tokens)
+        length = int(self.lengths[slot])
+        shortest = max(self._point_length[slot], max(length, self._truncated_from[slot]) - self.rollback_tokens)
+        if not self.has_state:
+            return shortest
+        before, after = self._extended[slot]  # by the last step, which has left the state before it
+        return before if after == length and before >= shortest else length
 
     def horizon(self, slot: int) -> int:
         """The longest length this sequence reaches without `extend` or `renew`."""
@@ -163,6 +166,7 @@ class KVManager:
             for g in self._open[slot]:
                 self._extend_group(g, slot, old_length, length)
         self.lengths[slot] = length
+        self._extended[slot] = old_length, length
 
     def extend_with_tails(self, slot: int, length: int, tails: Sequence[int]) -> list[RestorePoint]:
         """`extend`, leaving restore points inside the chunk: at these ascending lengths, where memory allows.
@@ -195,19 +199,24 @@ class KVManager:
 
         Pages of full groups that become empty are promised to the sequence again, so that it can grow as before.
         Windows and chunks keep their pages, of which the rows beyond `length` are written anew. A page that a restore
-        point keeps is not written below that point's length, so no truncation goes further back than that.
+        point keeps is not written below that point's length, so no truncation goes further back than that. A recurrent
+        state exists before and behind a step, so a sequence that has one goes back to where its last step began, which
+        must have been an `extend`, and the other one of its two states is the present one again.
         """
         old_length, shortest = int(self.lengths[slot]), self.shortest_truncation(slot)
-        if not shortest <= length <= old_length:
+        if not shortest <= length <= old_length or (self.has_state and length not in (shortest, old_length)):
             limit = f"rollback_tokens {self.rollback_tokens}, last restore point at {self._point_length[slot]}"
             if self.has_state:
-                limit = "a recurrent state exists only for its latest token, so this layout takes rollback_tokens 0"
+                limit += "; a recurrent state exists before and behind the last step only"
             raise ValueError(
                 f"slot {slot} holds {old_length} tokens and can be truncated to {shortest}, not to {length} ({limit})"
             )
         for g, table in enumerate(self.tables):
             if table.grows:
                 self.books.take_back(g, slot, table.truncate(slot, length))
+        if self.has_state and length < old_length:
+            self.state_slot[slot] ^= 1
+            self._extended[slot] = length, length
         self._truncated_from[slot] = max(old_length, self._truncated_from[slot])
         self.lengths[slot] = length
 
@@ -229,6 +238,7 @@ class KVManager:
         self.reserved_tokens[slot] = 0
         self._point_length[slot] = 0
         self._truncated_from[slot] = 0
+        self._extended[slot] = 0, 0
 
     def release_and_leave_point(self, slot: int) -> RestorePoint:
         """`release`, leaving a restore point at the sequence's length. It takes no additional memory.

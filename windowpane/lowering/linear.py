@@ -142,11 +142,13 @@ class Parameters:
     """What the projections, norms and tensors of a description are on one rank.
 
     Tensors are taken out of `weights`, so that projections which are joined do not take their memory twice. Heads whose
-    pairs of rotary dims lie otherwise are put into the one order that all lowerings rotate.
+    pairs of rotary dims lie otherwise are put into the one order that all lowerings rotate. `target`: where a drafter
+    has no weight of its own, it shares its target's.
     """
 
-    def __init__(self, decoder: Decoder, weights: Weights) -> None:
-        self._tensors = {name: weights.pop(name) for name in tensors_of(decoder)}
+    def __init__(self, decoder: Decoder, weights: Weights, target: Parameters | None = None) -> None:
+        self._target = target
+        self._tensors = {name: weights.pop(name) for name in tensors_of(decoder) if target is None or name in weights}
         self._linears: dict[Projection, Linear] = {}
         self._experts: dict[ExpertProjection, ExpertLinear] = {}
         self._norms: dict[Norm, torch.Tensor] = {}
@@ -162,6 +164,8 @@ class Parameters:
 
     def linear(self, projection: Projection) -> Linear:
         if projection not in self._linears:
+            if self._target is not None and projection.weights[0].name not in self._tensors:
+                return self._target.linear(projection)
             weights = [self._tensors.pop(t.name) for t in projection.weights]
             biases = [self.tensor(t) for t in projection.biases]
             bias = torch.cat(biases) if biases else None
@@ -205,14 +209,19 @@ class Parameters:
         return self._norms[norm]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        tensor = self._tensors[spec.name]
+        tensor = self._held(spec)
         assert isinstance(tensor, torch.Tensor), f"{spec.name} is quantized, and only projections may be"
         return tensor
 
     def table(self, spec: TensorSpec) -> torch.Tensor | StripWeight:
         """A matrix whose rows are looked up."""
-        table = self._tensors[spec.name]
+        table = self._held(spec)
         return table if isinstance(table, StripWeight) else self.tensor(spec)
+
+    def _held(self, spec: TensorSpec) -> torch.Tensor | PackedWeight | StripWeight:
+        if self._target is not None and spec.name not in self._tensors:
+            return self._target._held(spec)
+        return self._tensors[spec.name]
 
     def head_norms(self, attention: Attention) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of queries and keys. Kernels multiply by a weight, so a norm without one gets ones."""

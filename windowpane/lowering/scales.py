@@ -36,12 +36,15 @@ def warm_up_text() -> str:
 
 
 @torch.inference_mode()
-def settle_scales(model: ReferenceModel, pages: KVPages, known: Calibration) -> None:
+def settle_scales(
+    model: ReferenceModel, pages: KVPages, known: Calibration, drafting: ReferenceModel | None = None
+) -> None:
     """Give every layer that needs them its scales or balance, the same whatever else the engine is set to.
 
     A latent is V before anything else is done to it, so V's scale is its own. The warm-up pass runs one chunk. Without
     text, its tokens come from all over the vocabulary: magnitudes of K and V hang on the weights (norms above all) more
-    than on what is said. Range is left for what it did not see (`layer_scale_for`).
+    than on what is said. Range is left for what it did not see (`layer_scale_for`). A drafter with layers of its own
+    reads the same text, each token beside the hidden state of the one before.
     """
     waiting = {index: layer for index, layer in pages.layers.items() if layer.warming_up}
     for index, layer in list(waiting.items()):
@@ -51,7 +54,10 @@ def settle_scales(model: ReferenceModel, pages: KVPages, known: Calibration) -> 
             del waiting[index]
     if not waiting:
         return
-    model.final_hidden(*_warm_up_step(model, known.tokens), pages)
+    step, tokens = _warm_up_step(model, known.tokens)
+    hidden = model.final_hidden(step, tokens, pages)
+    if drafting is not None and drafting.decoder.caches:
+        drafting.final_hidden(step, tokens.roll(-1), pages, hidden)
     for layer in waiting.values():
         layer.end_warm_up()
 

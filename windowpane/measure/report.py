@@ -60,6 +60,7 @@ def figures(started: Started, workload: Workload, timings: list[Timing], roof: f
     first = [s for t in timings for s in t.first_token]
     between = [s for t in timings for s in t.between_tokens]
     output_tokens = sum(t.output_tokens for t in timings)
+    drafts = started.engine.speculator.stats if started.engine.speculator is not None else None
     return {
         "workload": workload.name,
         "model": started.spec.name,
@@ -75,6 +76,8 @@ def figures(started: Started, workload: Workload, timings: list[Timing], roof: f
         "read_gb_per_second": round(read_rate / GB, 3),
         "roof_gb_per_second": round(roof / GB, 3),
         "roof_share": round(read_rate / roof, 4),
+        "drafted_tokens": drafts.draft_tokens if drafts else None,
+        "accepted_tokens": drafts.accepted_tokens if drafts else None,
         "preemptions": started.engine.scheduler.preemptions,
         "max_model_len": started.plan.max_model_len,
         "kv_cache_bytes": started.plan.kv_bytes,
@@ -107,6 +110,8 @@ def print_figures(console: Console, results: dict[str, Any]) -> None:
     ]
     if results["decode_tokens_per_second"]:
         rows.insert(3, ("decoding", f"{results['decode_tokens_per_second']:,.1f} tok/s after the first token"))
+    if results["drafted_tokens"] is not None:
+        rows.append(("drafts", f"{results['accepted_tokens']:,} of {results['drafted_tokens']:,} accepted"))
     ranks = "" if results["tensor_parallel_size"] == 1 else f", {results['tensor_parallel_size']} ranks"
     console.print(f"{results['workload']}: {results['model']}, {results['dtype']}{ranks}", style="bold")
     for name, value in rows:

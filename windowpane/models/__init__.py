@@ -28,6 +28,7 @@ FAMILIES = (
     "gemma3",
     "gemma3n",
     "gemma4",
+    "gemma4_assistant",
     "glm4_moe",
     "gpt_oss",
     "granite_hybrid",

@@ -12,7 +12,7 @@ it. A new kind of mixer is a dataclass here, a reader in a family, and one class
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from types import UnionType
@@ -338,9 +338,39 @@ class PerLayerEmbedding:
     width: int
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How a drafter begins: projection([norm(embedding of a token), norm(final hidden state of the one before)]).
+
+    The embedding is the target's, with its multiplier; so is the first hidden state. The next ones are the drafter's
+    own: `back` takes its final hidden state to the target's width, None where it has that already.
+    """
+
+    projection: Projection
+    embedding_norm: Norm | None = None
+    hidden_norm: Norm | None = None
+    back: Projection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Centroids:
+    """A head that scores some of the vocabulary: the tokens of the `chosen` clusters that `scores` ranks highest.
+
+    `ordering` lists the tokens of one cluster after another; all clusters have as many.
+    """
+
+    scores: Projection
+    ordering: TensorSpec
+    chosen: int
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """A text model. Without `head` the embedding is the LM head. With `routes` it keeps which experts tokens visit."""
+    """A text model. Without `head` the embedding is the LM head. With `routes` it keeps which experts tokens visit.
+
+    `first_layer` is the number of its first layer: those of a drafter follow its target's, since both have caches in
+    one arena. A drafter with a `join` looks no tokens up in `embedding`, which is its head.
+    """
 
     embedding: TensorSpec
     layers: tuple[Layer, ...]
@@ -351,6 +381,9 @@ class Decoder:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     routes: RouteCache | None = None
+    join: Join | None = None
+    centroids: Centroids | None = None
+    first_layer: int = 0
 
     @property
     def hidden_size(self) -> int:
@@ -378,14 +411,16 @@ class Decoder:
         return frozenset(a.cache.layer for a in self.attentions if not a.owns_kv)
 
     @cached_property
-    def last_keeper(self) -> int:
-        """The last layer that keeps anything: nothing after it changes what is kept of a token."""
+    def last_keeper(self) -> int | None:
+        """Which layer is the last that keeps anything: nothing after it changes what is kept of a token."""
         layers = [cache.layer for cache in self.caches]
-        return max(layers if self.routes is None else [*layers, self.routes.layer])
+        last = max(layers if self.routes is None else [*layers, self.routes.layer], default=None)
+        return None if last is None else last - self.first_layer
 
     @cached_property
     def last_keeping_block(self) -> int:
         """The last block of that layer that keeps anything."""
+        assert self.last_keeper is not None
         keepers = Attention | StateMixer | Experts if self.routes else Attention | StateMixer
         blocks = self.layers[self.last_keeper].blocks
         return max(index for index, block in enumerate(blocks) if any(each(block, keepers)))
@@ -421,17 +456,38 @@ def tensors_of(described: Any) -> dict[str, TensorSpec]:
     return {tensor.name: tensor for tensor in each(described, TensorSpec)}
 
 
+_CACHES = TokenCache | StateCache
+
+
 def on_rank(described: _Described, ranks: int) -> _Described:
     """The description as one of `ranks` tensor-parallel ranks computes it."""
+
+    def cut(part: Any) -> Any:
+        return part.on_rank(ranks) if isinstance(part, TensorSpec) else part.shard(ranks)
+
+    return _changed(described, TensorSpec | _CACHES, cut)
+
+
+def numbered_from(decoder: Decoder, first: int) -> Decoder:
+    """The same model with its layers numbered from `first` on."""
+
+    def shift(part: Any) -> Any:
+        caches = {"cache": shift(part.cache)} if isinstance(part, Attention | StateMixer) else {}
+        return replace(part, layer=part.layer + first, **caches)
+
+    # Per-layer inputs keep their numbers: they are counted from the decoder's own first layer.
+    return replace(_changed(decoder, Attention | StateMixer | Experts, shift), first_layer=first)
+
+
+def _changed(described: _Described, kind: Any, change: Callable[[Any], Any]) -> _Described:
+    """The description with every part of this kind changed."""
     changed: Any = described
-    if isinstance(described, TensorSpec):
-        changed = described.on_rank(ranks)
-    elif isinstance(described, TokenCache | StateCache):
-        changed = described.shard(ranks)
+    if isinstance(described, kind):
+        changed = change(described)
     elif isinstance(described, tuple):
-        changed = tuple(on_rank(part, ranks) for part in described)
+        changed = tuple(_changed(part, kind, change) for part in described)
     elif parts := _parts(described):
-        changed = replace(described, **{name: on_rank(part, ranks) for name, part in parts.items()})  # type: ignore[type-var]
+        changed = replace(described, **{name: _changed(part, kind, change) for name, part in parts.items()})  # type: ignore[type-var]
     found: _Described = changed
     return found
 

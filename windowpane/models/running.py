@@ -10,6 +10,7 @@ from windowpane.models.blocks import (
     Experts,
     GatedDeltaNet,
     GatedMLP,
+    Layer,
     Norm,
     PerLayerInput,
     StateMixer,
@@ -58,7 +59,7 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
         raise ModelError(f"hidden_act: {activation!r} cannot be run yet; known: {', '.join(ACTIVATIONS)}")
     problems = [found for a in decoder.attentions if (found := _problem(a, decoder))]
     for mixer in decoder.state_mixers:
-        first: list[StateMixer] = list(each(decoder.layers[mixer.layer].blocks[0], StateMixer))
+        first: list[StateMixer] = list(each(_layer(decoder, mixer).blocks[0], StateMixer))
         if mixer not in first:
             problems.append(f"layer {mixer.layer} has its recurrent state behind another block")
     if problems or not all(norm is None or norm.weight for norm in _block_norms(decoder)):
@@ -80,7 +81,7 @@ def _lacking_on_gpus(decoder: Decoder) -> str | None:
 def _problem(attention: Attention, decoder: Decoder) -> str | None:
     """What no lowering has, or not every one."""
     at = f"layer {attention.layer}"
-    if attention not in each(decoder.layers[attention.layer].blocks[0], Attention):
+    if attention not in each(_layer(decoder, attention).blocks[0], Attention):
         return f"{at} has its attention behind another block"
     norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     if any(norm.kind != RMS for norm in norms):
@@ -90,6 +91,10 @@ def _problem(attention: Attention, decoder: Decoder) -> str | None:
     if attention.cache.latent and (attention.rope is None or attention.rope.dim_order() is not None):
         return f"{at} makes K and V from one projection and rotates pairs that are not half a head apart"
     return None
+
+
+def _layer(decoder: Decoder, mixer: Attention | StateMixer) -> Layer:
+    return decoder.layers[mixer.layer - decoder.first_layer]
 
 
 def _block_norms(decoder: Decoder) -> list[Norm | None]:

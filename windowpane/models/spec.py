@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """A model that drafts for another. `decoder` is what it computes beside its target, whose arena has its caches.
+
+    `spec` is the model that it was read from, None where its layers lie in the target's own checkpoint, as `tensors`.
+    """
+
+    decoder: Decoder = field(repr=False)
+    spec: ModelSpec | None = None
+    tensors: tuple[TensorSpec, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """`architecture` is the config's own name, `family` the module that read it.
 
@@ -24,7 +36,7 @@ class ModelSpec:
     `kv_cache_scheme` (fp8_e4m3, else the config's own words) are what the checkpoint's quantization says, None where it
     says nothing. `decoder` is what the model computes, None where it can be planned only; `planned_only` then says what
     no lowering has. `text` is the config of the text model. `shared_caches` are those
-    that layers which share KV do without. `notes` are doubts to tell a user.
+    that layers which share KV do without. `notes` are doubts to tell a user. `drafter` is a model that drafts for it.
     """
 
     name: str
@@ -45,6 +57,12 @@ class ModelSpec:
     shared_caches: tuple[TokenCache, ...] = ()
     notes: tuple[str, ...] = ()
     planned_only: str = ""
+    drafter: Drafter | None = None
+
+    def with_drafter(self, drafter: Drafter) -> ModelSpec:
+        """The model with the caches of both, and with the tensors that its checkpoint has for the drafter."""
+        caches, tensors = (*self.caches, *drafter.decoder.caches), (*self.tensors, *drafter.tensors)
+        return replace(self, caches=caches, tensors=tensors, drafter=drafter)
 
     def on_rank(self, ranks: int) -> ModelSpec:
         """The model as one of `ranks` ranks computes it: its heads, caches and tensors. The vocabulary stays whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 from windowpane.kv.caches import ShardingError
@@ -16,7 +16,9 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class WeightBreakdown:
-    """Bytes on one rank by purpose: `state` is recurrent layers, `other` norms, routers and small tensors."""
+    """Bytes on one rank by purpose: `state` is recurrent layers, `other` norms, routers and small tensors, `drafter` a
+    model of its own that drafts.
+    """
 
     embedding: int = 0
     attention: int = 0
@@ -24,6 +26,7 @@ class WeightBreakdown:
     experts: int = 0
     state: int = 0
     other: int = 0
+    drafter: int = 0
 
     @property
     def total(self) -> int:
@@ -44,6 +47,8 @@ def weight_breakdown(spec: ModelSpec, ranks: int = 1) -> WeightBreakdown:
     totals: dict[str, int] = {}
     for tensor in text_tensors(spec):
         totals[tensor.part] = totals.get(tensor.part, 0) + held_bytes(spec, tensor.on_rank(ranks))
+    if spec.drafter is not None and spec.drafter.spec is not None:
+        totals["drafter"] = weight_bytes(replace(spec.drafter.spec, dtype=spec.dtype), ranks)
     return WeightBreakdown(**totals)
 
 

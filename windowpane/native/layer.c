@@ -29,6 +29,7 @@ typedef struct {
     const int64_t *to_offsets, *to_rows;     /* [sequences]: where the new tokens go */
     const float *cos, *sin;                  /* [sequences, dim / 2], or none */
     int64_t sequences, blocks, parts;
+    int64_t writes_first; /* some are of the same sequence, and later ones find the earlier ones in pages */
 } Tokens;
 
 static long widest(const Layer *l) {
@@ -88,6 +89,12 @@ static void present(const Layer *l, float *q, float *k, float *v, long n, int th
     through_format(v, kv, v, n, kv_heads, dim, l->pages.format, threads);
 }
 
+static void write(const Layer *l, const Tokens *t, const float *k, const float *v, int threads) {
+    long kv = l->kv_heads * l->dim, n = t->sequences;
+    write_rows(&l->pages, 0, t->to_offsets, t->to_rows, k, kv, n, l->kv_heads, l->dim, threads);
+    write_rows(&l->pages, 1, t->to_offsets, t->to_rows, v, kv, n, l->kv_heads, l->dim, threads);
+}
+
 /* hidden [sequences, hidden] is changed in place. */
 void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch, int threads) {
     long n = t->sequences, queries = l->query_heads * l->dim, kv = l->kv_heads * l->dim, projected = queries + 2 * kv;
@@ -102,12 +109,12 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
           threads);
     heads(qkv + queries + kv, projected, l->v_norm, 0, 0, 0, v, n, l->kv_heads, l->dim, l->eps, threads);
     present(l, q, k, v, n, threads);
+    if (t->writes_first) write(l, t, k, v, threads);
     Attention a = {l->pages, t->offsets, t->starts, t->stops, q, k, v, partial, attended, l->sinks, n, t->blocks,
                    t->parts, l->query_heads, l->kv_heads, l->dim, l->scale, l->softcap};
     attend_decoding(&a, threads);
     if (l->balance) transform_rows(attended, queries, 0, 1, attended, n, l->query_heads, l->dim, threads);
-    write_rows(&l->pages, 0, t->to_offsets, t->to_rows, k, kv, n, l->kv_heads, l->dim, threads);
-    write_rows(&l->pages, 1, t->to_offsets, t->to_rows, v, kv, n, l->kv_heads, l->dim, threads);
+    if (!t->writes_first) write(l, t, k, v, threads);
     times(&l->out, attended, mixed, packed, n, l->hidden, queries, threads);
     join(l, l->after_attention, mixed, hidden, n, threads);
 

@@ -34,6 +34,7 @@ class RankJob:
     """The same for all ranks: sizes are the plan's, which are those of one rank. `spec` is the whole model.
 
     `need_bytes` is what a card must have free before anything is loaded; `calibration` is for coded KV formats.
+    `drafter_source` is where a drafter with a checkpoint of its own lies.
     """
 
     spec: ModelSpec
@@ -50,6 +51,8 @@ class RankJob:
     need_bytes: int
     calibration: Calibration | None = None
     use_chain: bool = True
+    rollback_tokens: int = 0
+    drafter_source: Path | None = None
 
     def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
         self._check_free(device)
@@ -73,18 +76,36 @@ class RankJob:
         if device.type == "cpu":
             from windowpane.runners.plain import Runner
 
-            return Runner(*sizes, device=device, dtype=dtype, group=group, calibration=self.calibration)
+            return Runner(
+                *sizes,
+                device=device,
+                dtype=dtype,
+                rollback_tokens=self.rollback_tokens,
+                group=group,
+                calibration=self.calibration,
+                drafter_weights=self._load_drafter(device),
+            )
         from windowpane.runners.cuda import CudaRunner
 
         return CudaRunner(
             *sizes,
             device=device,
             dtype=dtype,
+            rollback_tokens=self.rollback_tokens,
             use_graphs=self.use_graphs,
             use_chain=self.use_chain,
             group=group,
             calibration=self.calibration,
             progress=progress,
+        )
+
+    def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
+        drafter = self.spec.drafter
+        if drafter is None or drafter.spec is None:
+            return None
+        dtype = getattr(torch, self.dtype)
+        return load_weights(
+            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format, seed=self.seed
         )
 
     def rehearse(self, runner: Runner | CudaRunner) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsFloat, SupportsIndex, get_args, get_type_hints
+from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin, get_type_hints
 
+from windowpane.drafts.config import DraftConfig
 from windowpane.plan.sizes import parse_bytes, parse_tokens
 
 DEFAULT_BATCHED_TOKENS = 8192
@@ -29,6 +30,7 @@ class EngineConfig:
     (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
     `mamba_ssm_cache_dtype` is that of recurrent states (`auto`: what the config says, else the compute dtype).
     `enable_return_routed_experts` keeps which experts every token visits, for requests that ask for them.
+    `speculative_config` names a drafter: a `DraftConfig`, a mapping or JSON with its fields.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -48,10 +50,13 @@ class EngineConfig:
     enable_layer_chain: bool = True
     swa_full: bool = False
     enable_return_routed_experts: bool = False
+    speculative_config: DraftConfig | Mapping[str, Any] | str | None = None
     block_tokens: int | None = None
     slab_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", DraftConfig.of(self.speculative_config))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -75,8 +80,17 @@ class EngineConfig:
 
     @property
     def batched_tokens(self) -> int:
-        """Tokens of the largest step: a step never holds fewer than one per running sequence."""
-        return self.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
+        """Tokens of the largest step: a step never holds fewer than one, and its drafts, per running sequence."""
+        return self.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, self.max_num_seqs * (1 + self.draft_tokens))
+
+    @property
+    def drafting(self) -> DraftConfig | None:
+        return None if self.speculative_config is None else DraftConfig.of(self.speculative_config)
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most that a step verifies of one sequence."""
+        return 0 if self.drafting is None else self.drafting.num_speculative_tokens
 
 
 def config_of(flags: Mapping[str, Any]) -> EngineConfig:
@@ -94,7 +108,7 @@ _SIZES: dict[str, Callable[[str], int]] = {
     "kv_cache_memory_bytes": parse_bytes,
     "slab_bytes": parse_bytes,
 }
-_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None", Mapping: "a mapping"}
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -105,7 +119,7 @@ def _typed(name: str, value: Any) -> Any:
         except ValueError as error:
             raise ConfigError(f"{flag(name)}: {error}") from None
     expected = get_type_hints(EngineConfig)[name]
-    kinds = get_args(expected) or (expected,)
+    kinds = tuple(get_origin(kind) or kind for kind in get_args(expected) or (expected,))
     if bool not in kinds and isinstance(value, bool):
         pass
     elif isinstance(value, kinds):

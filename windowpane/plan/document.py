@@ -32,6 +32,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "kv_cache_dtype": sizing.config.kv_cache_dtype,
         "mamba_ssm_cache_dtype": sizing.config.mamba_ssm_cache_dtype,
         "swa_full": sizing.config.swa_full,
+        "speculative_config": asdict(sizing.config.drafting) if sizing.config.drafting else None,
+        "rollback_tokens": sizing.rollback_tokens,
         "compute_dtype": sizing.compute_dtype,
         "kv_cache_bytes_per_rank": plan.kv_bytes,
         "weights_bytes_per_rank": sizing.weights_bytes,
@@ -72,5 +74,5 @@ def _group(plan: Plan, group: Group) -> dict[str, Any]:
         "page_bytes": group.page_bytes,
         "pages_per_slab": plan.sizing.layout.pages_per_slab(group),
         "bytes_per_token": group.bytes_per_token,
-        "pages_per_sequence": group.max_pages(plan.max_model_len),
+        "pages_per_sequence": group.max_pages(plan.max_model_len, plan.sizing.rollback_tokens),
     }

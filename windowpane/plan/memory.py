@@ -1,7 +1,7 @@
 """Where a device's memory goes before any KV: weights, the activations of the largest step, and the runtime itself.
 
 The activation estimate counts the tensors that are alive together at the widest point of one layer, for
-`max_num_batched_tokens` tokens, plus the logits of `max_num_seqs` tokens:
+`max_num_batched_tokens` tokens, plus the logits of `max_num_seqs` tokens and their drafts:
 
     per token   3 × hidden                      residual stream, normed input, layer output
               + the wider of                    (they are never alive at the same time)
@@ -109,7 +109,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
         attention *= 2  # gates come with q, k and v, which stay until they are used
     widest = max(attention, 3 * spec.widest_mlp // ranks, _experts_width(spec), _states_width(spec) // ranks)
     tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
-    logits = min(config.max_num_seqs, config.batched_tokens) * spec.vocab_size * 4 * 2
+    sampled = min(config.max_num_seqs * (1 + config.draft_tokens), config.batched_tokens)
+    logits = sampled * spec.vocab_size * 4 * 2
     dequantized = DEQUANTIZED_BYTES if isinstance(spec.quantization, Quantization) else 0
     return tokens + logits + dequantized
 

@@ -14,7 +14,7 @@ from windowpane.kv.caches import RECURRENT, Cache, Kept, ShardingError, StateCac
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.decoded_past import decoded_past_bytes
 from windowpane.kv.formats import FORMATS
-from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.retention import Full, Window
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
@@ -58,7 +58,15 @@ class Sizing:
     @property
     def per_sequence(self) -> Capacity:
         """Bytes per sequence and per token: they do not depend on how much memory there is."""
-        return Capacity(self.layout, 0)
+        return self.capacity(0)
+
+    @property
+    def rollback_tokens(self) -> int:
+        """Tokens that a sequence may take back, for which windows and chunks hold as many more."""
+        return rollback_for(self.config.draft_tokens, self.layout)
+
+    def capacity(self, kv_bytes: int) -> Capacity:
+        return Capacity(self.layout, kv_bytes, self.rollback_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,7 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
     """How the device's memory divides, and the KV capacity that leaves (or that the user fixed)."""
     config, kv_bytes = sizing.config, sizing.config.kv_cache_memory_bytes
     if device is None:
-        return None, None if kv_bytes is None else Capacity(sizing.layout, kv_bytes)
+        return None, None if kv_bytes is None else sizing.capacity(kv_bytes)
     scratch_bytes = prefill_scratch_bytes(sizing.spec, config, sizing.layout, sizing.ranks, device)
     activations = sizing.activation_bytes + scratch_bytes
     budget = Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, activations)
@@ -199,7 +207,7 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
         if budget.kv_bytes <= 0:
             share = f" (--gpu-memory-utilization {config.gpu_memory_utilization:g})"
             raise _too_large(sizing, budget, f"{format_bytes(budget.usable_bytes)}{share}")
-        return budget, Capacity(sizing.layout, budget.kv_bytes)
+        return budget, sizing.capacity(budget.kv_bytes)
     room = budget.device_bytes - budget.before_kv_bytes
     if room <= 0:
         raise _too_large(sizing, budget, format_bytes(budget.device_bytes))
@@ -208,7 +216,7 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
             f"--kv-cache-memory-bytes {format_bytes(kv_bytes)} is more than the {format_bytes(room)} that a device of "
             f"{format_bytes(budget.device_bytes)} has left beside weights, activations and runtime"
         )
-    return budget, Capacity(sizing.layout, kv_bytes)
+    return budget, sizing.capacity(kv_bytes)
 
 
 def _too_large(sizing: Sizing, budget: Budget, usable: str) -> WeightsTooLarge:

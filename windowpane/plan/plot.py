@@ -77,7 +77,7 @@ def engines_of(plan: Plan) -> list[Engine]:
     lengths = [n for n, _ in capacity.curve(length)]
     own: dict[str, int] = {}
     for group in plan.sizing.layout.groups:
-        size = group.max_pages(length) * group.page_bytes
+        size = group.max_pages(length, plan.sizing.rollback_tokens) * group.page_bytes
         own[group.retention.kind] = own.get(group.retention.kind, 0) + size
     engines = [Engine(OURS, own, [(n, capacity.byte_ratio(n)) for n in lengths])]
     if not plan.peers:

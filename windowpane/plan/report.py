@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from windowpane.kv.caches import TokenCache
+from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import Group as KVGroup
-from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Routes, Window
+from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Routes, State, Window
 from windowpane.models.blocks import Experts, each
 from windowpane.models.ggml import StoredTypes
 from windowpane.models.weights import weight_breakdown
@@ -93,7 +94,22 @@ def _headline(plan: Plan) -> RenderableType:
         Text.assemble((spec.name, "bold"), f" · {where(plan.device, plan.sizing.ranks)}"),
         Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
     ]
-    return Group(*lines, *_experts(plan), *(_fits(plan) if plan.capacity else [_takes(plan)]))
+    return Group(*lines, *_experts(plan), *_drafts(plan), *(_fits(plan) if plan.capacity else [_takes(plan)]))
+
+
+def _drafts(plan: Plan) -> list[RenderableType]:
+    """What drafts cost a sequence: what windows hold for those that are taken back, and how states go back."""
+    sizing, drafting = plan.sizing, plan.sizing.config.drafting
+    if drafting is None:
+        return []
+    length = plan.max_model_len
+    without = Capacity(sizing.layout, 0).bytes_at(length)
+    cost = sizing.per_sequence.bytes_at(length) - without
+    states = any(isinstance(g.retention, State) for g in sizing.layout.groups)
+    again = "; recurrent states go back to the last step's and compute accepted tokens again" if states else ""
+    most = drafting.num_speculative_tokens
+    told = f"drafts by {drafting.method}, up to {most} a step: {format_bytes(cost)} a sequence{again}"
+    return [Text(told, style="dim")]
 
 
 def _experts(plan: Plan) -> list[RenderableType]:
@@ -193,7 +209,10 @@ def _whose_weights(plan: Plan) -> str:
 
 
 def _arena_rows(plan: Plan, use: ArenaUse) -> list[tuple[str, int, str]]:
-    one = {g.name: g.max_pages(plan.max_model_len) * g.page_bytes for g in plan.sizing.layout.groups}
+    one = {
+        g.name: g.max_pages(plan.max_model_len, plan.sizing.rollback_tokens) * g.page_bytes
+        for g in plan.sizing.layout.groups
+    }
     rows = [(name, size, f"{use.sequences:,} × {format_bytes(one[name])}") for name, size in use.group_bytes.items()]
     room = "growth and restore points" if plan.sizing.config.enable_prefix_caching else "growth"
     rows.append(("stranded", use.stranded_bytes, "slab remainders and partly filled slabs"))
@@ -229,7 +248,7 @@ def _groups(plan: Plan) -> RenderableType:
         "\n  layers", "page\ntokens", "\nbytes", "sequence\npages", "\nbytes", "\nstored as", left=("\nstored as",)
     )
     for group in plan.sizing.layout.groups:
-        pages = group.max_pages(plan.max_model_len)
+        pages = group.max_pages(plan.max_model_len, plan.sizing.rollback_tokens)
         table.add_row(
             f"  {_layers(group)} {group.name}",
             f"{group.block_tokens}" if group.block_tokens else "–",

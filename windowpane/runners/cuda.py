@@ -19,7 +19,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import PADDING_ROW, DeviceStep, StepBuilder
+from windowpane.lowering.gpu.step import DeviceStep, StepBuilder, padding, tokens_of
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.reference.model import ReferenceModel
@@ -27,9 +27,11 @@ from windowpane.lowering.scales import Calibration, settle_scales
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
-from windowpane.runners.plain import HiddenStore, StepOutput, split_rows
+from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifies_only
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.step import Step
+
+DRAFT_ROWS = 256  # that graphs are captured for where sequences are few; steps with more take drafts as chunks
 
 
 class CudaRunner:
@@ -37,6 +39,10 @@ class CudaRunner:
 
     `use_graphs` False runs every step launch by launch; `use_hopper` False leaves chunks and single rows to the plain
     kernels on a Hopper GPU too, and `use_chain` False only the single rows of int4 layers.
+
+    A step stores a decoding row's K and V before anything attends, so drafts are decoding rows of the same slot at the
+    positions behind it, and steps with drafts replay the same graphs. Models with recurrent states take drafts as
+    chunks, and so does any model in a step with prompts, or one that replaces a page which it still reads.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class CudaRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        rollback_tokens: int = 0,
         use_graphs: bool = True,
         use_hopper: bool = True,
         use_chain: bool = True,
@@ -64,7 +71,7 @@ class CudaRunner:
         parameters = Parameters(decoder, weights)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
         settle_scales(
             ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
         )
@@ -72,20 +79,22 @@ class CudaRunner:
         self.tables = DeviceTables([entries.shape for entries in self.pages.reading], device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
-        self._num_slots = num_slots
+        # Rows that decode in one step, drafts included.
+        self._max_rows = max(num_slots, min(num_slots * (1 + rollback_tokens), DRAFT_ROWS))
         self._max_model_len = max_model_len
         with torch.inference_mode():
             self.model = GpuModel(
-                decoder, parameters, self.pages, self.tables, max_model_len, num_slots, group, use_hopper=use_hopper,
-                use_chain=use_chain,
+                decoder, parameters, self.pages, self.tables, max_model_len, self._max_rows, group,
+                use_hopper=use_hopper, use_chain=use_chain,
             )  # fmt: skip
             self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
-            # Decoding rows' slots, positions and present states, at a fixed place.
-            self._inputs = torch.zeros(len(PADDING_ROW), num_slots, dtype=torch.int32, device=device)
+            # Decoding rows' slots, positions, present states, and drafts if there are any, at a fixed place.
+            self._inputs = torch.zeros(4 if rollback_tokens else 3, self._max_rows, dtype=torch.int32, device=device)
             self.graphs: DecodeGraphs | None = None
             if use_graphs and device.type == "cuda" and group.in_graphs:
-                logits = torch.empty(num_slots, spec.vocab_size, dtype=torch.float32, device=device)
-                self.graphs = DecodeGraphs(self.model, self._inputs, self._sampled, logits, ladder(num_slots), progress)
+                logits = torch.empty(self._max_rows, spec.vocab_size, dtype=torch.float32, device=device)
+                sizes = ladder(self._max_rows)
+                self.graphs = DecodeGraphs(self.model, self._inputs, self._sampled, logits, sizes, progress)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -109,7 +118,10 @@ class CudaRunner:
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         self.pages.before_step(batch.changes)
-        output = self._mixed(batch, all_logits_slots) if batch.chunks else StepOutput(self._decode(batch), {})
+        if self._only_decodes(batch):
+            output = StepOutput(self._decode(batch), {})
+        else:
+            output = self._mixed(batch, all_logits_slots)
         self.pages.after_step(batch.changes)
         return output
 
@@ -122,6 +134,12 @@ class CudaRunner:
         assert self.pages.routes is not None
         return self.pages.routes.read(slot, start, stop)
 
+    def _only_decodes(self, batch: Batch) -> bool:
+        """Whether all rows of a step can be decoding rows: drafts too, where their sequences find them in pages."""
+        if not batch.chunks:
+            return True
+        return verifies_only(batch) and not self.pages.states and batch.num_tokens <= self._max_rows
+
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         step = self._builder.mixed(Step.of(batch, all_logits_slots), batch.changes)
         assert step.chunk_tokens is not None
@@ -133,10 +151,13 @@ class CudaRunner:
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
     def _decode(self, batch: Batch) -> torch.Tensor:
-        rows = len(batch.decode_slots)
+        step, decoding = Step.of_rows(batch), len(batch.decode_slots)
+        rows = step.num_decoding
         padded = (self.graphs.padded(rows) if self.graphs is not None else None) or rows
-        inputs = np.tile(np.array(PADDING_ROW, dtype=np.int32)[:, None], self._num_slots)
-        inputs[:, :rows] = batch.decode_slots, batch.decode_positions, batch.state_slots
+        inputs = np.tile(padding(self._inputs), self._max_rows)
+        inputs[:2, :rows] = step.decode_slots, step.positions
+        inputs[2, :decoding] = batch.state_slots[:decoding]
+        inputs[3:, decoding:rows] = step.tokens
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
@@ -146,8 +167,8 @@ class CudaRunner:
         self._inputs.copy_(sent[handle])
         if self.graphs is not None and padded in self.graphs.sizes:
             return self.graphs.replay(rows)
-        step = DeviceStep.decoding(self._inputs[:, :rows])
-        return self.model.forward(step, self._sampled[step.slots])
+        on_device = DeviceStep.decoding(self._inputs[:, :rows])
+        return self.model.forward(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import PADDING_ROW, DeviceStep
+from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
 
 WARM_UPS = 1  # before a capture: kernels are compiled and libraries take their workspaces
 
@@ -41,12 +41,12 @@ class DecodeGraphs:
         self._logits = logits
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
-        inputs.copy_(torch.tensor(PADDING_ROW, dtype=torch.int32)[:, None])
+        inputs.copy_(torch.from_numpy(padding(inputs)))
         for done, size in enumerate(sorted(sizes, reverse=True)):  # the largest takes the memory, others fit into it
             step = DeviceStep.decoding(inputs[:, :size])
 
             def run(step: DeviceStep = step, size: int = size) -> None:
-                tokens = sampled[step.slots]
+                tokens = tokens_of(inputs[:, :size], sampled)
                 model.forward(step, tokens, out=logits[:size])
 
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

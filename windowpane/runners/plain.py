@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,14 @@ from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
+from windowpane.lowering.cpu.layers import JoinedLayer
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
+from windowpane.runners.drafting import ModelDrafter
 from windowpane.schedule.batch import Batch, wanted_rows
 from windowpane.schedule.step import Step
 
@@ -39,7 +41,10 @@ class StepOutput:
 
 
 class Runner:
-    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's."""
+    """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's.
+
+    `drafter_weights` are those of a model that drafts for it and has a checkpoint of its own.
+    """
 
     def __init__(
         self,
@@ -52,16 +57,25 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        rollback_tokens: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
+        drafter_weights: Weights | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.nbytes for t in weights.values())
+        self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
-        self.model = lower(decoder, Parameters(decoder, weights), max_model_len, group)
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device)
-        settle_scales(self.model, self.pages, calibration or Calibration())
+        parameters = Parameters(decoder, weights)
+        self.model = lower(decoder, parameters, max_model_len, group)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
+        drafting = None
+        if spec.drafter is not None:
+            described = spec.drafter.decoder
+            own = Parameters(described, weights if drafter_weights is None else drafter_weights, parameters)
+            drafting = lower(described, own, max_model_len, group, self.model)
+        settle_scales(self.model, self.pages, calibration or Calibration(), drafting)
+        self.drafter = None if drafting is None else ModelDrafter(drafting, self.pages)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
@@ -73,16 +87,36 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
-        step = Step.of(batch, all_logits_slots)
+        step = Step.of_rows(batch) if self._takes_as_rows(batch) else Step.of(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
         hidden = self._hidden.nothing
         if len(step.positions):
-            sampled = self._sampled[torch.from_numpy(step.decode_slots).to(self.device)]
+            sampled = self._sampled[torch.from_numpy(batch.decode_slots).to(self.device)]
             tokens = torch.cat([sampled, torch.from_numpy(step.tokens).to(self.device, torch.int64)])
-            hidden = self.model.final_hidden(step, tokens, self.pages)
+            hidden = self._final_hidden(step, tokens)
         self.pages.after_step(batch.changes)
+        for chunk in batch.chunks:
+            if self.drafter is not None and chunk.hidden is not None:
+                self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
+
+    def _final_hidden(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+        """Of the wanted rows; a drafter sees them too, or those of all rows."""
+        if self.drafter is None:
+            return self.model.final_hidden(step, tokens, self.pages)
+        whole = step
+        if self.drafter.needs_all_hidden:
+            whole = replace(step, wanted=np.arange(len(step.positions)), wanted_segments=step.segments)
+        hidden = self.model.final_hidden(whole, tokens, self.pages)
+        self.drafter.observe_step(step, tokens, hidden)
+        return hidden if whole is step else hidden[torch.from_numpy(step.wanted).to(self.device)]
+
+    def _takes_as_rows(self, batch: Batch) -> bool:
+        """Whether a step's drafts run as decoding rows, which compiled layers store before any of them attends."""
+        return verifies_only(batch) and all(
+            isinstance(layer, JoinedLayer) and layer.decodes_in(self.pages) for layer in self.model.layers
+        )
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
@@ -92,6 +126,13 @@ class Runner:
         """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
         assert self.pages.routes is not None
         return self.pages.routes.read(slot, start, stop)
+
+
+def verifies_only(batch: Batch) -> bool:
+    """Whether a step's chunks are all drafts, and it replaces no page that it still reads: where K and V are stored
+    before anything attends, drafts can then be decoding rows that find one another in pages.
+    """
+    return bool(batch.chunks) and not batch.changes.late and all(c.drafts is not None for c in batch.chunks)
 
 
 class HiddenStore:
@@ -105,6 +146,10 @@ class HiddenStore:
         """Hidden states of no rows."""
         return self._rows[:0]
 
+    def row(self, index: int) -> torch.Tensor:
+        """One of them, [1, width]."""
+        return self._rows[index : index + 1].clone()
+
     def exchange(self, hidden: torch.Tensor, batch: Batch, all_logits_slots: frozenset[int]) -> torch.Tensor:
         """Put kept hidden states in the place of chunks without tokens; then keep those that are to be kept.
 
@@ -116,7 +161,7 @@ class HiddenStore:
         pieces, kept = [hidden[:row]], []
         for chunk in batch.chunks:
             if chunk.hidden is not None:
-                pieces.append(self._rows[chunk.hidden : chunk.hidden + 1].clone())
+                pieces.append(self.row(chunk.hidden))
                 continue
             rows = wanted_rows(chunk, all_logits_slots)
             pieces.append(hidden[row : row + rows])

@@ -197,6 +197,9 @@ class Matcher(Protocol):
         there. Raises where the grammar cannot go on.
         """
 
+    def ahead(self, tokens: Tokens) -> Matcher:
+        """Where the answer would stand behind these drafts: to be asked once, and after this one was."""
+
 
 class Grammar(Protocol):
     """What an answer may be. Requests may share one. See `text.grammar`."""
@@ -217,7 +220,8 @@ class Request:
     engine's.
 
     `logprobs` has an entry per output token where they were asked for; `prompt_logprobs` one per prompt token, None for
-    the first, which nothing predicts. `read_routes` is the engine's. `error` is what a failed step raised.
+    the first, which nothing predicts. `read_routes` is the engine's. `error` is what a failed step raised. Of
+    `drafted_tokens` that steps verified for it, `accepted_tokens` were part of the answer.
 
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
     with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
@@ -242,6 +246,8 @@ class Request:
     pooled: NDArray[np.float32] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     cached_tokens: int = 0
     cache_miss: str | None = None
     arrival: int = -1

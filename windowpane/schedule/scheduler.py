@@ -14,27 +14,30 @@ of its own for later ones.
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
 
-With `draft_tokens`, a decoding sequence computes up to so many drafted tokens beside its own in each step, and `commit`
-says how many tokens each sequence has gained; the manager takes back the rest. Such steps do not overlap: where the
-next one starts is known only when this one has landed.
+With `draft_tokens`, a step may verify up to so many drafted tokens of each decoding sequence: `schedule` is given them,
+and `commit` says how many tokens each sequence has gained; the manager takes back the rest. Such a step does not
+overlap with others: where the next one starts is known only when this one has landed. A recurrent state exists before
+and behind a step only, so where a draft was not accepted, a sequence with states goes back to the state before the step
+and computes its accepted tokens once more, with the next ones.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
 from windowpane.kv.sharing import RestorePoint
-from windowpane.schedule.batch import Batch, PromptChunk
+from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
 from windowpane.schedule.pace import Pace
-from windowpane.schedule.request import FinishReason, Request
+from windowpane.schedule.request import FinishReason, Request, Tokens
 from windowpane.schedule.restoring import NoRestorePlanner, RestorePlanner
 
 DEFAULT_GROWTH_TOKENS = 256
@@ -64,6 +67,7 @@ class _StepInFlight:
     sampling_slots: NDArray[np.int64]
     sampling: list[Request]
     last: NDArray[np.bool_]  # rows that sample the last token of a request's life
+    verifying: dict[int, PromptChunk]  # by slot: those with drafts
     points: list[RestorePoint] = field(default_factory=list)  # restore points that it writes
 
 
@@ -93,13 +97,12 @@ class Scheduler:
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({manager.num_slots}){drafts}: every running sequence needs its tokens in a step"
             )
-        if draft_tokens > manager.rollback_tokens:
+        if draft_tokens and manager.rollback_tokens < rollback_for(draft_tokens, manager.layout):
             raise ValueError(
-                f"draft_tokens ({draft_tokens}) must not exceed the manager's rollback_tokens "
-                f"({manager.rollback_tokens}): drafts that are not accepted are taken back"
+                f"{draft_tokens} drafts need a manager with rollback_tokens of at least "
+                f"{rollback_for(draft_tokens, manager.layout)}, not {manager.rollback_tokens}: those that "
+                "are not accepted are taken back"
             )
-        if draft_tokens and manager.has_state:
-            raise ValueError(f"draft_tokens ({draft_tokens}) must be 0 for a model with recurrent states")
         slots = manager.num_slots
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -119,7 +122,8 @@ class Scheduler:
         self._decoding_slots: NDArray[np.int64] | None = None  # the same as an array, None when out of date
         # From this length on, a sequence's next step may go beyond what the manager has given it.
         self._horizon = np.zeros(slots, dtype=np.int64)
-        self._drafted = np.zeros(slots, dtype=np.int64)  # drafted tokens in the sequence's last decoding step
+        # Decoding sequences whose state is behind: their next step computes more known tokens than the last one.
+        self._behind: set[int] = set()
         self._last_length = np.zeros(slots, dtype=np.int64)  # a sequence's length when its last token is sampled
         self._stop_ids = np.full((slots, STOP_IDS), NO_TOKEN, dtype=np.int64)
         self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
@@ -177,6 +181,13 @@ class Scheduler:
         else:
             self._leave(slot, requeue=False, keep=keep)
 
+    def drop_output(self, request: Request, count: int) -> None:
+        """An answer has ended with its first so many tokens. Others were computed, and what they left can be kept."""
+        if request in self._slot_of:
+            for token in request.output[count:]:
+                self.restoring.hear(request, token)
+        del request.output[count:]
+
     def forget_restore_points(self) -> None:
         """A step failed: nothing that was kept can be trusted."""
         self.restoring.clear()
@@ -202,17 +213,29 @@ class Scheduler:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Batch | None:
-        """The next step, or None when there is nothing to compute now."""
+    def draft_room(self, slot: int) -> int:
+        """How many drafts the next step can verify for a sequence; 0 for one that does not decode."""
+        if slot not in self._decoding:
+            return 0
+        known = self.running[slot].known_tokens
+        behind = known - int(self.manager.lengths[slot]) - 1 if slot in self._behind else 0
+        return max(0, min(self.draft_tokens - behind, int(self._last_length[slot]) - known))
+
+    def schedule(self, drafts: Mapping[int, Tokens] | None = None) -> Batch | None:
+        """The next step, or None when there is nothing to compute now.
+
+        `drafts` are tokens by slot, no more than `draft_room` each; as many of them are verified as the sequence's
+        reservation has room for.
+        """
         if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
-        if self.draft_tokens and self._unlanded:
+        if self._unlanded and (drafts or self._unlanded[-1].verifying):
             raise RuntimeError("steps with drafts do not overlap: commit the step in flight first")
-        decoding = self._decode()
-        budget = self.max_num_batched_tokens - len(decoding) * (1 + self.draft_tokens)
-        if self.pace is not None and len(decoding):
+        decoding, verifying = self._decode(drafts or {})
+        budget = self.max_num_batched_tokens - len(decoding) - sum(len(c.tokens) for c in verifying)
+        if self.pace is not None and (len(decoding) or verifying):
             budget = min(budget, self.pace.tokens())
-        chunks = self._prefill(budget)
+        chunks = verifying + self._prefill(budget)
         if not len(decoding) and not chunks:
             return None
         manager = self.manager
@@ -220,7 +243,6 @@ class Scheduler:
         state_slots = manager.state_slot[slots]
         computed = [c.slot for c in chunks if len(c.tokens)]
         manager.flip_states(np.concatenate([decoding, np.array(computed, dtype=np.int64)]) if chunks else decoding)
-        draft_rows = self._drafted[decoding] if self.draft_tokens else None
         self._take_off(slots, decoding, chunks)
         self._step += 1
         changes = manager.take_changes()
@@ -232,11 +254,10 @@ class Scheduler:
         return Batch(
             step=self._step,
             decode_slots=decoding,
-            decode_positions=manager.lengths[decoding] - (1 if draft_rows is None else 1 + draft_rows),
+            decode_positions=manager.lengths[decoding] - 1,
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
-            draft_rows=draft_rows,
         )
 
     def commit(
@@ -244,8 +265,8 @@ class Scheduler:
     ) -> list[Request]:
         """Take in the tokens that the oldest step in flight sampled; returns the requests that are finished now.
 
-        Each sequence that samples has one token, or, with drafts, as many as `counts` says: 1 and up to one more for
-        each drafted token, one sequence's tokens after another's.
+        Each sequence that samples has one token, or, in a step with drafts, as many as `counts` says: 1 and one more
+        for each draft that was accepted, one sequence's tokens after another's.
         """
         step = self._unlanded.popleft()
         sampled = np.asarray(tokens, dtype=np.int64)
@@ -255,12 +276,10 @@ class Scheduler:
         self._in_flight[step.slots] -= 1
         for point in step.points:
             self.manager.publish(point)
-        if self.draft_tokens:
-            finished = self._take_accepted(
-                step, sampled, np.ones(expected, dtype=np.int64) if counts is None else counts
-            )
-        elif counts is not None:
-            raise ValueError("counts are for steps with drafts; this scheduler was made without draft_tokens")
+        if counts is not None and not step.verifying:
+            raise ValueError(f"counts are for steps with drafts, and step {step.step} has none")
+        if step.verifying:
+            finished = self._take_accepted(step, sampled, [1] * expected if counts is None else counts)
         else:
             finished = self._take_one_each(step, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
@@ -289,7 +308,7 @@ class Scheduler:
 
         Every row samples `token` (no stop token). Returns the rows' slots; none where all wait for memory.
         """
-        slots = self._decode()
+        slots, _ = self._decode({})
         if len(slots):
             if self.manager.has_state:
                 self.manager.flip_states(slots)
@@ -315,54 +334,67 @@ class Scheduler:
 
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
-    def _decode(self) -> NDArray[np.int64]:
-        """Advance every decoding sequence by one token and its drafts; returns their slots."""
+    def _decode(self, drafts: Mapping[int, Tokens]) -> tuple[NDArray[np.int64], list[PromptChunk]]:
+        """Advance every decoding sequence by one token, or by its drafts too.
+
+        Returns the slots of those that compute one token, and chunks of those that compute several.
+        """
         self._short_of_memory = False
-        slots = self._decoding_array()
-        at_horizon = self.manager.lengths[slots] >= self._horizon[slots]
-        if not at_horizon.any():
-            self._advance(slots)
-            return slots
+        slots, manager = self._decoding_array(), self.manager
+        at_horizon = manager.lengths[slots] >= self._horizon[slots]
+        several = self._behind.union(drafts) if drafts or self._behind else set()
+        if several:
+            at_horizon |= np.array([slot in several for slot in slots.tolist()], dtype=bool)
+        elif not at_horizon.any():
+            manager.advance(slots)
+            return slots, []
+        starts = {slot: int(manager.lengths[slot]) for slot in several}
         # First in line first: a preemption takes the last in line, so never one that has already grown here.
         due = sorted(slots[at_horizon].tolist(), key=lambda slot: _order(self.running[slot]))
-        grown = {slot for slot in due if self._grow(slot)}
-        if len(grown) == len(due) and self._decoding_slots is slots:  # as a rule: nobody waits or was sent back
-            self._advance(slots[~at_horizon])
-            return slots
+        grown = {slot for slot in due if self._grow(slot, drafts.get(slot, NO_TOKENS))}
+        if not several and len(grown) == len(due) and self._decoding_slots is slots:
+            manager.advance(slots[~at_horizon])  # as a rule: nobody waits or was sent back
+            return slots, []
         steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
-        self._advance(np.array(steady, dtype=np.int64))
+        manager.advance(np.array(steady, dtype=np.int64))
         # In the order they had: what samplers prepare for a set of rows then serves the next step too.
-        going = grown.union(steady)
-        return np.array([slot for slot in slots.tolist() if slot in going], dtype=np.int64)
+        going = [slot for slot in slots.tolist() if slot in grown.union(steady)]
+        chunks = {
+            slot: self._verify(slot, starts[slot], drafts.get(slot, NO_TOKENS)) for slot in going if slot in several
+        }
+        single = [slot for slot in going if slot not in chunks or len(chunks[slot].tokens) == 1]
+        return np.array(single, dtype=np.int64), [c for c in chunks.values() if len(c.tokens) > 1]
 
-    def _advance(self, slots: NDArray[np.int64]) -> None:
-        """A token and all its drafts for each of these sequences, which stay within their horizon."""
-        self.manager.advance(slots, 1 + self.draft_tokens)
-        if self.draft_tokens:
-            self._drafted[slots] = self.draft_tokens
+    def _verify(self, slot: int, start: int, drafts: Tokens) -> PromptChunk:
+        """The chunk of a sequence that computes several tokens: known ones, then drafts as far as it was extended."""
+        request, length = self.running[slot], int(self.manager.lengths[slot])
+        self._behind.discard(slot)
+        count = length - request.known_tokens
+        tokens = np.concatenate([request.tokens(start, request.known_tokens), drafts[:count]])
+        return PromptChunk(slot, start, tokens.astype(np.int32), samples=True, drafts=count)
 
     def _decoding_array(self) -> NDArray[np.int64]:
         if self._decoding_slots is None:
             self._decoding_slots = np.fromiter(self._decoding, dtype=np.int64, count=len(self._decoding))
         return self._decoding_slots
 
-    def _grow(self, slot: int) -> bool:
+    def _grow(self, slot: int, drafts: Tokens) -> bool:
         """One more token, and drafts as far as its reservation goes, for a sequence at its horizon.
 
-        False: it is at its end or has to wait for memory.
+        One whose state is behind gets all that is known. False: it is at its end or has to wait for memory.
         """
         manager = self.manager
         if slot not in self._decoding:
             return False  # preempted by one before it
         length = int(manager.lengths[slot]) + 1
+        if slot in self._behind:
+            length = self.running[slot].known_tokens
         if length > self._last_length[slot]:
             self._stop_decoding(slot)  # all its tokens are on their way
             return False
         if length > manager.reserved_tokens[slot] and not self._renew(slot):
             return False
-        drafts = min(self.draft_tokens, manager.reserved_tokens[slot] - length)
-        manager.extend(slot, length + drafts)
-        self._drafted[slot] = drafts
+        manager.extend(slot, length + min(len(drafts), manager.reserved_tokens[slot] - length))
         self._set_horizon(slot)
         return True
 
@@ -481,7 +513,6 @@ class Scheduler:
         self._slot_of[request] = slot
         self._prefilling[slot] = None
         self._last_length[slot] = request.longest_kv
-        self._drafted[slot] = 0
         stop_ids = request.params.stop_token_ids[:STOP_IDS]
         self._stop_ids[slot] = NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
@@ -499,7 +530,8 @@ class Scheduler:
             sampling_slots = np.concatenate([decoding, np.array(new, dtype=np.int64)])
         sampling = [self.running[slot] for slot in sampling_slots.tolist()]
         last = self.manager.lengths[sampling_slots] >= self._last_length[sampling_slots]
-        self._unlanded.append(_StepInFlight(self._step + 1, slots, sampling_slots, sampling, last))
+        verifying = {c.slot: c for c in chunks if c.drafts}
+        self._unlanded.append(_StepInFlight(self._step + 1, slots, sampling_slots, sampling, last, verifying))
 
     def _take_one_each(self, step: _StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
         """Take in one token of each request; those that a stop token or their length has ended leave their slots."""
@@ -520,7 +552,8 @@ class Scheduler:
         """Take in the accepted tokens of each request up to its end, and take back the drafts beyond them."""
         finished, first = [], 0
         for request, slot, count in zip(step.sampling, step.sampling_slots.tolist(), counts, strict=True):
-            drafts = int(self._drafted[slot])
+            chunk = step.verifying.get(slot)
+            drafts = (chunk and chunk.drafts) or 0
             if not 1 <= count <= 1 + drafts:
                 raise ValueError(f"request {request.id} has {drafts} drafts in step {step.step}, not {count - 1}")
             taken = 0
@@ -533,12 +566,21 @@ class Scheduler:
                 if _reason_to_end(request):
                     break
             first += count
-            if taken <= drafts:
-                self.manager.truncate(slot, int(self.manager.lengths[slot]) - drafts - 1 + taken)
-                self._set_horizon(slot)
+            if chunk is not None and taken <= drafts:
+                self._take_back(chunk, drafts + 1 - taken)
             if self._end_if_complete(request):
                 finished.append(request)
         return finished
+
+    def _take_back(self, chunk: PromptChunk, tokens: int) -> None:
+        """The last so many tokens of a chunk were no part of the answer."""
+        slot, manager = chunk.slot, self.manager
+        if manager.has_state:
+            manager.truncate(slot, chunk.start)  # there is no state between the one before the chunk and the one behind
+            self._behind.add(slot)
+        else:
+            manager.truncate(slot, int(manager.lengths[slot]) - tokens)
+        self._set_horizon(slot)
 
     def _end_if_complete(self, request: Request) -> bool:
         """End a request whose last token is a stop token or the last that it may have: it leaves its slot."""
@@ -573,6 +615,7 @@ class Scheduler:
             self.manager.release(slot)
         self.restoring.forget(slot, request)
         del self._slot_of[request]
+        self._behind.discard(slot)
         self._many_stops.discard(request)
         self._free_slots.append(slot)
         self._nothing_fits = False
@@ -586,7 +629,7 @@ class Scheduler:
         self._set_horizon(slot)
 
     def _set_horizon(self, slot: int) -> None:
-        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot])) - self.draft_tokens
+        self._horizon[slot] = min(self.manager.horizon(slot), int(self._last_length[slot]))
 
     def _stop_decoding(self, slot: int) -> None:
         if slot in self._decoding:

@@ -51,6 +51,17 @@ class Step:
     wanted_segments: tuple[Segment, ...]
     wanted: NDArray[np.int64]
     state_slots: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+    drafts_in_rows: bool = False  # a sequence may have several decoding rows: later ones find earlier ones in pages
+
+    @classmethod
+    def of_rows(cls, batch: Batch) -> Step:
+        """A step of a batch whose chunks are all drafts, with every row a decoding one; `tokens` are the chunks'."""
+        chunks, nothing = batch.chunks, np.zeros(0, dtype=np.int32)
+        slots = np.concatenate([batch.decode_slots, *(np.full(len(c.tokens), c.slot) for c in chunks)])
+        starts = (np.arange(c.start, c.start + len(c.tokens)) for c in chunks)
+        positions = np.concatenate([batch.decode_positions, *starts])
+        tokens = np.concatenate([nothing, *(c.tokens for c in chunks)])
+        return cls(tokens, positions, slots, (), (), np.arange(len(slots)), drafts_in_rows=bool(chunks))
 
     @classmethod
     def of(cls, batch: Batch, all_logits_slots: frozenset[int] = frozenset()) -> Step:

@@ -155,7 +155,7 @@ class EngineLoop:
             self._note_admitted(began)
         posted: list[tuple[Job, Piece]] = []
         for output in outputs:
-            choice = self._choices.get(output.request)
+            choice = None if output.is_dropped else self._choices.get(output.request)
             if choice is not None:
                 piece = self._take_in(choice, output, now)
                 if piece is not None:
@@ -172,17 +172,19 @@ class EngineLoop:
         answer, request, times = choice.answer, choice.answer.request, choice.times
         if output.token is not None:
             self.metrics.token_came(request, times, now)
+        has_ended = output.finish_reason is not None
         try:
             if answer.push(output.token, output.finish_reason):
-                self.engine.cancel(request, FinishReason.STOP)
+                self.engine.stop(output)
+                has_ended = True
         except Exception as error:  # one answer that cannot be read must not end the others
-            request.error = error
+            request.error, has_ended = error, True
             self.engine.cancel(request, FinishReason.FAILED)
-        if request.finish_reason is not None:
+        if has_ended:
             self._ended(choice, now)
         elif not choice.job.streams:
             return None
-        reason = None if request.finish_reason is None else answer.finish_reason
+        reason = answer.finish_reason if has_ended else None
         return Piece(choice.index, answer.take(), output.token, output.logprobs, reason)
 
     def _note_admitted(self, began: float) -> None:

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from windowpane.drafts.speculator import DraftStats
 from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.schedule.request import FinishReason, Request
 
@@ -101,7 +102,7 @@ class Metrics:
 
     def stepped(self, outputs: Sequence[TokenOutput]) -> None:
         self.steps += 1
-        self.generated_tokens += sum(output.token is not None for output in outputs)
+        self.generated_tokens += sum(output.token is not None and not output.is_dropped for output in outputs)
 
     def token_came(self, request: Request, times: Times, now: float) -> None:
         if times.last_token is None:
@@ -169,6 +170,8 @@ class Metrics:
         yield self._gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
         yield self._gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
         yield self._counter("num_preemptions", "Requests sent back to the queue.", scheduler.preemptions)
+        if engine.speculator is not None:
+            yield from self._draft_families(engine.speculator.stats)
         groups = {group.name: manager.group_bytes(index) for index, group in enumerate(manager.layout.groups)}
         live = sum(held.live for held in groups.values())
         yield self._gauge(
@@ -185,6 +188,17 @@ class Metrics:
                 held_bytes.add_metric([*self._labels.values(), name, state], getattr(held, state))
         held_bytes.add_metric([*self._labels.values(), "", "free"], manager.free_bytes)
         yield held_bytes
+
+    def _draft_families(self, stats: DraftStats) -> Iterator[Metric]:
+        yield self._counter("spec_decode_num_drafts", "Requests' steps with drafts.", stats.drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.", stats.accepted_tokens)
+        yield self._labelled_counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by their place among a request's drafts of a step.",
+            "position",
+            {str(position): count for position, count in enumerate(stats.accepted_by_position)},
+        )
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, help, labels=list(self._labels))

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,7 @@ def snapshot(engine: Engine, meter: Meter, model: ModelFacts) -> dict[str, Any]:
             ],
         },
         "rates": meter.document(),
+        "drafts": asdict(engine.speculator.stats) if engine.speculator is not None else None,
     }
 
 

@@ -75,15 +75,20 @@ def tells_routes(job: Job, pieces: Iterable[Piece]) -> bool:
 
 
 def usage(job: Job, *, generates: bool = True) -> dict[str, Any]:
-    """Tokens of a job so far. A prompt counts once, however many choices were made of it."""
+    """Tokens of a job so far. A prompt counts once, however many choices were made of it. Drafts are told where steps
+    verified some.
+    """
     prompts: dict[int, Request] = {}
     for request in job.requests:
         prompts.setdefault(id(request.prompt), request)
     prompt_tokens = sum(len(request.prompt) for request in prompts.values())
     completion_tokens = sum(len(request.output) for request in job.requests) if generates else 0
+    drafted, accepted = (sum(getattr(r, name) for r in job.requests) for name in ("drafted_tokens", "accepted_tokens"))
+    drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts.values())},
+        **({"completion_tokens_details": drafts} if drafted else {}),
     }

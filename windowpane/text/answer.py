@@ -88,17 +88,19 @@ class Answer:
         self._stops = StopStrings(request.params.stop, include_stop) if request.params.stop else None
         self._shown: list[str] = []
         self._taken = 0
+        self._pushed = 0  # tokens
 
     def push(self, token: int | None, finish_reason: FinishReason | None) -> bool:
         """Take one token in; True when a stop string has ended the text, so that the request should end too."""
         ended = finish_reason is not None
+        self._pushed += 1
         if self._detokenizer is None or token is None:
             return False
         # The stop token itself is no text.
         text = "" if finish_reason is FinishReason.STOP else self._detokenizer.push(token)
         if ended:
             text += self._detokenizer.finish()
-        if self._stops is None or len(self.request.output) < self.request.params.min_tokens:
+        if self._stops is None or self._pushed < self.request.params.min_tokens:
             self._shown.append(text)  # nothing to stop at, or too early to stop
             return False
         self._shown.append(self._stops.push(text))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.text.grammar_pool import GrammarError, GrammarPool, PooledGrammar
+from windowpane.text.grammar_pool import GrammarError, GrammarPool, PooledAnswer, PooledGrammar
 from windowpane.text.grammar_worker import Source, Words
 from windowpane.text.tokenizer import Tokenizer
 
@@ -170,15 +170,15 @@ class CompiledGrammar:
     stop_ids: frozenset[int]
 
     def matcher(self) -> AnswerMatcher:
-        return AnswerMatcher(self._pool, self._pooled)
+        return AnswerMatcher(self._pool, self._pool.answer(self._pooled))
 
 
 class AnswerMatcher:
     """Where one answer stands in its grammar (`request.Matcher`)."""
 
-    def __init__(self, pool: GrammarPool, pooled: PooledGrammar) -> None:
+    def __init__(self, pool: GrammarPool, answer: PooledAnswer) -> None:
         self._pool = pool
-        self._answer = pool.answer(pooled)
+        self._answer = answer
         self._is_asked = False
 
     def accept(self, token: int) -> None:
@@ -193,6 +193,9 @@ class AnswerMatcher:
             self.ask(may_stop=may_stop)
         self._is_asked = False
         return self._pool.take(self._answer)
+
+    def ahead(self, tokens: NDArray[np.int32]) -> AnswerMatcher:
+        return AnswerMatcher(self._pool, self._answer.ahead(tokens.tolist()))
 
 
 def _words(tokenizer: Tokenizer) -> Words:

@@ -209,6 +209,31 @@ class PooledAnswer:
         self.sent = len(self.tokens)
         return Row(self.id, grammar.id, source, is_new, tokens, self.may_stop)
 
+    @property
+    def followed(self) -> PooledAnswer:
+        """The one that its worker follows."""
+        return self
+
+    def ahead(self, tokens: Sequence[int]) -> PooledAnswer:
+        """The same behind these tokens, as long as it takes to ask for one mask."""
+        return _Ahead(self, tokens)
+
+
+class _Ahead(PooledAnswer):
+    """An answer as it would be behind some drafts. Its worker looks ahead from where the answer itself stands."""
+
+    def __init__(self, answer: PooledAnswer, tokens: Sequence[int]) -> None:
+        super().__init__(answer.id, answer.grammar)
+        self._followed = answer
+        self._ahead = tuple(tokens)
+
+    @property
+    def followed(self) -> PooledAnswer:
+        return self._followed
+
+    def row(self, worker: WorkerHandle) -> Row:
+        return self._followed.row(worker)._replace(ahead=self._ahead, may_stop=self.may_stop)
+
 
 class _Cache:
     """What came of the sources asked for last: so many, and together no more than so many bytes of them."""
@@ -434,7 +459,7 @@ def _order(worker: WorkerHandle, batch: Sequence[PooledAnswer]) -> MaskOrder:
     rows = [answer.row(worker) for answer in batch]
     for answer, row in zip(batch, rows, strict=True):
         if row.is_new:
-            weakref.finalize(answer, worker.ended.append, answer.id).atexit = False
+            weakref.finalize(answer.followed, worker.ended.append, answer.id).atexit = False
     ended = [worker.ended.popleft() for _ in range(len(worker.ended))]
     forgotten = [worker.forgotten.popleft() for _ in range(len(worker.forgotten))]
     return MaskOrder(rows, ended, forgotten, MASK_CPU_S + MASK_ROW_CPU_S * len(rows))

@@ -85,7 +85,10 @@ class CompileOrder:
 
 
 class Row(NamedTuple):
-    """One answer's mask. `source` comes with a grammar that the worker does not know, `is_new` with all tokens."""
+    """One answer's mask. `source` comes with a grammar that the worker does not know, `is_new` with all tokens.
+
+    `ahead` are drafts: the mask is that behind them, and the answer stays where it is.
+    """
 
     answer: int
     grammar: int
@@ -93,6 +96,7 @@ class Row(NamedTuple):
     is_new: bool
     tokens: list[int]
     may_stop: bool
+    ahead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +294,9 @@ class Worker:
         errors: dict[int, str] = {}
         followed = []
         for index, row in enumerate(order.rows):
-            if (error := self._follow(row)) is None:
-                followed.append((self._answers[row.answer], index))
+            error, matcher = self._follow(row)
+            if matcher is not None:
+                followed.append((matcher, index))
             else:
                 errors[index] = error
         if followed:
@@ -304,18 +309,22 @@ class Worker:
                 self._forbid_stops(self._masks[index])
         return Masks(errors)
 
-    def _follow(self, row: Row) -> str | None:
-        """Bring an answer to where the server knows it is."""
+    def _follow(self, row: Row) -> tuple[str, llguidance.LLMatcher | None]:
+        """Bring an answer to where the server knows it is; returns what asks for its mask, or why nothing can."""
         if row.is_new:
             if row.grammar not in self._grammars and row.source is not None:
                 error = self._learn(row.grammar, row.source)
                 if error is not None:
-                    return error
+                    return error, None
             self._answers[row.answer] = self._grammars[row.grammar].deep_copy()
         matcher = self._answers[row.answer]
         if row.tokens:
             matcher.consume_tokens(row.tokens)
-        return matcher.get_error() or None
+        if row.ahead and not matcher.is_error():
+            matcher = matcher.deep_copy()
+            matcher.consume_tokens(list(row.ahead))
+        error = matcher.get_error()
+        return error, None if error else matcher
 
     def _forbid_stops(self, mask: NDArray[np.int32]) -> None:
         """Unless nothing else may come."""

@@ -42,6 +42,8 @@ def random_tensor(
     """One tensor, made on the device. Linear weights lie around 0, norms and scales around what changes nothing."""
     generator = torch.Generator(device=device).manual_seed(_seed(tensor.name, seed))
     out = torch.empty(tensor.shape, dtype=held_dtype(tensor, dtype), device=device)
+    if not out.is_floating_point():  # an order, each once
+        return torch.arange(len(out), dtype=out.dtype, device=device)
     out.normal_(_mean(tensor, spec.family), STANDARD_DEVIATION, generator=generator)
     cut = tensor.cut(place)
     if cut is None:

@@ -22,7 +22,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from windowpane.attention.mask import Mask
 from windowpane.attention.triton.codes import operand_type
 from windowpane.attention.triton.decode_coded import coded_latent_item, coded_pair_item, present_weight
-from windowpane.attention.triton.decode_tunings import tuning_for
+from windowpane.attention.triton.decode_several import (
+    FIELDS,
+    K_STRIDE,
+    PRESENT,
+    Q_STRIDE,
+    V_STRIDE,
+    asks,
+    first_seen,
+    leave_rows,
+    places,
+    present_rows,
+    present_scores,
+    rows_at_once,
+    seen_present,
+)
+from windowpane.attention.triton.decode_tunings import Tuning, tuning_for, tuning_for_rows
 from windowpane.attention.triton.view import (
     ELEMENTS,
     LayerView,
@@ -54,6 +69,11 @@ def decode_programs(view: LayerView, device: torch.device) -> int:
     return tuning_for(view).programs_per_sm * processors_of(device)
 
 
+def rows_programs(view: LayerView, group: int, rows: int, device: torch.device) -> int:
+    """How many programs share a step of segments with at most so many rows."""
+    return tuning_for_rows(view, group * rows).programs_per_sm * processors_of(device)
+
+
 class DecodeScratch:
     """Where programs leave partial results; layers may share one, since each step of a layer overwrites it.
 
@@ -61,7 +81,16 @@ class DecodeScratch:
     """
 
     def __init__(self, max_rows: int, kv_heads: int, group: int, dim: int, programs: int, device: torch.device) -> None:
-        slots = programs + max_rows * kv_heads
+        self._make(programs, programs + max_rows * kv_heads, group, dim, device)
+
+    @classmethod
+    def of_rows(cls, view: LayerView, group: int, rows: int, device: torch.device) -> DecodeScratch:
+        """For segments of at most so many rows. A program leaves at most two parts: of its first item and its last."""
+        made, programs = cls.__new__(cls), rows_programs(view, group, rows, device)
+        made._make(programs, 2 * programs, group * rows, view.dim, device)
+        return made
+
+    def _make(self, programs: int, slots: int, group: int, dim: int, device: torch.device) -> None:
         self.programs = programs
         self.part = torch.full((slots * group * dim,), float("nan"), device=device)
         self.lse = torch.full((slots * group,), float("nan"), device=device)
@@ -81,6 +110,17 @@ def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) ->
     )  # fmt: skip
 
 
+def plan_rows(segments: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) -> None:
+    """As `plan_decode`, for `segments` [segments, 6]: those that begin at -1 or ask nothing read nothing."""
+    count = len(segments)
+    if count > MAX_ROWS:
+        raise ValueError(f"{count} segments verify at once; kernels take at most {MAX_ROWS}")
+    _plan_kernel[(1,)](
+        segments, cum_tiles, count, reach_of(mask), CHUNKED=mask.is_chunked, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
+        SEVERAL=True, num_warps=4,
+    )  # fmt: skip
+
+
 def decode(
     q: torch.Tensor, k_present: torch.Tensor, v_present: torch.Tensor, layer: PagedLayer, slots: torch.Tensor,
     positions: torch.Tensor, cum_tiles: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, *, pdl: bool = False,
@@ -94,25 +134,13 @@ def decode(
     `pdl` lets a launch begin while the one before it ends, and look up the lists and the table by then: between whoever
     wrote those and this there must be a plain launch.
     """
-    view, table, group, sinks = layer.view, layer.table, layer.group, layer.scores.sinks
+    view, group, sinks = layer.view, layer.group, layer.scores.sinks
     view.require_dtype(q)
     rows, query_heads, dim = q.shape
     if group > GROUP_ROWS:
         raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
     tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and layer.mask.is_windowed)
-    cos, sin, w = layer.rope or (scratch.lse,) * 3
-    dtype = operand_type(view.code, q.dtype) if view.code else ELEMENTS[view.dtype]
-    _decode_kernel[(scratch.programs,)](
-        q, k_present, v_present, layer.arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part,
-        scratch.lse, out, sinks, rows, view.kv_heads, q.stride(0), k_present.stride(0), v_present.stride(0),
-        out.stride(0), table.stride(0), view.columns, view.stripe, view.data_offsets[0], view.data_offsets[-1],
-        *view.scales_at(), *((view.layer_scales * 2)[:2] or (1.0, 1.0)), layer.scale_log2, layer.reach_tokens, D=dim,
-        R=layer.rotary_pairs, P=view.block_tokens, G=group, N=tuning.tile_tokens, UNIT=view.unit_elements,
-        STRIPES=view.stripes, RING=view.ring, CHUNKED=layer.mask.is_chunked, DTYPE=dtype, CODE=view.code,
-        PER_ROW=bool(view.scale_offsets), ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
-        GROUP_ROWS=FEW_HEADS if view.code and group <= FEW_HEADS else GROUP_ROWS, CAP=layer.softcap, PDL=pdl,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
-    )  # fmt: skip
+    _launch(q, k_present, v_present, layer, slots, positions, cum_tiles, scratch, out, rows, 1, tuning, pdl)
     _combine_kernel[(query_heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, sinks, rows, view.kv_heads,
         scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), layer.scale_log2, D=dim,
@@ -120,13 +148,71 @@ def decode(
     )  # fmt: skip
 
 
+def _launch(
+    q: torch.Tensor, k_present: torch.Tensor, v_present: torch.Tensor, layer: PagedLayer, slots: torch.Tensor,
+    positions: torch.Tensor, cum_tiles: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, count: int, rows: int,
+    tuning: Tuning, pdl: bool,
+) -> None:  # fmt: skip
+    view, table, tile_rows = layer.view, layer.table, layer.group * rows
+    cos, sin, w = layer.rope or (scratch.lse,) * 3
+    dtype = operand_type(view.code, q.dtype) if view.code else ELEMENTS[view.dtype]
+    least = FEW_HEADS if view.code and tile_rows <= FEW_HEADS else GROUP_ROWS
+    _decode_kernel[(scratch.programs,)](
+        q, k_present, v_present, layer.arena, table, slots, positions, cum_tiles, cos, sin, w, scratch.part,
+        scratch.lse, out, layer.scores.sinks, count, view.kv_heads, q.stride(0), k_present.stride(0),
+        v_present.stride(0), out.stride(0), table.stride(0), view.columns, view.stripe, view.data_offsets[0],
+        view.data_offsets[-1], *view.scales_at(), *((view.layer_scales * 2)[:2] or (1.0, 1.0)), layer.scale_log2,
+        layer.reach_tokens, D=q.shape[2], R=layer.rotary_pairs, P=view.block_tokens, G=layer.group,
+        N=tuning.tile_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, RING=view.ring,
+        CHUNKED=layer.mask.is_chunked, DTYPE=dtype, CODE=view.code, PER_ROW=bool(view.scale_offsets),
+        ROW=view.row_words, TILE=TILE_TOKENS, MAX_ROWS=MAX_ROWS,
+        GROUP_ROWS=max(least, triton.next_power_of_2(tile_rows)), CAP=layer.softcap, PDL=pdl, ROWS=rows,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, maxnreg=tuning.registers, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def decode_rows(
+    q: torch.Tensor, k_present: torch.Tensor, v_present: torch.Tensor, layer: PagedLayer, segments: torch.Tensor,
+    cum_tiles: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, *, rows: int, pdl: bool = False,
+) -> None:  # fmt: skip
+    """At most `rows` rows of each segment, in one pass over its pages: each attends its past and those before it.
+
+    As `decode`, with `segments` [segments, 6] int32 on the device (the fields of `Segment`) in the place of slots and
+    positions; `cum_tiles` is what `plan_rows` made of them. Rows of q and out that no segment asks for are left alone.
+    A segment has at most 16 tokens, and `rows_at_once` says how many may ask: `split_rows` makes several of one.
+    """
+    view, group, count = layer.view, layer.group, len(segments)
+    view.require_dtype(q)
+    _, query_heads, dim = q.shape
+    if not 2 <= rows <= rows_at_once(group, dim):
+        raise ValueError(
+            f"{rows} rows of {group} query heads and {dim} dims; kernels take 2 to {rows_at_once(group, dim)}"
+        )
+    tuning, sinks = tuning_for_rows(view, group * rows, q.dtype), layer.scores.sinks
+    _launch(q, k_present, v_present, layer, segments, segments, cum_tiles, scratch, out, count, rows, tuning, pdl)
+    _combine_rows_kernel[(query_heads, count * rows)](
+        scratch.part, scratch.lse, segments, cum_tiles, out, sinks, count, view.kv_heads, scratch.programs,
+        out.stride(0), D=dim, G=group, S=16, ROWS=rows, PDL=pdl, num_warps=max(1, dim // 128), launch_pdl=pdl,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
-def _plan_kernel(POSITIONS, CUM, rows, reach, CHUNKED: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr):
+def _plan_kernel(
+    POSITIONS, CUM, rows, reach, CHUNKED: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr,
+    SEVERAL: tl.constexpr = False,
+):  # fmt: skip
     row = tl.arange(0, MAX_ROWS)
     ok = row < rows
-    position = tl.load(POSITIONS + row, mask=ok, other=-1)
-    first = first_visible(position, reach, CHUNKED)
-    tiles = tl.where(position > first, (position + TILE - 1) // TILE - first // TILE, 0)
+    if SEVERAL:
+        past = tl.load(POSITIONS + row * FIELDS + 1, mask=ok, other=-1)
+        asking = tl.load(POSITIONS + row * FIELDS + 5, mask=ok, other=0)
+        first = first_visible(tl.load(POSITIONS + row * FIELDS + 2, mask=ok, other=0) - asking, reach, CHUNKED)
+        tiles = tl.where(past > first, (past + TILE - 1) // TILE - first // TILE, 0)
+        tiles = tl.where((asking > 0) & (past >= 0), tiles + 1, 0)  # the segment's own tokens are one more
+    else:
+        position = tl.load(POSITIONS + row, mask=ok, other=-1)
+        first = first_visible(position, reach, CHUNKED)
+        tiles = tl.where(position > first, (position + TILE - 1) // TILE - first // TILE, 0)
     tl.store(CUM + 1 + row, tl.cumsum(tiles), mask=ok)
     tl.store(CUM + row, 0, mask=row == 0)
 
@@ -134,14 +220,15 @@ def _plan_kernel(POSITIONS, CUM, rows, reach, CHUNKED: tl.constexpr, TILE: tl.co
 @triton.jit
 def _pair_item(
     Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset, scale_log2,
-    whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    CAP: tl.constexpr,
+    whole, K_PRESENT, V_PRESENT, OUT, SINKS, ends, several, D: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
     d = tl.arange(0, D)[None, :]
-    q = tl.load(Q + q_row + g[:, None] * D + d, mask=g[:, None] < G, other=0.0)
+    q = Q + q_row + places(g, several, Q_STRIDE, D, G, ROWS)[:, None] + d
+    q = tl.load(q, mask=asks(g, several, G, ROWS)[:, None], other=0.0)
     K = section(ARENA, k_offset, DTYPE)
     V = section(ARENA, v_offset, DTYPE)
     m = tl.full([GROUP_ROWS], -1e30, tl.float32)
@@ -155,7 +242,10 @@ def _pair_item(
         # Rows that no token fills may be NaN, and 0 x NaN is NaN: they are never loaded.
         k = tl.load(K + start, mask=ok[:, None], other=0.0)
         s = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2, CAP)
-        s = tl.where(ok[None, :], s, float("-inf"))
+        seen = ok[None, :]
+        if ROWS > 1:
+            seen &= t[None, :] >= first_seen(g, several, G, CHUNKED)[:, None]
+        s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, None])
@@ -163,7 +253,20 @@ def _pair_item(
         m = m_new
         v = tl.load(V + start, mask=ok[:, None], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    if whole:
+    if ROWS > 1:
+        if ends:
+            k = present_rows(K_PRESENT, several[K_STRIDE], 0, past, several, D, G)
+            s = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2, CAP)
+            s = tl.where(tl.trans(seen_present(g, past, several, G, CHUNKED)), s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            alpha = tl.exp2(m - m_new)
+            p = tl.exp2(s - m_new[:, None])
+            norm = norm * alpha + tl.sum(p, 1)
+            m = m_new
+            v = present_rows(V_PRESENT, several[V_STRIDE], 0, past, several, D, G)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        leave_rows(PART, LSE, OUT, SINKS, slot, head, m, norm, acc, whole, several, 0, D, G, ROWS)
+    elif whole:
         # Nobody else has a part of this item: the present token ends it.
         k = tl.load(K_PRESENT + d).to(tl.float32)
         s = soft_capped(tl.sum(q.to(tl.float32) * k, 1) * scale_log2, CAP)
@@ -183,9 +286,9 @@ def _pair_item(
 @triton.jit
 def _latent_item(
     Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
-    scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    G: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr,
+    scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, ends, several, D: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
+    DTYPE: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """K = rotate(n * w) and V = n, from one read of n. Tokens are the rows of both products, query heads the columns.
 
@@ -198,8 +301,8 @@ def _latent_item(
     n = tl.arange(0, N)
     r = tl.arange(0, R)[None, :]
     e = tl.arange(0, 2 * R)[None, :]
-    g_ok = g[:, None] < G
-    q = Q + q_row + g[:, None] * D
+    g_ok = asks(g, several, G, ROWS)[:, None]
+    q = Q + q_row + places(g, several, Q_STRIDE, D, G, ROWS)[:, None]
     q1 = tl.load(q + r, mask=g_ok, other=0.0).to(tl.float32)
     q2 = tl.load(q + R + r, mask=g_ok, other=0.0).to(tl.float32)
     q1, q2 = rotate(q1, q2, tl.load(COS + lo * R + r), -tl.load(SIN + lo * R + r))
@@ -237,7 +340,10 @@ def _latent_item(
             x += (tl.load(at + 4 * R + e, mask=row_ok, other=0.0), tl.load(at + 6 * R + e, mask=row_ok, other=0.0))
             s = add_scores(x[3], still[1], s)
             s = add_scores(x[4], still[2], s)
-        s = tl.where(row_ok, soft_capped(s * scale_log2, CAP), float("-inf"))
+        seen = row_ok
+        if ROWS > 1:
+            seen &= t[:, None] >= first_seen(g, several, G, CHUNKED)[None, :]
+        s = tl.where(seen, soft_capped(s * scale_log2, CAP), float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         alpha = tl.exp2(m - m_new)[None, :]
         p = tl.exp2(s - m_new[None, :])
@@ -249,7 +355,29 @@ def _latent_item(
             more += (tl.dot(tl.trans(x[piece]), p, sums[piece] * alpha, input_precision="ieee"),)
         sums = more
     total = tl.sum(norm, 0)
-    if whole:
+    if ROWS > 1:
+        alpha = m * 0.0 + 1.0
+        p = tl.zeros([PRESENT, GROUP_ROWS], DTYPE)
+        if ends:
+            s = present_scores(q, g_ok, K_PRESENT, past, several, 2 * R, D, G, GROUP_ROWS)
+            s = tl.where(seen_present(g, past, several, G, CHUNKED), soft_capped(s * scale_log2, CAP), float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 0))
+            alpha = tl.exp2(m - m_new)
+            weights = tl.exp2(s - m_new[None, :])
+            total = total * alpha + tl.sum(weights, 0)
+            m = m_new
+            p = weights.to(DTYPE)
+        for piece in tl.static_range(len(sums)):
+            acc = sums[piece] * alpha[None, :]
+            if ends:
+                first_dim = piece_start(piece, R)
+                v = present_rows(V_PRESENT, several[V_STRIDE], first_dim, past, several, acc.shape[0], G)
+                acc = tl.dot(tl.trans(v), p, acc, input_precision="ieee")
+            leave_rows(
+                PART, LSE, OUT, SINKS, slot, head, m, total, tl.trans(acc), whole, several, piece_start(piece, R), D, G,
+                ROWS,
+            )  # fmt: skip
+    elif whole:
         weight, alpha, m = present_weight(Q + q_row, K_PRESENT, m, scale_log2, G, D, CAP)
         total = with_sinks(total * alpha + weight, m, SINKS, head * G + g, g < G)
         for piece in tl.static_range(len(sums)):
@@ -276,8 +404,10 @@ def _decode_kernel(
     G: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
     CHUNKED: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr, ROW: tl.constexpr,
     TILE: tl.constexpr, MAX_ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr = 1,
 ):  # fmt: skip
-    """One program's share of the line, item by item. R > 0 means a latent.
+    """One program's share of the line, item by item. R > 0 means a latent. ROWS > 1 means segments of at most so many
+    rows, which are given in the place of slots.
 
     Where the past lies was known before this layer: it is looked up while heads are still made ready.
     """
@@ -297,17 +427,34 @@ def _decode_kernel(
         head = inside // tiles
         tile = inside % tiles
         count = tl.minimum(tiles - tile, stop - unit)
-        past = tl.load(POSITIONS + row)
-        first = first_visible(past, reach, CHUNKED)
+        if ROWS > 1:
+            sequence = SLOTS + row * FIELDS  # a segment, whose first field is the slot
+            past = tl.load(sequence + 1)
+            asking = tl.load(sequence + 5)
+            position = tl.load(sequence + 2) - asking
+            present_row = tl.load(sequence + 3)
+            query_row = tl.load(sequence + 4)
+            several = (asking * G, position, reach, q_stride, out_stride, k_stride, v_stride)
+        else:
+            sequence = SLOTS + row
+            past = tl.load(POSITIONS + row)
+            position = past
+            present_row = row
+            query_row = row
+            several = ()
+        first = first_visible(position, reach, CHUNKED)
         lo = (first // TILE + tile) * TILE
         hi = tl.minimum(lo + count * TILE, past)
+        if ROWS > 1:
+            lo = tl.minimum(lo, past)  # an item may be the present alone
         base = ring_base(first, columns, P, RING)
-        table = TABLE + tl.load(SLOTS + row).to(tl.int64) * table_stride + stripe
-        q_row = row.to(tl.int64) * q_stride + head * G * D
-        slot = program + row * kv_heads + head
-        k_present = K + row.to(tl.int64) * k_stride + head * D
-        v_present = V + row.to(tl.int64) * v_stride + head * D
-        o_row = OUT + row.to(tl.int64) * out_stride + head * G * D
+        table = TABLE + tl.load(sequence).to(tl.int64) * table_stride + stripe
+        q_row = query_row.to(tl.int64) * q_stride + head * G * D
+        slot = 2 * program + (unit != program * share) if ROWS > 1 else program + row * kv_heads + head
+        k_present = K + present_row.to(tl.int64) * k_stride + head * D
+        v_present = V + present_row.to(tl.int64) * v_stride + head * D
+        o_row = OUT + query_row.to(tl.int64) * out_stride + head * G * D
+        is_last = tile + count == tiles
         if PDL:
             if unit == program * share:
                 _ask_for(
@@ -319,26 +466,28 @@ def _decode_kernel(
         if CODE > 0 and R > 0:
             coded_latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
-                k_offset, k_scales, k_layer_scale, scale_log2, count == tiles, k_present, v_present, o_row, SINKS, D, R,
-                P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS, CAP,
+                k_offset, k_scales, k_layer_scale, scale_log2, count == tiles, k_present, v_present, o_row, SINKS,
+                is_last, several, D, R, P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS, CAP, ROWS,
+                CHUNKED,
             )  # fmt: skip
         elif CODE > 0:
             coded_pair_item(
                 Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
                 k_scales, v_scales, k_layer_scale, v_layer_scale, scale_log2, count == tiles, k_present, v_present,
-                o_row, SINKS, D, P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS, CAP,
+                o_row, SINKS, is_last, several, D, P, G, N, ROW, STRIPES, RING, CODE, PER_ROW, DTYPE, GROUP_ROWS, CAP,
+                ROWS, CHUNKED,
             )  # fmt: skip
         elif R > 0:
             _latent_item(
                 Q, ARENA, table, COS, SIN, W, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns,
-                k_offset, scale_log2, count == tiles, k_present, v_present, o_row, SINKS, D, R, P, G, N, UNIT, STRIPES,
-                RING, DTYPE, GROUP_ROWS, CAP,
+                k_offset, scale_log2, count == tiles, k_present, v_present, o_row, SINKS, is_last, several, D, R, P, G,
+                N, UNIT, STRIPES, RING, DTYPE, GROUP_ROWS, CAP, ROWS, CHUNKED,
             )  # fmt: skip
         else:
             _pair_item(
                 Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset,
-                scale_log2, count == tiles, k_present, v_present, o_row, SINKS, D, P, G, N, UNIT, STRIPES, RING, DTYPE,
-                GROUP_ROWS, CAP,
+                scale_log2, count == tiles, k_present, v_present, o_row, SINKS, is_last, several, D, P, G, N, UNIT,
+                STRIPES, RING, DTYPE, GROUP_ROWS, CAP, ROWS, CHUNKED,
             )  # fmt: skip
         unit += count
     if PDL:  # even without a share: when this launch ends, all before it have ended
@@ -424,3 +573,48 @@ def _combine_kernel(
         # A padding row's activations may be anything.
         attended = tl.where(is_row, acc / norm, 0.0)
         tl.store(OUT + row.to(tl.int64) * out_stride + query_head * D + d, attended.to(OUT.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["count", "programs"], do_not_specialize_on_alignment=["SEGMENTS", "CUM"])
+def _combine_rows_kernel(
+    PART, LSE, SEGMENTS, CUM, OUT, SINKS, count, kv_heads, programs, out_stride, D: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one row's query head, S at a time. Whole items are done."""
+    query_head = tl.program_id(0)
+    row = tl.program_id(1) // ROWS
+    own = tl.program_id(1) % ROWS
+    head = query_head // G
+    share = _share(tl.load(CUM + count) * kv_heads, programs)
+    before = tl.load(CUM + row)
+    tiles = tl.load(CUM + row + 1) - before
+    unit = before * kv_heads + head * tiles
+    first = unit // share
+    last = (unit + tiles - 1) // share
+    query_row = tl.load(SEGMENTS + row * FIELDS + 4) + own
+    asks_one = own < tl.load(SEGMENTS + row * FIELDS + 5)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if asks_one & (first < last):
+        d = tl.arange(0, D)
+        m = -1e30
+        acc = tl.zeros([D], tl.float32)
+        norm = 0.0
+        for i in range(first, last + 1, S):
+            program = i + tl.arange(0, S)
+            ok = program <= last
+            # The item is its program's first one, unless it begins inside of that program's share.
+            slot = 2 * program + ((program == first) & (unit > first * share))
+            at = slot.to(tl.int64) * (ROWS * G) + own * G + query_head % G
+            lse = tl.load(LSE + at, mask=ok, other=float("-inf"))
+            part = tl.load(PART + at[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+            m_new = tl.maximum(m, tl.max(lse, 0))
+            alpha = tl.exp2(m - m_new)
+            weight = tl.exp2(lse - m_new)
+            acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+            norm = norm * alpha + tl.sum(weight, 0)
+            m = m_new
+        norm = with_sinks(norm, m, SINKS, query_head, query_head >= 0)
+        at = OUT + query_row.to(tl.int64) * out_stride + query_head * D + d
+        tl.store(at, (acc / norm).to(OUT.dtype.element_ty))

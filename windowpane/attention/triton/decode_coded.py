@@ -13,6 +13,18 @@ import triton
 import triton.language as tl
 
 from windowpane.attention.triton.codes import dims_of, for_raw, halves_difference, halves_sum, plane, scales_of
+from windowpane.attention.triton.decode_several import (
+    PRESENT,
+    Q_STRIDE,
+    V_STRIDE,
+    asks,
+    first_seen,
+    leave_rows,
+    places,
+    present_rows,
+    present_scores,
+    seen_present,
+)
 from windowpane.attention.triton.view import add_scores, column_of, rotate, section, soft_capped, weighted, with_sinks
 
 UNIT = tl.constexpr(128)  # words, and half as many scales, in a unit of page offsets
@@ -22,9 +34,10 @@ MOST_WORDS = tl.constexpr(128)  # of a row at a time: operands are registers
 @triton.jit
 def coded_pair_item(
     Q, ARENA, table, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, k_offset, v_offset, k_scales,
-    v_scales, k_layer_scale, v_layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr,
-    P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr,
+    v_scales, k_layer_scale, v_layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, ends, several,
+    D: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr,
+    RING: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    CAP: tl.constexpr, ROWS: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     PLANES: tl.constexpr = 4 if CODE == 4 else 2
     W: tl.constexpr = D // PLANES
@@ -35,8 +48,9 @@ def coded_pair_item(
     g = tl.arange(0, GROUP_ROWS)
     n = tl.arange(0, N)
     d = tl.arange(0, C)
-    q = Q + q_row + g[:, None] * D + d[None, :]
-    g_ok = g[:, None] < G
+    q_rows = Q + q_row + places(g, several, Q_STRIDE, D, G, ROWS)[:, None]
+    q = q_rows + d[None, :]
+    g_ok = asks(g, several, G, ROWS)[:, None]
     q0, start0 = for_raw(_operand(tl.load(q, mask=g_ok, other=0.0), OPERAND), 0, CODE, OPERAND)
     q1, start1 = for_raw(_operand(tl.load(q + W, mask=g_ok, other=0.0), OPERAND), 1, CODE, OPERAND)
     q_sum = tl.zeros([GROUP_ROWS], tl.float32)
@@ -48,7 +62,7 @@ def coded_pair_item(
         start1 += start3
     if CODE == 4:
         all_dims = tl.arange(0, D)[None, :]
-        q_sum = tl.sum(tl.load(Q + q_row + g[:, None] * D + all_dims, mask=g_ok, other=0.0).to(tl.float32), 1)
+        q_sum = tl.sum(tl.load(q_rows + all_dims, mask=g_ok, other=0.0).to(tl.float32), 1)
     sums = (tl.zeros([C, GROUP_ROWS], tl.float32),) * 4
     K = section(ARENA, k_offset, tl.int16)
     V = section(ARENA, v_offset, tl.int16)
@@ -61,7 +75,7 @@ def coded_pair_item(
     ONE_PAGE: tl.constexpr = P % N == 0
     if ONE_PAGE:
         lo = tl.maximum(lo, first // N * N)
-        next_page = _page_of(lo, table, base, columns, P, STRIPES, RING)
+        next_page = _page_of(_first_read(lo, hi, first, ROWS), table, base, columns, P, STRIPES, RING)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
@@ -97,20 +111,30 @@ def coded_pair_item(
             s0 = add_scores(plane(x, 0, CODE, OPERAND, True), q2, s0)
             s1 = add_scores(plane(x, 1, CODE, OPERAND, True), q3, s1)
         s = soft_capped(_scores(s0 + s1, k_scale, k_base, q_sum, scale_log2, CODE), CAP)
-        p, alpha, m, norm, on_base = _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE, OPERAND)
+        seen = ok[:, None]
+        if ROWS > 1:
+            seen &= t[:, None] >= first_seen(g, several, G, CHUNKED)[None, :]
+        p, alpha, m, norm, on_base = _probabilities(s, v_scale, v_base, seen, m, norm, on_base, CODE, OPERAND)
         sums = _add_values(v, p, alpha, sums, W, C, CODE, OPERAND)
-    _end(
-        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2, whole,
-        W, THIRD, FOUR, OPERAND, G, D, CAP,
-    )  # fmt: skip
+    if ROWS > 1:
+        _end_rows(
+            Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, past, m, norm, on_base, sums,
+            scale_log2, whole, ends, several, W, THIRD, FOUR, OPERAND, G, D, CAP, ROWS, CHUNKED,
+        )  # fmt: skip
+    else:
+        _end(
+            Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2,
+            whole, W, THIRD, FOUR, OPERAND, G, D, CAP,
+        )  # fmt: skip
 
 
 @triton.jit
 def coded_latent_item(
     Q, ARENA, table, COS, SIN, W_NORM, PART, LSE, slot, head, lo, hi, first, past, base, q_row, columns, n_offset,
-    n_scales, layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, D: tl.constexpr, R: tl.constexpr,
-    P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr, RING: tl.constexpr,
-    CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr, CAP: tl.constexpr,
+    n_scales, layer_scale, scale_log2, whole, K_PRESENT, V_PRESENT, OUT, SINKS, ends, several, D: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr, STRIPES: tl.constexpr,
+    RING: tl.constexpr, CODE: tl.constexpr, PER_ROW: tl.constexpr, OPERAND: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    CAP: tl.constexpr, ROWS: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """K = rotate(n * w) and V = n. Rotary dims are decoded, weighted and rotated; w of the others is folded into q.
 
@@ -131,8 +155,8 @@ def coded_latent_item(
     d = tl.arange(0, C)
     r = tl.arange(0, R)[None, :]
     e = tl.arange(0, 2 * R)[None, :]
-    g_ok = g[:, None] < G
-    q = Q + q_row + g[:, None] * D
+    g_ok = asks(g, several, G, ROWS)[:, None]
+    q = Q + q_row + places(g, several, Q_STRIDE, D, G, ROWS)[:, None]
     q1 = tl.load(q + r, mask=g_ok, other=0.0).to(tl.float32)
     q2 = tl.load(q + R + r, mask=g_ok, other=0.0).to(tl.float32)
     q1, q2 = rotate(q1, q2, tl.load(COS + lo * R + r), -tl.load(SIN + lo * R + r))
@@ -175,7 +199,7 @@ def coded_latent_item(
     X = section(ARENA, n_offset, tl.int16)
     XS = section(ARENA, n_scales, tl.int32)
     if ONE_PAGE:
-        next_page = _page_of(lo, table, base, columns, P, STRIPES, RING)
+        next_page = _page_of(_first_read(lo, hi, first, ROWS), table, base, columns, P, STRIPES, RING)
     for i in range(lo, hi, N):
         t = i + n
         ok = (t >= first) & (t < past)
@@ -231,12 +255,27 @@ def coded_latent_item(
         elif D > 2 * R:
             s = add_scores(dims_of(x, 2 * R, 2 * R, ok[:, None], W, CODE, OPERAND), q3, s)
         s = soft_capped(_scores(s + s0, scale, x_base, q_sum, scale_log2, CODE), CAP)
-        p, alpha, m, norm, on_base = _probabilities(s, scale, x_base, ok, m, norm, on_base, CODE, OPERAND)
+        seen = ok[:, None]
+        if ROWS > 1:
+            seen &= t[:, None] >= first_seen(g, several, G, CHUNKED)[None, :]
+        p, alpha, m, norm, on_base = _probabilities(s, scale, x_base, seen, m, norm, on_base, CODE, OPERAND)
         sums = _add_values(v, p, alpha, sums, W, C, CODE, OPERAND)
-    _end(
-        Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2, whole,
-        W, THIRD, FOUR, OPERAND, G, D, CAP,
-    )  # fmt: skip
+    if ROWS > 1:
+        _end_rows(
+            Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, past, m, norm, on_base, sums,
+            scale_log2, whole, ends, several, W, THIRD, FOUR, OPERAND, G, D, CAP, ROWS, CHUNKED,
+        )  # fmt: skip
+    else:
+        _end(
+            Q + q_row, K_PRESENT, V_PRESENT, OUT, PART, LSE, SINKS, slot, head, m, norm, on_base, sums, scale_log2,
+            whole, W, THIRD, FOUR, OPERAND, G, D, CAP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _first_read(lo, hi, first, ROWS: tl.constexpr):
+    """Whose page is looked up first. An item may have no past: then it is a token that has an entry in the table."""
+    return lo if ROWS == 1 else tl.where(lo < hi, lo, first)
 
 
 @triton.jit
@@ -293,9 +332,9 @@ def _scores(products, scale, base, q_sum, scale_log2, CODE: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(s, v_scale, v_base, ok, m, norm, on_base, CODE: tl.constexpr, OPERAND: tl.constexpr):
+def _probabilities(s, v_scale, v_base, seen, m, norm, on_base, CODE: tl.constexpr, OPERAND: tl.constexpr):
     """Of one tile of scores [tokens, heads]: probabilities times V's scales, what sums shrink by, and what is kept."""
-    s = tl.where(ok[:, None], s + tl.log2(v_scale)[:, None], float("-inf"))
+    s = tl.where(seen, s + tl.log2(v_scale)[:, None], float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 0))
     alpha = tl.exp2(m - m_new)[None, :]
     p = tl.exp2(s - m_new[None, :] + _shift(OPERAND))
@@ -334,6 +373,43 @@ def _end(
         _leave(PART, OUT, V, at, place, d, sums[i] + shared, alpha, weight, whole, G, D)
     if not whole:
         tl.store(LSE + at, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def _end_rows(
+    Q, K, V, OUT, PART, LSE, SINKS, slot, head, past, m, norm, on_base, sums, scale_log2, whole, ends, several,
+    W: tl.constexpr, THIRD: tl.constexpr, FOUR: tl.constexpr, OPERAND: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    CAP: tl.constexpr, ROWS: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """As `_end`, for several rows: the segment's own tokens are one more tile of the program that has the last one."""
+    QUERIES: tl.constexpr = m.shape[0]
+    g = tl.arange(0, QUERIES)
+    total = tl.sum(norm, 0)
+    alpha = m * 0.0 + 1.0
+    p = tl.zeros([PRESENT, QUERIES], OPERAND)
+    if ends:
+        q = Q + places(g, several, Q_STRIDE, D, G, ROWS)[:, None]
+        PIECE: tl.constexpr = D if D < MOST_WORDS else MOST_WORDS
+        s = present_scores(q, asks(g, several, G, ROWS)[:, None], K, past, several, PIECE, D, G, QUERIES)
+        s = tl.where(seen_present(g, past, several, G, CHUNKED), soft_capped(s * scale_log2, CAP), float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        alpha = tl.exp2(m - m_new)
+        weights = tl.exp2(s - m_new[None, :] + _shift(OPERAND))
+        total = total * alpha + tl.sum(weights, 0)
+        m = m_new
+        p = weights.to(OPERAND)
+    shared = tl.sum(on_base, 0)[None, :]
+    back = tl.exp2(-_shift(OPERAND))  # the shift of probabilities is taken back
+    for i in tl.static_range(4 if FOUR else 2):
+        acc = (sums[i] + shared) * alpha[None, :]
+        if ends:
+            first = i // 2 * THIRD + i % 2 * W
+            v = _operand(present_rows(V, several[V_STRIDE], first, past, several, acc.shape[0], G), OPERAND)
+            acc = tl.dot(tl.trans(v), p, acc, input_precision="ieee")
+        leave_rows(
+            PART, LSE, OUT, SINKS, slot, head, m, total * back, tl.trans(acc) * back, whole, several,
+            i // 2 * THIRD + i % 2 * W, D, G, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.view import LayerView
@@ -51,6 +52,8 @@ CODED_TUNINGS = {
 # What takes time is fetching instructions, unless those of all launches of a layer fit into a multiprocessor's cache
 # together (docs/performance.md): threads that have less to do each need fewer.
 LONE_WINDOWS = {(256, False): replace(TUNINGS[256, False], num_warps=8, num_stages=2)}
+# Several rows to a sequence: 16 warps of a multiprocessor have 128 registers a thread, of which sums may take half.
+SUMS_OF_A_THREAD, MOST_WARPS = 64, 8
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 2, 4, 1)
 
@@ -63,3 +66,20 @@ def tuning_for(view: LayerView, activations: torch.dtype | None = None, *, lone_
         return CODED_TUNINGS.get((view.dim, view.latent, bits), CODED_TUNINGS[512, view.latent, bits])
     tuning = TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
     return LONE_WINDOWS.get((view.dim, view.latent), tuning) if lone_window else tuning
+
+
+def tuning_for_rows(view: LayerView, queries: int, activations: torch.dtype | None = None) -> Tuning:
+    """For tiles of so many queries: more warps where their sums take too many registers of a thread."""
+    tuning = tuning_for(view, activations)
+    if tuning is EXACT:
+        return tuning
+    sums = max(8 if view.code else 16, triton.next_power_of_2(queries)) * view.dim // 32
+    warps = tuning.num_warps
+    while sums > SUMS_OF_A_THREAD * warps and warps < MOST_WARPS:
+        warps *= 2
+    if warps == tuning.num_warps:
+        return tuning
+    if sums > SUMS_OF_A_THREAD * warps:
+        return replace(tuning, num_warps=warps, programs_per_sm=1, registers=None)
+    programs = min(tuning.programs_per_sm, 2 * MOST_WARPS // warps)
+    return replace(tuning, num_warps=warps, programs_per_sm=programs, registers=2 * SUMS_OF_A_THREAD)

@@ -11,7 +11,7 @@ from ctypes import c_float, c_int, c_int64, c_long, c_void_p
 
 import torch
 
-from windowpane.device.pages import LayerPages
+from windowpane.device.pages import KVPages, LayerPages
 from windowpane.lowering.cpu.attention import parts_for
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS, Pages, covers
 from windowpane.lowering.linear import Linear
@@ -57,7 +57,7 @@ class _Tokens(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("offsets", "starts", "stops", "to_offsets", "to_rows", "cos", "sin")),
-        *((name, c_int64) for name in ("sequences", "blocks", "parts")),
+        *((name, c_int64) for name in ("sequences", "blocks", "parts", "writes_first")),
     )
 
 
@@ -121,11 +121,15 @@ class JoinedLayer:
             return self._layer(hidden, state)
         stored = state.pages.layers[self._attention.described.layer]
         if self._bound is None or self._bound[0] is not stored:
-            covered = covers(stored) and stored.keeps_every_token
-            self._bound = stored, self._addresses(stored) if covered else None
+            self._bound = stored, self._addresses(stored) if self.decodes_in(state.pages) else None
         if self._bound[1] is None:
             return self._layer(hidden, state)
         return self._decode(hidden, self._bound[1], stored, state)
+
+    def decodes_in(self, pages: KVPages) -> bool:
+        """Whether kernels have the format that its KV is stored in."""
+        stored = pages.layers[self._attention.described.layer]
+        return covers(stored) and stored.keeps_every_token
 
     def _decode(self, hidden: torch.Tensor, layer: _Layer, stored: LayerPages, state: StepState) -> torch.Tensor:
         reads = stored.decoding_reads(state.step, self._attention.mask)
@@ -135,6 +139,7 @@ class JoinedLayer:
         tokens = _Tokens(
             reads.offsets.data_ptr(), reads.starts.data_ptr(), reads.stops.data_ptr(), to_offsets.data_ptr(),
             to_rows.data_ptr(), address(cos), address(sin), sequences, reads.shape[1], parts,
+            state.step.drafts_in_rows,
         )  # fmt: skip
         scratch = hidden.new_empty(sequences * self._scratch_floats(ctypes.byref(layer), parts))
         out = hidden.contiguous().clone()

@@ -19,7 +19,14 @@ from windowpane.native import build
 KINDS = {**MIXERS, Experts: make_experts, GatedDeltaNet: CpuGatedDelta, Mamba2: CpuMamba2}
 
 
-def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE) -> ReferenceModel:
+def lower(
+    decoder: Decoder,
+    parameters: Parameters,
+    max_model_len: int,
+    group: RankGroup = ALONE,
+    target: ReferenceModel | None = None,
+) -> ReferenceModel:
+    """`target`: the model that this one drafts for, where it takes hidden states."""
     embedding = parameters.table(decoder.embedding)
     # Strips lie on CPUs alone.
     covered = isinstance(embedding, StripWeight) or (
@@ -27,7 +34,7 @@ def lower(decoder: Decoder, parameters: Parameters, max_model_len: int, group: R
     )
     library = build.library() if covered else None
     if library is None:
-        return ReferenceModel(decoder, parameters, max_model_len, group)
-    model = ReferenceModel(decoder, parameters, max_model_len, group, CpuOps(library), KINDS)
+        return ReferenceModel(decoder, parameters, max_model_len, group, target=target)
+    model = ReferenceModel(decoder, parameters, max_model_len, group, CpuOps(library), KINDS, target)
     join_layers(model, library)
     return model

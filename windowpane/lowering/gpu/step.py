@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.prefill import prefill_tiles
@@ -23,6 +24,7 @@ from windowpane.kv.changes import Changes
 from windowpane.schedule.step import Segment, Step
 
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
+NO_DRAFT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,24 @@ class DeviceStep:
 
     @classmethod
     def decoding(cls, inputs: torch.Tensor) -> DeviceStep:
-        """Of decoding rows alone: slots, positions and present states are the rows of `inputs`."""
-        slots, positions, state_slots = inputs
+        """Of decoding rows alone: slots, positions and present states are the first rows of `inputs`."""
+        slots, positions, state_slots = inputs[:3]
         return cls(positions, slots, Sequences(slots, positions, state_slots))
 
     @property
     def num_decoding(self) -> int:
         return len(self.slots)
+
+
+def tokens_of(inputs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """What decoding rows compute: a slot's last sampled token, or the draft that stands in a fourth row of `inputs`."""
+    last = sampled[inputs[0]]
+    return last if len(inputs) == len(PADDING_ROW) else torch.where(inputs[3] == NO_DRAFT, last, inputs[3].long())
+
+
+def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
+    """A column of `inputs` for a row that reads nothing and writes nothing."""
+    return np.array((*PADDING_ROW, NO_DRAFT)[: len(inputs)], dtype=np.int32)[:, None]
 
 
 class StepBuilder:

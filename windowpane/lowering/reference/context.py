@@ -29,9 +29,10 @@ class Context:
 
 @dataclass(slots=True)
 class StepState:
-    """One step on its way through the layers.
+    """One step on its way through the layers. Without `keeps`, it leaves nothing in pages.
 
-    `present` has K and V of this step's rows until they are written, by layer; `read` what the wanted rows read of a
+    `present` has K and V of this step's rows until they are written, by layer, and `written` those that a drafter finds
+    in its target's pages; `read` what the wanted rows read of a
     recurrent state, and `routed` the experts they visit, from the time that it is kept until the rows go on.
     """
 
@@ -41,8 +42,10 @@ class StepState:
     positions: torch.Tensor
     wanted: torch.Tensor
     segments: tuple[Segment, ...]
+    keeps: bool = True
     narrowed: bool = False
     present: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    written: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     read: dict[int, torch.Tensor] = field(default_factory=dict)
     routed: dict[int, Routing] = field(default_factory=dict)
     angles: dict[Rope, Angles] = field(default_factory=dict)

@@ -57,7 +57,7 @@ class AttentionMixer:
             state.present[described.layer] = self._store_form(projected[:, width:], state)
         else:
             queries = self._queries(self._ops.linear(x, self.qkv[:width]), state)
-        attended = self._attend(queries, state.present[described.cache.layer], state)
+        attended = self._attend(queries, self._present(state, queries.dtype), state)
         if described.owns_kv and described.layer not in self._context.shared:
             write_present(self._ops, state, described.layer)
         if self.gate is not None:
@@ -67,6 +67,16 @@ class AttentionMixer:
     def keep(self, x: torch.Tensor, state: StepState) -> None:
         rest = self.qkv[self.described.query_width :]
         state.present[self.described.layer] = self._store_form(self._ops.linear(x, rest), state)
+
+    def _present(self, state: StepState, dtype: torch.dtype) -> list[torch.Tensor]:
+        """K and V of this step's rows. A drafter's rows are those that its target wrote last: they lie in pages."""
+        layer = self.described.cache.layer
+        if layer in state.present:
+            return state.present[layer]
+        if layer not in state.written:
+            rows = state.pages.layers[layer].decoding_rows(state.step)
+            state.written[layer] = [part.to(dtype) for part in rows]
+        return state.written[layer]
 
     def _queries(self, projected: torch.Tensor, state: StepState) -> torch.Tensor:
         """Rotated queries [rows, heads, dim]."""
@@ -316,6 +326,8 @@ def normed_across_heads(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm
 def write_present(ops: Ops, state: StepState, layer: int) -> None:
     """Store what the future can see of each token; nobody reads it as the present any more."""
     step, rows, stored = state.step, state.present.pop(layer), state.pages.layers[layer]
+    if not state.keeps:
+        return
     store = partial(ops.store, stored)
     if step.segments:
         stored.write(step, rows, store)

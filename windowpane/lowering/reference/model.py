@@ -18,7 +18,7 @@ from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.mixers import MIXERS, Branch, make_mixer, write_present
 from windowpane.lowering.reference.ops import PLAIN, Ops
 from windowpane.lowering.rope import RopeTables
-from windowpane.models.blocks import Decoder, Layer
+from windowpane.models.blocks import Centroids, Decoder, Join, Layer
 from windowpane.schedule.step import Step
 
 LayerCall = Callable[[torch.Tensor, StepState], torch.Tensor]
@@ -27,34 +27,57 @@ LayerCall = Callable[[torch.Tensor, StepState], torch.Tensor]
 class ReferenceModel:
     """Of several ranks, each has its own heads, its own part of each MLP and of the vocabulary.
 
-    `kinds`: the class of each kind of mixer, as in `make_mixer`.
+    `kinds`: the class of each kind of mixer, as in `make_mixer`. A drafter that joins embeddings and hidden states
+    takes the former from its `target`.
 
     A pass may replace entries of `layers` by other callables that compute the same.
     """
 
     def __init__(
         self, decoder: Decoder, parameters: Parameters, max_model_len: int, group: RankGroup = ALONE, ops: Ops = PLAIN,
-        kinds: Mapping[type, Any] = MIXERS,
+        kinds: Mapping[type, Any] = MIXERS, target: ReferenceModel | None = None,
     ) -> None:  # fmt: skip
-        self.decoder, self.group, self.ops = decoder, group, ops
+        self.decoder, self.group, self.ops, self._target = decoder, group, ops, target
         self.embedding = parameters.table(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
         self.final_norm = parameters.norm(decoder.norm)
         context = Context(parameters, self.ops, group, RopeTables(max_model_len), decoder.shared_layers)
         self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
+        self._join = Joining(decoder.join, parameters, ops) if decoder.join else None
+        self._centroids = CentroidHead(decoder.centroids, parameters, ops) if decoder.centroids else None
         self.layers: list[LayerCall] = [
             ReferenceLayer(layer, context, kinds, decoder.last_keeping_block if index == decoder.last_keeper else None)
             for index, layer in enumerate(decoder.layers)
         ]
 
-    def final_hidden(self, step: Step, tokens: torch.Tensor, pages: KVPages) -> torch.Tensor:
-        """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds."""
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = look_up(self.embedding, tokens, self.group)
         if self.decoder.embedding_multiplier != 1.0:
             hidden = hidden * torch.tensor(self.decoder.embedding_multiplier, dtype=hidden.dtype)
+        return hidden
+
+    def final_hidden(
+        self,
+        step: Step,
+        tokens: torch.Tensor,
+        pages: KVPages,
+        before: torch.Tensor | None = None,
+        *,
+        keeps: bool = True,
+    ) -> torch.Tensor:
+        """What the LM head takes [wanted rows, hidden size]: many rows of logits may be more than memory holds.
+
+        `before` has what a joining drafter takes beside each token: the hidden state of the token before it. Without
+        `keeps`, nothing is written: the rows are tried out, and may have no pages.
+        """
+        if self._join is None:
+            hidden = self.embedded(tokens)
+        else:
+            assert self._target is not None and before is not None
+            hidden = self._join(self._target.embedded(tokens), before)
         per_layer = self._per_layer(tokens, hidden, self.ops.linear) if self._per_layer else None
         positions, wanted = (torch.from_numpy(x).to(tokens.device) for x in (step.rotary_positions, step.wanted))
-        state = StepState(step, pages, per_layer, positions, wanted, step.segments)
+        state = StepState(step, pages, per_layer, positions, wanted, step.segments, keeps)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
                 break  # a chunk in the middle of a prompt: nobody asks for more
@@ -63,8 +86,14 @@ class ReferenceModel:
             write_present(self.ops, state, shared)
         return self.ops.norm(hidden, self.final_norm, self.decoder.norm)
 
+    def passed_on(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of a joining drafter: what it takes beside the next token, from its own final hidden states."""
+        return hidden if self._join is None else self._join.passed_on(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]."""
+        if self._centroids is not None:
+            return self._centroids(hidden, self.head)
         logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float() * self.decoder.logit_multiplier
         cap = self.decoder.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -101,6 +130,44 @@ class ResidualBlock(Branch):
         if after is not None and self.after is not None and self.described.multiplier == 1.0:
             return self._ops.add_normed(hidden, self.mixer(self.normed(hidden), state), self.after, after)
         return hidden + self(hidden, state)
+
+
+class Joining:
+    """What a drafter's layers begin with, from embeddings and hidden states of its target."""
+
+    def __init__(self, described: Join, parameters: Parameters, ops: Ops) -> None:
+        self._described, self._ops = described, ops
+        self._norms = [(norm, parameters.norm(norm)) for norm in (described.embedding_norm, described.hidden_norm)]
+        self._projection = parameters.linear(described.projection)
+        self._back = None if described.back is None else parameters.linear(described.back)
+
+    def __call__(self, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        parts = [
+            x if norm is None else self._ops.norm(x, weight, norm)
+            for x, (norm, weight) in zip((embedded, before), self._norms, strict=True)
+        ]
+        return self._ops.linear(torch.cat(parts, dim=-1), self._projection)
+
+    def passed_on(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self._back is None else self._ops.linear(hidden, self._back)
+
+
+class CentroidHead:
+    """Logits of the tokens in the clusters that score highest; the rest of the vocabulary lies below all of them."""
+
+    def __init__(self, described: Centroids, parameters: Parameters, ops: Ops) -> None:
+        self._chosen, self._ops = described.chosen, ops
+        self._scores = parameters.linear(described.scores)
+        self._clusters = parameters.tensor(described.ordering).long().view(self._scores.outputs, -1)
+
+    def __call__(self, hidden: torch.Tensor, head: Linear) -> torch.Tensor:
+        """float32 [rows, vocabulary]."""
+        assert isinstance(head.weight, torch.Tensor)
+        best = self._ops.linear(hidden, self._scores).topk(self._chosen, dim=-1).indices
+        tokens = self._clusters[best].flatten(1)
+        logits = (head.weight[tokens] @ hidden[:, :, None]).squeeze(-1).float()
+        below = logits.min(dim=-1, keepdim=True).values - 1.0
+        return below.repeat(1, len(head.weight)).scatter_(1, tokens, logits)
 
 
 class PerLayerValues:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from windowpane.kv.caches import TokenCache
 from windowpane.models.blocks import Attention, Block, Experts, Layer, Norm, PerLayerEmbedding, Router, Sum
 from windowpane.models.building import Norms, attention, decoder, described_spec, experts, gated_mlp, per_layer_inputs
 from windowpane.models.config import Config, ModelError, every
@@ -85,30 +86,45 @@ def _attentions(text: Config, shape: Shape, prefix: str, block_norms: Norms, uni
     one_projection = text.flag("attention_k_eq_v", False)
     first_shared = first_kv_shared_layer(text, shape.layers)
     kinds = layer_kinds(text, shape.layers)
-    shapes = _shapes(text, shape, kinds)
+    shapes = shapes_of(text, shape, kinds)
     owners: dict[str, Attention] = {}
     found = []
     for layer, kind in enumerate(kinds):
         if layer >= first_shared and kind not in owners:
             raise ModelError(f"{text.where}num_kv_shared_layers: layer {layer} shares KV, and no {kind} layer owns any")
-        dim, keeps = shapes[kind].head_dim, retention(kind, text, 1024 if unified else 512)
+        keeps = retention(kind, text, 1024 if unified else 512)
         cache = shapes[kind].cache(layer, keeps, latent=kind == FULL and one_projection)
-        mixer = attention(
-            f"{prefix}layers.{layer}.self_attn.",
-            shapes[kind],
-            cache if layer < first_shared else owners[kind].cache,
-            layer=layer,
-            rope=_rope(text, kind, shapes[kind]),
-            scale=1.0,
-            bias=text.flag("attention_bias", False),
-            head_norms=block_norms.of_heads(dim),
-        )
-        if mixer.owns_kv:
+        at = f"{prefix}layers.{layer}.self_attn."
+        if layer < first_shared:
+            mixer = attention_of(text, kind, shapes[kind], at, cache, layer, block_norms)
             owners[kind] = mixer = replace(mixer, v_norm=Norm(block_norms.eps))
         else:
-            mixer = replace(mixer, k_norm=owners[kind].k_norm)  # keys are rebuilt from latents
+            mixer = sharing_attention(text, kind, shapes[kind], at, owners[kind], layer, block_norms)
         found.append(mixer)
     return found
+
+
+def sharing_attention(
+    text: Config, kind: str, shape: Shape, at: str, owner: Attention, layer: int, block_norms: Norms
+) -> Attention:
+    """Of a layer that makes queries only."""
+    mixer = attention_of(text, kind, shape, at, owner.cache, layer, block_norms)
+    return replace(mixer, k_norm=owner.k_norm)  # keys are rebuilt from latents
+
+
+def attention_of(
+    text: Config, kind: str, shape: Shape, at: str, cache: TokenCache, layer: int, block_norms: Norms
+) -> Attention:
+    return attention(
+        at,
+        shape,
+        cache,
+        layer=layer,
+        rope=_rope(text, kind, shape),
+        scale=1.0,
+        bias=text.flag("attention_bias", False),
+        head_norms=block_norms.of_heads(shape.head_dim),
+    )
 
 
 def _rope(text: Config, kind: str, shape: Shape) -> Rope:
@@ -126,7 +142,7 @@ def layer_kinds(text: Config, layers: int) -> tuple[str, ...]:
     return (*kinds[:-1], FULL)
 
 
-def _shapes(text: Config, shape: Shape, kinds: Sequence[str]) -> dict[str, Shape]:
+def shapes_of(text: Config, shape: Shape, kinds: Sequence[str]) -> dict[str, Shape]:
     """Full layers have their own head size, and their own KV heads only where K and V are one projection.
 
     Newer configs say it in `per_layer_config`, and then transformers reads no other field.

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 from windowpane.kv.caches import StateCache, StatePart
 from windowpane.kv.retention import Full
-from windowpane.models.blocks import GatedDeltaNet, Mixer, Norm, Projection, Router
+from windowpane.models.blocks import (
+    Attention,
+    Decoder,
+    GatedDeltaNet,
+    Join,
+    Layer,
+    Mixer,
+    Norm,
+    Projection,
+    Router,
+)
 from windowpane.models.building import Norms, attention, beside, decoder, described_spec, experts, gated_mlp
 from windowpane.models.config import Config, ModelError, every
 from windowpane.models.families import towers
@@ -82,48 +92,99 @@ class GatedDelta:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the layers of one model are made of, its own and those that draft."""
+
+    text: Config
+    shape: Shape
+    is_next: bool
+    has_experts: bool
+    is_quantized: bool
+
+    @property
+    def norms(self) -> Norms:
+        return Norms(self.shape.hidden, self.text.number("rms_norm_eps", 1e-6), adds_one=True)
+
+    @property
+    def activation(self) -> str:
+        return self.text.text("hidden_act") or "silu"
+
+    def attention(self, at: str, layer: int) -> Attention:
+        return attention(
+            f"{at}self_attn.",
+            self.shape,
+            self.shape.cache(layer, Full()),
+            rope=read_rope(self.text, self.shape.head_dim, self.shape.max_position, partial=0.25),
+            bias=self.text.flag("attention_bias", False),
+            head_norms=self.norms.of_heads(self.shape.head_dim),
+            gated=True,
+        )
+
+    def mlp(self, at: str, layer: int, sparse: bool) -> Mixer:
+        if not sparse:
+            return gated_mlp(f"{at}mlp.", self.shape, self.text.integer("intermediate_size"), self.activation)
+        # Unquantized Qwen3.5 checkpoints fuse the experts of a layer; Qwen3-Next and quantized ones do not.
+        fused = not self.is_next and not self.is_quantized
+        renormalizes = not self.is_next or self.text.flag("norm_topk_prob", True)
+        return _experts(
+            f"{at}mlp.", self.text, self.shape, layer, self.activation, fused=fused, renormalizes=renormalizes
+        )
+
+
 def read(config: Config, name: str) -> ModelSpec:
     nested = config.has("text_config")
     text = config.section("text_config") if nested else config
     architecture = (config.texts("architectures") or ("",))[0]
-    is_next = architecture == "Qwen3NextForCausalLM"
-    has_experts = is_next or "Moe" in architecture
-    defaults = None if is_next else MOE_DEFAULTS if has_experts else DEFAULTS
-    shape = read_shape(config, text, tied=False, defaults=defaults)
+    parts = _parts(architecture, config, text)
+    shape, delta = parts.shape, _gated_delta(text)
     interval = text.integer("full_attention_interval", 4)
     kinds = text.layer_types(shape.layers, (FULL, LINEAR), every(interval, FULL, LINEAR, shape.layers))
-    sparse = sparse_layers(text, shape.layers) if has_experts else frozenset()
-    delta = _gated_delta(text)
+    sparse = sparse_layers(text, shape.layers) if parts.has_experts else frozenset()
     prefix = "model.language_model." if nested else "model."
-    block_norms = Norms(shape.hidden, text.number("rms_norm_eps", 1e-6), adds_one=True)
-    activation = text.text("hidden_act") or "silu"
-    rope = read_rope(text, shape.head_dim, shape.max_position, partial=0.25)
-    # Unquantized Qwen3.5 checkpoints fuse the experts of a layer; Qwen3-Next and quantized ones do not.
-    fused = not is_next and not config.has("quantization_config")
-    renormalizes = not is_next or text.flag("norm_topk_prob", True)
     layers = []
     for layer, kind in enumerate(kinds):
         at = f"{prefix}layers.{layer}."
         if kind == FULL:
-            mixer: Mixer = attention(
-                f"{at}self_attn.",
-                shape,
-                shape.cache(layer, Full()),
-                rope=rope,
-                bias=text.flag("attention_bias", False),
-                head_norms=block_norms.of_heads(shape.head_dim),
-                gated=True,
-            )
+            mixer: Mixer = parts.attention(at, layer)
         else:
-            mixer = _linear_attention(f"{at}linear_attn.", delta, layer, shape.hidden, block_norms.eps, fused=is_next)
-        if layer in sparse:
-            mlp: Mixer = _experts(f"{at}mlp.", text, shape, layer, activation, fused=fused, renormalizes=renormalizes)
-        else:
-            mlp = gated_mlp(f"{at}mlp.", shape, text.integer("intermediate_size"), activation)
-        layers.append(block_norms.pre(at, mixer, mlp))
-    described = decoder(prefix, shape, layers, block_norms(f"{prefix}norm"))
+            eps = parts.norms.eps
+            mixer = _linear_attention(f"{at}linear_attn.", delta, layer, shape.hidden, eps, fused=parts.is_next)
+        layers.append(parts.norms.pre(at, mixer, parts.mlp(at, layer, layer in sparse)))
+    described = decoder(prefix, shape, layers, parts.norms(f"{prefix}norm"))
     seen = towers.qwen3_5(config) if nested and config.has("vision_config") else ()
     return described_spec(config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen)
+
+
+def _parts(architecture: str, config: Config, text: Config) -> Parts:
+    is_next = architecture == "Qwen3NextForCausalLM"
+    has_experts = is_next or "Moe" in architecture
+    defaults = None if is_next else MOE_DEFAULTS if has_experts else DEFAULTS
+    shape = read_shape(config, text, tied=False, defaults=defaults)
+    return Parts(text, shape, is_next, has_experts, config.has("quantization_config"))
+
+
+def draft_layers(target: ModelSpec) -> Decoder:
+    """The layer for multi-token prediction: it reads a token and the final hidden state of the one before it.
+
+    Its cache holds, at a token's position, what it makes of that token's hidden state and the next token.
+    """
+    assert target.decoder is not None
+    text, layer, at = target.text, target.num_layers, "mtp.layers.0."
+    count = text.integer("mtp_num_hidden_layers", text.integer("num_nextn_predict_layers", 1, minimum=0), minimum=0)
+    if count != 1:
+        raise ModelError(f"{target.name} has {count} layers for multi-token prediction, and drafts need exactly one")
+    parts = replace(_parts(target.architecture, text, text), is_quantized=target.quantization is not None)
+    norms, hidden = parts.norms, parts.shape.hidden
+    join = Join(
+        Projection.of([whole("mtp.fc.weight", hidden, 2 * hidden, linear=True)]),
+        norms("mtp.pre_fc_norm_embedding"),
+        norms("mtp.pre_fc_norm_hidden"),
+    )
+    blocks = norms.pre(at, parts.attention(at, layer), parts.mlp(at, layer, parts.has_experts))
+    return replace(
+        target.decoder, layers=(Layer(blocks),), norm=norms("mtp.norm"), join=join, routes=None, first_layer=layer
+    )
 
 
 def _gated_delta(text: Config) -> GatedDelta:

@@ -1,0 +1,58 @@
+"""Drafts for measurements and checks: right as often as they are told to be, and verified whatever they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from windowpane.drafts.drafter import Asking
+from windowpane.drafts.speculator import Speculator
+from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import Request, Tokens
+
+
+class KnownAnswers:
+    """Knows what each request will answer; each token that it drafts is right with a probability of `share`.
+
+    `always_most` False drafts any number up to that, and so shows every shape of step.
+    """
+
+    is_free = False
+    wants_hidden = False
+
+    def __init__(
+        self, answer: Callable[[Request], Sequence[int]], share: float = 0.7, *, always_most: bool = False
+    ) -> None:
+        self._answer, self._share, self._always_most = answer, share, always_most
+        self._rng = np.random.default_rng(1)
+        self._answers: dict[Request, Sequence[int]] = {}
+
+    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
+        return [
+            self._propose(a.request, a.most if self._always_most else int(self._rng.integers(0, a.most + 1)))
+            for a in asking
+        ]
+
+    def _propose(self, request: Request, count: int) -> Tokens:
+        if request not in self._answers:
+            self._answers[request] = self._answer(request)
+        come = len(request.output)
+        right = np.array(self._answers[request][come : come + count], dtype=np.int32)
+        wrong = self._rng.random(len(right)) >= self._share
+        return np.where(wrong, np.where(right > 0, right - 1, 1), right).astype(np.int32)
+
+    def observe(self, batch: Batch, hidden: Any) -> None:
+        raise NotImplementedError("wants_hidden is False")
+
+    def forget(self, request: Request) -> None:
+        self._answers.pop(request, None)
+
+
+class Eager(Speculator):
+    """Verifies whatever is proposed."""
+
+    def drafts(self, asking: Sequence[Asking], sequences: int) -> dict[int, Tokens]:
+        proposed = self.drafter.propose(asking)
+        return {a.slot: tokens for a, tokens in zip(asking, proposed, strict=True) if len(tokens)}

@@ -1,0 +1,1 @@
+"""Speculative decoding: who drafts tokens, and how many of them a step verifies."""

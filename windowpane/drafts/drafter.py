@@ -1,0 +1,61 @@
+"""What a drafter is: it guesses a sequence's next tokens, and the next step of the target model verifies them.
+
+One step with drafts:
+
+    propose(asking) ─► drafts ─► Scheduler.schedule(drafts) ─► the target computes 1 + d rows of each sequence
+                                                                        │ every row's token is drawn as always
+    observe(batch, hidden) ◄────────────────────────────────────────────┤
+                                                                        ▼
+                     a draft that equals the drawn token is accepted; at the first that does not, the rest is taken back
+
+A wrong draft costs time and nothing else: answers are the same with any drafter and with none.
+
+How to write one:
+
+- `propose` is called when no step is in flight, so every request's tokens are known to the host: `request.tokens(0,
+  request.known_tokens)`. Which of the last drafts were accepted follows from them. The target's KV holds the first
+  `length` of them, which are all but the last one, or fewer where a recurrent state has to compute some again.
+- A drafter with KV of its own declares caches like any layer. They are laid out in the same arena, grow with the
+  sequence, and are shared, moved, truncated and kept in restore points with the target's pages, by the same tables
+  (`slot`). Pages are there for `length` tokens: what is computed for tokens beyond that is the drafter's own until they
+  are accepted.
+- A drafter that reads the target's final hidden states sets `wants_hidden`; `observe` then brings them for every row of
+  every step, in the order of `Step`: decoding rows first, then the rows of each chunk that has tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import Request, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request that decodes, and how many tokens may be drafted for it (at least one)."""
+
+    request: Request
+    slot: int
+    length: int
+    most: int
+
+
+class Drafter(Protocol):
+    """`is_free`: proposals cost next to nothing, so they are made in steps that verify none too, and compared with what
+    the target says. `wants_hidden`: whether `observe` is to be called.
+    """
+
+    is_free: bool
+    wants_hidden: bool
+
+    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
+        """Up to `most` tokens that may follow each request's known ones; none where there is no good guess."""
+
+    def observe(self, batch: Batch, hidden: Any) -> None:
+        """A step has run; `hidden` [rows, width] are the target's final hidden states, on its device."""
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""

@@ -1,0 +1,220 @@
+"""Drafters that are models: layers for multi-token prediction, assistants of Gemma 4, and smaller models.
+
+`observe` sees every step of the target, so that a drafter's own K and V lie in pages as the target's do, and are
+shared, restored and taken back with them. `propose` writes nothing: rows that the target has not computed, or has to
+compute again, are the present of each of its steps.
+
+    position     0        1        2     │   3            4
+    tokens       x0       x1       x2    │   x3           x4     known; the target has computed those before x4
+    own rows   (h0 x1)  (h1 x2)  (h2 x3) │ (h3 x4) ─► x5  (g4 x5) ─► x6
+
+A drafter that joins has, at a token's position, what that token's hidden state h and the next token make. Behind the
+last one that the target has computed, hidden states g are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from windowpane.device.pages import KVPages
+from windowpane.drafts.drafter import Asking
+from windowpane.lowering.reference.model import ReferenceModel
+from windowpane.schedule.batch import NO_TOKENS, Batch
+from windowpane.schedule.request import Request, Tokens
+from windowpane.schedule.step import Segment, Step
+
+KEPT_ROWS = 18  # hidden states of a slot's last tokens: of a step with drafts, and the one before
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """Final hidden states of a slot's tokens from position `first` on."""
+
+    first: int
+    rows: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.rows)
+
+    def range(self, start: int, stop: int) -> torch.Tensor | None:
+        if not self.first <= start < stop <= self.stop:
+            return None
+        return self.rows[start - self.first : stop - self.first]
+
+
+class ModelDrafter:
+    """A drafter's model over its target's pages. `needs_all_hidden`: it takes hidden states of all rows."""
+
+    is_free = False
+    wants_hidden = False  # the runner calls `observe_step`, while the step's pages are at hand
+
+    def __init__(self, model: ReferenceModel, pages: KVPages) -> None:
+        self.model, self._pages = model, pages
+        self._joins, self._keeps = model.decoder.join is not None, bool(model.decoder.caches)
+        self.needs_all_hidden = self._joins and self._keeps
+        self._hidden: dict[int, _Hidden] = {}  # by slot
+
+    # -- what the target computes ------------------------------------------------------------------------------------
+
+    def observe_step(self, step: Step, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """A step of the target: the tokens of all its rows, and final hidden states of those that are wanted, or of all
+        where they are needed.
+        """
+        rows = _sequences(step, step.segments)
+        if self._joins:
+            asked = rows if self.needs_all_hidden else _sequences(step, step.wanted_segments)
+            if self.needs_all_hidden and rows:
+                self._fill(*self._joined_rows(rows, tokens, hidden))
+            for segment in asked:
+                if segment.q_count:
+                    self._remember(segment.slot, segment.stop - segment.q_count, hidden[segment.query_rows])
+        elif rows:
+            self._fill(rows, tokens, None)
+
+    def know(self, slot: int, position: int, state: torch.Tensor) -> None:
+        """The hidden state [1, width] of a prompt's last token, which was not computed again."""
+        self._hidden[slot] = _Hidden(position, state)
+
+    def observe(self, batch: Batch, hidden: torch.Tensor) -> None:
+        raise NotImplementedError("wants_hidden is False")
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept by request: whoever has its slot next begins anew."""
+
+    def _joined_rows(
+        self, segments: Sequence[Segment], tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[list[Segment], torch.Tensor, torch.Tensor]:
+        """Rows for the positions before the last of each segment, and for the last with a token that is made up: the
+        next one is not known yet, and a row that nobody wrote could be anything. It is written again with that token.
+        """
+        found, following, before = [], [], []
+        for slot, start, stop, row, _, _ in segments:
+            own, earlier = tokens[row : row + stop - start], self._states(slot, start - 1, start)
+            following += [own[0 if earlier is not None else 1 :], own[-1:]]
+            before += (
+                [hidden[row : row + stop - start]] if earlier is None else [earlier, hidden[row : row + stop - start]]
+            )
+            found.append(Segment(slot, start - (earlier is not None), stop, 0, 0, 0))
+        return found, torch.cat(following), torch.cat(before)
+
+    def _fill(self, segments: Sequence[Segment], tokens: torch.Tensor, before: torch.Tensor | None) -> None:
+        """Store the drafter's K and V of these rows, and compute nothing else."""
+        self._run(_step(segments, asking=0), tokens, before)
+
+    def _remember(self, slot: int, first: int, rows: torch.Tensor) -> None:
+        earlier = self._states(slot, first - 1, first)
+        if earlier is not None:
+            first, rows = first - 1, torch.cat([earlier, rows])
+        kept = rows[-KEPT_ROWS:].clone()
+        self._hidden[slot] = _Hidden(first + len(rows) - len(kept), kept)
+
+    def _states(self, slot: int, start: int, stop: int) -> torch.Tensor | None:
+        found = self._hidden.get(slot)
+        return None if found is None else found.range(start, stop)
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
+        """While a step is in flight, which hides what there is to go on from, made-up tokens say that there would be
+        drafts.
+        """
+        if any(a.request.known_tokens <= a.length for a in asking):
+            return [np.zeros(a.most, dtype=np.int32) for a in asking]
+        begun = [self._begin(a) for a in asking]
+        drafting = [d for d in begun if d is not None]
+        for place in range(max((d.most for d in drafting), default=0)):
+            self._draft_one([d for d in drafting if d.most > place])
+        return [NO_TOKENS if d is None else np.array(d.drafts, dtype=np.int32) for d in begun]
+
+    def _begin(self, asked: Asking) -> _Drafting | None:
+        """None where the hidden states to begin with are not known."""
+        request, length = asked.request, asked.length
+        known = request.tokens(length, request.known_tokens)
+        before = None
+        if self._joins:
+            before = self._states(asked.slot, length - 1, request.known_tokens - 1)
+            if before is None:
+                return None
+        first = length - 1 if self._joins else length
+        return _Drafting(asked.slot, first, torch.from_numpy(known.astype(np.int64)), before, asked.most)
+
+    def _draft_one(self, drafting: Sequence[_Drafting]) -> None:
+        """One more token of each."""
+        if self._keeps:
+            step = _step([Segment(d.slot, d.first, d.first + len(d.tokens), 0, 0, 0) for d in drafting], asking=1)
+            rows = [slice(None)] * len(drafting)
+        else:  # a row at the last token that the target has computed, whose K and V are the target's
+            step = _decoding_step([d.slot for d in drafting], [d.first for d in drafting])
+            rows = [slice(-1, None)] * len(drafting)
+        device = self._pages.device
+        tokens = torch.cat([d.tokens[r] for d, r in zip(drafting, rows, strict=True)]).to(device)
+        before = [d.before[r] for d, r in zip(drafting, rows, strict=True) if d.before is not None]
+        hidden = self._run(step, tokens, torch.cat(before) if before else None, keeps=False)
+        found, passed_on = self.model.logits(hidden).argmax(dim=-1).cpu(), self.model.passed_on(hidden)
+        for at, d in enumerate(drafting):
+            d.add(found[at : at + 1], passed_on[at : at + 1])
+
+    def _run(
+        self, step: Step, tokens: torch.Tensor, before: torch.Tensor | None, *, keeps: bool = True
+    ) -> torch.Tensor:
+        self._pages.forget_rows()
+        hidden = self.model.final_hidden(step, tokens, self._pages, before, keeps=keeps)
+        self._pages.forget_rows()
+        return hidden
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """A sequence whose tokens from position `first` on are drafted from: those that are known, then drafts.
+
+    `before` has the hidden state that stands beside each of `tokens`, where the drafter takes them.
+    """
+
+    slot: int
+    first: int
+    tokens: torch.Tensor
+    before: torch.Tensor | None
+    most: int
+    drafts: list[int] = field(default_factory=list)
+
+    def add(self, token: torch.Tensor, passed_on: torch.Tensor) -> None:
+        self.drafts.append(int(token))
+        self.tokens = torch.cat([self.tokens, token])
+        self.before = None if self.before is None else torch.cat([self.before, passed_on])
+
+
+def _sequences(step: Step, segments: Sequence[Segment]) -> list[Segment]:
+    """All of a step as segments: decoding rows of one slot, one behind another, are one."""
+    found: list[Segment] = []
+    for row, (slot, at) in enumerate(zip(step.decode_slots.tolist(), step.decode_positions.tolist(), strict=True)):
+        if found and found[-1].slot == slot and found[-1].stop == at:
+            found[-1] = found[-1]._replace(stop=at + 1, q_count=found[-1].q_count + 1)
+        else:
+            found.append(Segment(slot, at, at + 1, row, row, 1))
+    return [*found, *segments]
+
+
+def _step(segments: Sequence[Segment], *, asking: int) -> Step:
+    """These tokens of each slot, one segment's rows behind another's, of which so many of the last ones ask."""
+    every, wanted, row = [], [], 0
+    for at, segment in enumerate(segments):
+        count = segment.stop - segment.start
+        every.append(segment._replace(row=row, q_row=row, q_count=count))
+        wanted.append(segment._replace(row=row, q_row=at * asking, q_count=asking))
+        row += count
+    ends = np.cumsum([s.stop - s.start for s in segments])
+    return Step(
+        NO_TOKENS, np.concatenate([np.arange(s.start, s.stop) for s in segments]), np.zeros(0, dtype=np.int64),
+        tuple(every), tuple(wanted), ends - 1 if asking else ends[:0], np.zeros(len(segments), dtype=np.int8),
+    )  # fmt: skip
+
+
+def _decoding_step(slots: Sequence[int], positions: Sequence[int]) -> Step:
+    rows = np.arange(len(slots))
+    return Step(NO_TOKENS, np.array(positions), np.array(slots), (), (), rows, np.zeros(len(slots), dtype=np.int8))
