@@ -115,6 +115,8 @@ DOCUMENT: dict[str, Any] = {
     "kv_cache_dtype": str,
     "mamba_ssm_cache_dtype": str,
     "swa_full": bool,
+    "speculative_config": dict,
+    "rollback_tokens": int,
     "compute_dtype": str,
     "kv_cache_bytes_per_rank": int,
     "weights_bytes_per_rank": int,
@@ -196,7 +198,7 @@ class TestDocument:
     @pytest.mark.parametrize("model", ["gemma-4-31b", "qwen3.5-27b", "llama-3.1-8b", "llama-4-scout"])
     def test_has_exactly_the_documented_fields(self, terminal: Terminal, model: str) -> None:
         document = terminal.document(model, "--gpu", "8xh200")
-        check(document, DOCUMENT, set())
+        check(document, DOCUMENT, {"speculative_config"})
         for group in document["groups"]:
             check(group, GROUP, NULLABLE_GROUP)
         for other in document["peers"]:
@@ -207,9 +209,18 @@ class TestDocument:
 
     def test_without_memory_unknown_figures_are_null(self, terminal: Terminal) -> None:
         document = terminal.document("gemma-4-31b")
-        check(document, DOCUMENT, NULL_WITHOUT_MEMORY)
-        assert {key for key in document if document[key] is None} == NULL_WITHOUT_MEMORY
+        nullable = NULL_WITHOUT_MEMORY | {"speculative_config"}
+        check(document, DOCUMENT, nullable)
+        assert {key for key in document if document[key] is None} == nullable
         assert document["peers"] == document["curve"] == []
+
+    def test_drafts_are_counted_to_the_byte(self, terminal: Terminal) -> None:
+        config = '{"method": "ngram", "num_speculative_tokens": 4}'
+        plain, drafts = (terminal.document("gemma-4-31b", *flags) for flags in ((), ("-sc", config)))
+        assert (plain["rollback_tokens"], drafts["rollback_tokens"]) == (0, 4)
+        window = next(group for group in drafts["groups"] if group["retention"] == "window")
+        more = window["pages_per_sequence"] - plain["groups"][drafts["groups"].index(window)]["pages_per_sequence"]
+        assert more * window["page_bytes"] == drafts["bytes_per_sequence"] - plain["bytes_per_sequence"] > 0
 
     def test_documentation_names_every_field(self) -> None:
         text = (Path(__file__).parents[1] / "docs" / "plan-json.md").read_text("utf-8")

@@ -18,6 +18,7 @@ from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import free_memory_bytes
 from windowpane.engine.options import read_flags
 from windowpane.engine.start import start
+from windowpane.parallel.job import RankReport
 from windowpane.plan.config import ConfigError
 from windowpane.plan.planner import PlanError
 from windowpane.schedule.scheduler import RequestTooLong
@@ -329,3 +330,20 @@ class TestPublicNames:
         assert (
             subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
         )
+
+
+class TestDrafts:
+    @pytest.mark.parametrize("overlapped", [False, True])
+    def test_change_no_answer(self, model: Path, llm: LLM, overlapped: bool) -> None:
+        config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+        with LLM(model, **FLAGS, async_scheduling=overlapped, speculative_config=config) as drafting:
+            prompts = ["abcabcabcabc", "the same and the same and the"]
+            assert drafting.generate(prompts, GREEDY) == llm.generate(prompts, GREEDY)
+            assert drafting.generate(prompts, printable(llm)) == llm.generate(prompts, printable(llm))
+            predicted = {row.name: (row.predicted_bytes, row.measured_bytes) for row in plan_accounts(drafting)}
+            assert all(one == other for one, other in predicted.values())
+
+
+def plan_accounts(llm: LLM) -> list[Any]:
+    report = RankReport(llm.plan.sizing.weights_bytes, llm.plan.capacity.arena_bytes, None)
+    return accounts(llm.plan, [report])
