@@ -18,6 +18,7 @@ from tests.tiny_model import make_model
 from windowpane import LLM, SamplingParams
 from windowpane.engine.options import read_flags
 from windowpane.plan.config import ConfigError
+from windowpane.text.parsers import ToolArguments, ToolStart
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",
@@ -119,6 +120,18 @@ class TestStreams:
 
         asyncio.run(leave())
         assert not llm.engine.has_work
+
+    def test_deltas_tell_calls_apart(self, llm: LLM) -> None:
+        messages = [{"role": "user", "content": "Hi"}]
+        params = SamplingParams(max_tokens=400, seed=1, logit_bias=dict.fromkeys(llm.tokenizer.encode(" \n\t\r"), -100))
+        stream = llm.stream(messages, params, tools=[WEATHER], tool_choice="weather")
+        deltas = list(stream.deltas())
+        (start,) = (delta for delta in deltas if isinstance(delta, ToolStart))
+        arguments = "".join(delta.json for delta in deltas if isinstance(delta, ToolArguments))
+        assert (start.name, arguments) == ("weather", stream.completion.tool_calls[0].arguments)
+        assert [d.text for d in llm.stream("Hello", GREEDY).deltas()] == list(llm.stream("Hello", GREEDY))
+        with pytest.raises(ValueError, match="tools are for chats"):
+            llm.stream("Hello", GREEDY, tools=[WEATHER])
 
     def test_each_is_one_answer(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="a stream is one answer, and n is 2"):

@@ -41,23 +41,26 @@ def _try(operation: object, mode: schemathesis.GenerationMode) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))  # type: ignore[attr-defined]
     def check(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):
-            _keep_small(case.body)
+            _keep_small(case.body, case.operation.path)
         response = case.call(timeout=30)
         case.validate_response(response, checks=[not_a_server_error])
 
     check()
 
 
-def _keep_small(body: dict[str, object]) -> None:
+def _keep_small(body: dict[str, object], path: str) -> None:
     """Long answers are tested elsewhere; here many requests are what finds something."""
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         value = body.get(name)
         if isinstance(value, int) and value > 8:
             body[name] = 8
-    if "messages" in body and not (body.get("max_tokens") or body.get("max_completion_tokens")):
-        body["max_tokens"] = 8
-    if "input" in body and "max_output_tokens" in body:
+    if path == "/v1/responses" and not body.get("max_output_tokens"):
         body["max_output_tokens"] = 8
+    if path.startswith("/api/"):
+        options = body.get("options")
+        body["options"] = {**options, "num_predict": 8} if isinstance(options, dict) else {"num_predict": 8}
+    elif "messages" in body and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+        body["max_tokens"] = 8
     n = body.get("n")
     if isinstance(n, int) and n > 2:
         body["n"] = 2

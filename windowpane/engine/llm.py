@@ -21,7 +21,7 @@ from windowpane.schedule.request import Pooling, Request, SamplingParams
 from windowpane.text import ChatPrompt, ChatTemplate, TextError, Tokenizer, chat_prompt, load_tokenizer
 from windowpane.text.answer import Answer, Completion, with_stop_ids
 from windowpane.text.grammar import CompiledGrammar, Grammars
-from windowpane.text.parsers import Parsers, ReadAnswer, kept_special_ids, tool_grammar
+from windowpane.text.parsers import Content, Delta, OutputParser, Parsers, ReadAnswer, kept_special_ids, tool_grammar
 from windowpane.text.rules import with_rules
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class LLM:
             raise TypeError('messages is a list of {"role": …, "content": …}')
         prompt = self._rendered(
             messages,
-            tools=None if tool_choice == "none" else tools,
+            tools=tools,
             tool_choice=tool_choice,
             variables=dict(chat_template_kwargs or {}),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -130,12 +130,26 @@ class LLM:
         )
         return self._answered([prompt], [sampling_params or SamplingParams()])[0]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
-        """Answer one prompt piece by piece: iterate for the text (`for` or `async for`), then read `completion`."""
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+    ) -> Stream:
+        """Answer one prompt piece by piece: iterate for the text (`for` or `async for`), then read `completion`.
+
+        `deltas` are the same with thoughts and calls told apart, where parsers were named. Tools are for chats.
+        """
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a stream is one answer, and n is {params.n}; open several")
-        return Stream(self, self._submit(self._rendered(_one(prompt)), params))
+        one = _one(prompt)
+        if tools and not _is_chat(one):
+            raise ValueError("tools are for chats; give messages")
+        rendered = self._rendered(one, tools=tools, tool_choice=tool_choice)
+        return Stream(self, rendered, self._submit(rendered, params))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
@@ -173,6 +187,8 @@ class LLM:
             return _Rendered(self.tokenizer.encode(prompt))
         if not _is_chat(prompt):
             return _Rendered(cast("list[int]", prompt))
+        if tool_choice == "none":
+            tools = None
         if tools and self._parsers.tools is None:
             raise ValueError("tools need LLM(tool_call_parser=…), which says how the model writes calls")
         made = chat_prompt(self._chat_template, self.tokenizer, prompt, tools=tools, **settings)
@@ -191,8 +207,11 @@ class LLM:
     def _read(self, prompt: _Rendered, answer: Answer) -> Completion:
         """An answer with its thoughts and calls told apart, where it is to a chat and parsers were named."""
         completion = answer.completion()
-        parser = None if prompt.chat is None else self._parsers.reading(prompt.chat.text, prompt.tools or None)
+        parser = self._parser(prompt)
         return completion if parser is None else replace(completion, said=ReadAnswer.of(parser, completion.text))
+
+    def _parser(self, prompt: _Rendered) -> OutputParser | None:
+        return None if prompt.chat is None else self._parsers.reading(prompt.chat.text, prompt.tools or None)
 
     def _submit(self, prompt: _Rendered, params: SamplingParams, pooling: Pooling | None = None) -> Answer:
         caches = self.plan.sizing.config.enable_prefix_caching
@@ -212,7 +231,7 @@ class LLM:
             grammar=grammar,
             pooling=pooling,
         )
-        parser = None if chat is None else self._parsers.reading(chat.text, prompt.tools or None)
+        parser = self._parser(prompt)
         kept = () if parser is None or tokenizer is None else kept_special_ids(tokenizer, parser.markers)
         answer = Answer(request, tokenizer, kept_special_ids=kept)
         with self._engine_lock:
@@ -280,8 +299,9 @@ class _Rendered:
 class Stream:
     """The text of one answer as it comes. Leaving it early ends the request; `close` one that is not read at all."""
 
-    def __init__(self, llm: LLM, answer: Answer) -> None:
+    def __init__(self, llm: LLM, prompt: _Rendered, answer: Answer) -> None:
         self._llm = llm
+        self._prompt = prompt
         self._answer = answer
         self._pieces = _read(llm, answer)
 
@@ -299,6 +319,13 @@ class Stream:
         finally:
             await asyncio.to_thread(self.close)
 
+    def deltas(self) -> Iterator[Delta]:
+        """The same as deltas: `Content`, `Reasoning`, `ToolStart` and `ToolArguments`."""
+        parser = self._llm._parser(self._prompt)
+        for piece in self._pieces:
+            yield from [Content(piece)] if parser is None else parser.push(piece)
+        yield from () if parser is None else parser.finish()
+
     def close(self) -> None:
         self._pieces.close()
         self._llm._dismiss([self._answer])
@@ -306,7 +333,7 @@ class Stream:
     @property
     def completion(self) -> Completion:
         """What has been answered so far; all of it once the iteration has ended."""
-        return self._answer.completion()
+        return self._llm._read(self._prompt, self._answer)
 
 
 def _read(llm: LLM, answer: Answer) -> Generator[str, None, None]:

@@ -44,12 +44,10 @@ class SamplingParams:
     visited, from token `routed_experts_prompt_start` of the prompt on.
     """
 
-    n: int = 1
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
     temperature: float = 1.0
     top_k: int = 0
@@ -64,6 +62,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     return_routed_experts: bool = False
     routed_experts_prompt_start: int = 0
+    bad_words: tuple[str, ...] = ()
+    n: int = 1
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
