@@ -149,13 +149,14 @@ def _drafts(scheduler: Scheduler, drafter: ModelDrafter | None, knobs: Knobs) ->
 def poison_unheld(run: Run) -> None:
     """Fill every byte that no sequence holds with NaN patterns: whoever reads them shows it."""
     manager, arena = run.scheduler.manager, run.runner.arena
-    held = torch.zeros(len(arena), dtype=torch.bool)
+    units = arena.view(-1, 256)  # what offsets count
+    held = torch.zeros(len(units), dtype=torch.bool)
     for g, table in enumerate(manager.tables):
-        page_bytes = manager.layout.groups[g].page_bytes
+        page_units = manager.layout.groups[g].page_units
         pages = [table.page_offsets(slot) for slot in range(manager.num_slots)]
         pages += [manager.point_offsets(point, g) for point in manager.restore_points]
         # A state's snapshot is copied with the next step, even where its sequence has ended by then.
         pages.append(np.array([move.source for move in manager.books.log.copies if move.group == g], dtype=np.int64))
         for offset in np.concatenate(pages).tolist():
-            held[offset * 256 : offset * 256 + page_bytes] = True
-    arena[~held] = 0xFF
+            held[offset : offset + page_units] = True
+    units[~held] = 0xFF

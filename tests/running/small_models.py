@@ -610,6 +610,12 @@ def save(name: str, directory: str | Path) -> None:
 
 
 def weights_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> Weights:
+    """A dictionary of its own for each caller; the tensors are shared, as no lowering changes what it is given."""
+    return dict(_weights_of(name, dtype, device))
+
+
+@cache
+def _weights_of(name: str, dtype: torch.dtype, device: torch.device) -> Weights:
     if name in QUANTIZED | WIDE_QUANTIZED:
         return load_weights(None, spec_of(name), dtype=dtype, device=device, load_format="dummy", seed=7)
     if name in WITH_EXPERTS | WITH_STATES | TEXT_PARTS:

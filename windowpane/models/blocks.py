@@ -445,7 +445,7 @@ def each(described: Any, kind: type[_Described] | UnionType) -> Iterator[_Descri
         yield described
         return
     for part in described if isinstance(described, tuple | list) else _parts(described).values():
-        if isinstance(part, tuple | list) or _part_names(type(part)):
+        if isinstance(part, tuple | list) or _part_names(part.__class__):
             yield from each(part, kind)
         elif isinstance(part, kind):
             yield part
@@ -493,7 +493,7 @@ def _changed(described: _Described, kind: Any, change: Callable[[Any], Any]) -> 
 
 
 def _parts(described: Any) -> dict[str, Any]:
-    return {name: getattr(described, name) for name in _part_names(type(described))}
+    return {name: getattr(described, name) for name in _part_names(described.__class__)}
 
 
 @cache
