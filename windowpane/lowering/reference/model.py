@@ -65,7 +65,9 @@ class ReferenceModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]."""
-        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float() * self.decoder.logit_multiplier
+        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float()
+        if self.decoder.logit_multiplier != 1.0:
+            logits = logits * self.decoder.logit_multiplier
         cap = self.decoder.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
