@@ -204,7 +204,10 @@ INLINE void scales_of(const uint8_t *scales, long first, long inputs, float *sca
             }
             break;
         default:
-            for (long i = 0; i < count * STRIP; i++) scale[i] = from_exponent(at[i]);
+            for (long i = 0; i < count * STRIP; i += LANES) { /* 2^(e - 127) / 2, because the table holds doubled values */
+                ivec e = widened(at + i, 0), tiny = e < 2;
+                STORE(scale + i, (vec)((tiny & 0x00200000 << (e & 1)) | (~tiny & (e - 1) << 23)));
+            }
     }
 }
 
@@ -254,11 +257,18 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
         }
     }
     long first = strip * STRIP, last = w->outputs - first;
-    UNROLL for (int r = 0; r < R; r++) {
+    if (last >= STRIP) {
+        UNROLL for (int p = 0; p < PARTS; p++)
+            UNROLL for (int r = 0; r < R; r++) {
+                if (bias) total[p][r] += LOAD(bias + first + p * LANES);
+                STORE(out + r * out_stride + first + p * LANES, total[p][r]);
+            }
+        return;
+    }
+    for (int r = 0; r < R; r++) {
         float all[STRIP];
         UNROLL for (int p = 0; p < PARTS; p++) STORE(all + p * LANES, total[p][r]);
-        for (long o = 0; bias && o < STRIP && o < last; o++) all[o] += bias[first + o];
-        memcpy(out + r * out_stride + first, all, 4 * (last < STRIP ? last : STRIP));
+        for (long o = 0; o < last; o++) out[r * out_stride + first + o] = bias ? all[o] + bias[first + o] : all[o];
     }
 }
 
