@@ -35,6 +35,7 @@ from bench.resident import resident_bytes
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
+from windowpane.lowering.cpu.logits import likeliest
 from windowpane.models import ModelSpec, load
 from windowpane.models.embedded import embedded_path
 from windowpane.native import build
@@ -148,7 +149,7 @@ class Here:
 def step(scheduler: Scheduler, runner: Runner) -> None:
     batch = scheduler.schedule()
     assert batch is not None
-    tokens = runner.forward(batch).logits.max(dim=-1).indices  # as the sampler takes it
+    tokens = likeliest(runner.forward(batch).logits)  # as the sampler takes it
     new = [c.slot for c in batch.chunks if c.samples]
     slots = np.concatenate([batch.decode_slots, np.array(new, dtype=np.int64)])
     runner.take_sampled(torch.from_numpy(slots), tokens)

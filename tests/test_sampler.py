@@ -13,6 +13,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 
 from windowpane.engine import sampler as sampling
 from windowpane.engine.sampler import Draw, Sampler, keep_likely, top_logprobs
+from windowpane.lowering.cpu.logits import likeliest
 from windowpane.schedule.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -392,3 +393,12 @@ class TestMixedBatches:
         mate = request(top_p=0.2, seed=0)
         together = sample(logits, [*mine, mate])
         assert together[:-1] == [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(mine)]
+
+
+@pytest.mark.parametrize("shape", [(1, 9000), (3, 4096), (2, 17), (1, 1)])
+def test_the_likeliest_token_is_the_first_of_the_highest(shape):
+    logits = torch.randn(shape).mul(4).round()
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
+    assert torch.equal(likeliest(torch.full(shape, float("-inf"))), torch.zeros(shape[0], dtype=torch.int64))
+    stored = torch.randn(shape[0], 2 * shape[1])  # rows that lie apart
+    assert torch.equal(likeliest(stored[:, : shape[1]]), stored[:, : shape[1]].argmax(dim=-1))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from ctypes import c_int, c_long, c_void_p
 from pathlib import Path
 
 import pytest
+import torch
+
+from windowpane.native import build
+from windowpane.native.calls import function
+from windowpane.native.levels import LEVELS
 
 PRINT = """
 from windowpane.native import build
@@ -62,3 +70,26 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 def test_a_switch_turns_them_off(tmp_path: Path) -> None:
     assert outcome(tmp_path, WINDOWPANE_CPU_KERNELS="off") == "WINDOWPANE_CPU_KERNELS turns them off"
+
+
+def test_without_a_compiler_a_wheel_has_kernels_for_each_kind_of_processor(tmp_path: Path, monkeypatch) -> None:
+    """What setup.py does for a wheel, of one source; the processor takes the first level that it has all of."""
+    gcc = shutil.which("gcc")
+    if gcc is None or platform.machine() not in LEVELS:
+        pytest.skip("no C compiler, or no kernels for this machine")
+    source = next(source for source in build.SOURCES if source.name == "rows.c")
+    for level in LEVELS[platform.machine()]:
+        subprocess.run([gcc, *level.flags, "-shared", source, "-o", tmp_path / f"{level.name}.so"], check=True)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    best, *_, plainest = LEVELS[platform.machine()]
+    for features, level in ((" ".join(best.needs), best), ("fpu", plainest)):
+        if level == best and not best.needs <= set(build._processor().split()):
+            continue
+        with monkeypatch.context() as patched:
+            patched.setattr(build, "_processor", lambda features=features: features)
+            library = build.load_prebuilt()
+        assert Path(library._name).stem == level.name
+        rows, out = torch.randn(3, 100), torch.empty(3, dtype=torch.int64)
+        find = function(library, "highest_places", c_void_p, c_long, c_void_p, c_long, c_long, c_int)
+        find(rows.data_ptr(), 100, out.data_ptr(), 3, 100, 2)
+        assert torch.equal(out, rows.argmax(dim=-1))

@@ -28,7 +28,8 @@ FAMILIES = ("qwen3 experts", "gpt-oss", "llama 4", "gemma4 experts", "nemotron-h
 
 def mixers_of(lowered: ReferenceModel, kind: type) -> list:
     """Those of a model, branches of sums included."""
-    found, left = [], [block.mixer for layer in lowered.layers for block in getattr(layer, "_layer", layer).blocks]
+    layers = [each for layer in lowered.layers for each in getattr(layer, "layers", [layer])]
+    found, left = [], [block.mixer for layer in layers for block in layer.blocks]
     for mixer in left:
         left += [branch.mixer for branch in getattr(mixer, "_branches", ())]
         found += [mixer] * isinstance(mixer, kind)

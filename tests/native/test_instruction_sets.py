@@ -37,7 +37,7 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     sources = [str(source) for source in build.SOURCES if source.suffix == ".c"]
     openmp = str(build._openmp() or "-lgomp")
     subprocess.run(
-        [compiler, *build._FLAGS, request.param, "-shared", *sources, "-o", target, openmp, "-lm"], check=True
+        [compiler, *build.FLAGS, request.param, "-shared", *sources, "-o", target, openmp, "-lm"], check=True
     )
     return ctypes.CDLL(str(target))
 

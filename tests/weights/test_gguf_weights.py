@@ -10,6 +10,7 @@ in a wrong order, over some 100,000 values spread evenly. They were taken from t
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,9 @@ from windowpane.models.embedded import EMBEDDED, embedded_path
 from windowpane.models.gguf import read_header, stored_types
 from windowpane.models.tensors import RankPlace
 from windowpane.models.weights import sharding_problem, text_tensors, weight_bytes
-from windowpane.weights import WeightsError, load_weights
+from windowpane.weights import WeightsError, kept_strips, load_weights
 from windowpane.weights import gguf as gguf_weights
+from windowpane.weights.gguf import GgufCheckpoint
 
 CPU = torch.device("cpu")
 GOLDEN = json.loads((Path(__file__).parent / "golden_sums.json").read_text())
@@ -167,6 +169,39 @@ def test_ranks_read_their_parts_of_packed_weights(tmp_path: Path) -> None:
             assert torch.equal(found, expected), tensor.name
 
 
+def test_repacked_weights_are_kept_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q5_1)
+    repacked = []
+    strips = GgufCheckpoint.strips
+    monkeypatch.setattr(GgufCheckpoint, "strips", lambda *args: (repacked.append(args), strips(*args))[1])
+
+    def loaded() -> dict[str, torch.Tensor]:
+        repacked.clear()
+        weights = load_weights(path, load(path), dtype=torch.float32, device=CPU)
+        packed = {name: weight for name, weight in weights.items() if isinstance(weight, StripWeight)}
+        return {name: weight.dequantize(torch.float32) for name, weight in packed.items()}
+
+    expected = loaded()
+    assert repacked and not (tmp_path / "cache" / "windowpane" / "weights").exists(), "few bytes are not kept"
+    monkeypatch.setattr(kept_strips, "LEAST_BYTES", 1)
+    loaded()
+    (kept,) = (tmp_path / "cache" / "windowpane" / "weights").iterdir()
+    found = loaded()
+    assert not repacked and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    whole = kept.read_bytes()
+    for damaged in (whole[:-1], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], b""):
+        kept.unlink()  # pages that are mapped stay what they were
+        kept.write_bytes(damaged)
+        assert torch.equal(loaded()["model.embed_tokens.weight"], expected["model.embed_tokens.weight"])
+        assert repacked and kept.read_bytes() == whole
+    os.utime(path, ns=(1, 1))
+    loaded()
+    (newer,) = kept.parent.iterdir()
+    assert repacked and newer != kept
+
+
 def test_ranks_cannot_cut_through_blocks(tmp_path: Path) -> None:
     spec = load(write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0))
     problem = sharding_problem(spec, 4)
@@ -228,7 +263,8 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, made_up(BLOCK))
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
     monkeypatch.setitem(sys.modules, "gguf", None)
+    assert load_weights(path, load(path), dtype=torch.float32, device=CPU)  # packed weights do without
     with pytest.raises(WeightsError, match="pip install 'gguf"):
         read(path)

@@ -194,7 +194,7 @@ class LayerPages:
         self.is_coded = spec.kv_format.name not in TORCH_DTYPES
         self.dtype = torch.int16 if self.is_coded else TORCH_DTYPES[spec.kv_format.name]  # as it lies in memory
         self.block_tokens, self.retention = spec.block_tokens, spec.retention
-        self._pages, self.group, self._stripe, self.dims = pages, group, piece.stripe, piece.cache.row_dims
+        self._pages, self.group, self.stripe, self.dims = pages, group, piece.stripe, piece.cache.row_dims
         shape = (piece.cache.kv_heads, spec.block_tokens)
         widths = [codecs.row_words(spec.kv_format, dim) if self.is_coded else dim for dim in self.dims]
         self._views = [
@@ -249,11 +249,11 @@ class LayerPages:
         return self._offsets(self._pages.reading, slot, blocks)
 
     def decoding_reads(self, step: Step, sees: LooksBack) -> _Reads:
-        return self._pages.decoding_reads(self.group, self._stripe, sees, step)
+        return self._pages.decoding_reads(self.group, self.stripe, sees, step)
 
     def decoding_writes(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Page offset and row of each decoding token."""
-        return self._pages.decoding_writes(self.group, self._stripe, step)
+        return self._pages.decoding_writes(self.group, self.stripe, step)
 
     @property
     def unseen_every(self) -> int:
@@ -290,7 +290,7 @@ class LayerPages:
     def decoding_rows(self, step: Step) -> list[torch.Tensor]:
         """Of a step whose decoding tokens were written before: their own rows, [slots, heads, dim] each."""
         columns = step.decode_positions // self.block_tokens % self._pages.columns[self.group]
-        entries = self._pages.reading[self.group][step.decode_slots, columns, self._stripe].astype(np.int64)
+        entries = self._pages.reading[self.group][step.decode_slots, columns, self.stripe].astype(np.int64)
         offsets = self._pages._tensor(entries)
         within = self._pages._tensor(step.decode_positions % self.block_tokens)
         each = torch.arange(len(within), device=within.device)
@@ -306,7 +306,7 @@ class LayerPages:
     def write(self, step: Step, rows: list[torch.Tensor], store: Store | None = None) -> None:
         """Store what `writes` lists of a step's rows ([rows, heads, dim] each)."""
         at, offsets, within = (self._pages._tensor(x.astype(np.int64)) for x in self.writes(step))
-        own_offsets = offsets[:, self._stripe].contiguous()
+        own_offsets = offsets[:, self.stripe].contiguous()
         for part, values in enumerate(rows):
             (store or self.store)(part, own_offsets, within, values[at])
 
@@ -408,7 +408,7 @@ class LayerPages:
 
     def _offsets(self, tables: list[NDArray[np.int32]], slot: int, blocks: NDArray[np.int64]) -> torch.Tensor:
         columns = blocks % self._pages.columns[self.group]
-        return self._pages._tensor(tables[self.group][slot, columns, self._stripe].astype(np.int64))
+        return self._pages._tensor(tables[self.group][slot, columns, self.stripe].astype(np.int64))
 
 
 class StatePages:

@@ -1,8 +1,9 @@
-"""Builds the C sources beside it once per machine, keeps the library in the user's cache, and loads it.
+"""Builds the C sources beside it once per machine, keeps the library in the user's cache, and loads it. Without a
+compiler, what a wheel carries for this kind of processor is taken.
 
 Everything the result depends on is in the file's name: source, flags, compiler, processor and torch. So a library is
-never taken for another's, and one that is there is whole: it is written beside and then renamed. Without a compiler, or
-where anything fails, there are no kernels, `why_not` says why, and torch does the work.
+never taken for another's, and one that is there is whole: it is written beside and then renamed. Without a compiler and
+a wheel, or where anything fails, there are no kernels, `why_not` says why, and torch does the work.
 
 `WINDOWPANE_CPU_KERNELS=off` leaves them out.
 """
@@ -23,13 +24,13 @@ from pathlib import Path
 import torch
 
 from windowpane.models.embedded import cache_directory
+from windowpane.native.levels import FLAGS, LEVELS
 
 SWITCH = "WINDOWPANE_CPU_KERNELS"
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+PREBUILT = Path(__file__).parent / "prebuilt"
 BUILD_SECONDS = 120
 _COMPILERS = ("gcc", "cc")
-# Scheduling before registers are assigned spills the product's tiles; these processors reorder by themselves.
-_FLAGS = ("-O2", "-std=gnu11", "-fno-schedule-insns", "-fPIC", "-fopenmp")
 
 
 class NoKernels(Exception):
@@ -66,16 +67,24 @@ def _build() -> ctypes.CDLL:
     if platform.system() != "Linux" or platform.machine() not in ("aarch64", "x86_64"):
         raise NoKernels(f"none for {platform.system()} on {platform.machine()}")
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
+    if compiler is None and not PREBUILT.is_dir():
         raise NoKernels(f"no C compiler ({' or '.join(_COMPILERS)}) is installed")
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        return load_prebuilt() if compiler is None else ctypes.CDLL(str(_compiled(compiler)))
     except OSError as error:
         raise NoKernels(f"cannot build or load kernels: {error}") from error
 
 
+def load_prebuilt() -> ctypes.CDLL:
+    """The best that this processor has. It was linked without OpenMP, whose functions are found in what is loaded."""
+    features = set(_processor().split())
+    level = next(level for level in LEVELS[platform.machine()] if level.needs <= features)
+    ctypes.CDLL(str(_openmp() or "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(PREBUILT / f"{level.name}.so"))
+
+
 def _compiled(compiler: str) -> Path:
-    command = [compiler, *_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
+    command = [compiler, *FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
     version = _run([compiler, "--version"])
     openmp = _openmp()
     sources = [source.read_text() for source in SOURCES]

@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "panels.h"
 
 /* -- attention of decoding tokens, straight from pages --------------------------------------------------------------
  *
@@ -17,10 +18,25 @@ typedef struct {
     const float *scales;
 } Rows;
 
+/* The sum of each of 16 vectors' lanes, first to last as `sum` has it: lanes become vectors, which are added. */
+INLINE void sums_of(vec *v, float *sums) {
+    UNROLL for (int at = 0; at < 16; at += LANES) {
+#if LANES == 4
+        UNROLL for (int i = 0; i < LANES; i++) sums[at + i] = sum(v[at + i]);
+#else
+        transpose(v + at);
+        vec total = {0};
+        UNROLL for (int lane = 0; lane < LANES; lane++) total += v[at + lane];
+        STORE(sums + at, total);
+#endif
+    }
+}
+
 INLINE void scores_of(const float *q, Rows keys, long t0, long dim, float scale, float *scores, const int format,
                       const int G, const int T) {
     vec total[MOST_HEADS][4];
-    UNROLL for (int g = 0; g < G; g++) UNROLL for (int t = 0; t < T; t++) total[g][t] = (vec){0};
+    float sums[MOST_HEADS][4];
+    UNROLL for (int g = 0; g < MOST_HEADS; g++) UNROLL for (int t = 0; t < 4; t++) total[g][t] = (vec){0};
     long wide = dim / PIECES(format);
     for (int piece = 0; piece < PIECES(format); piece++)
         for (long i = 0; i < wide; i += LANES)
@@ -28,9 +44,13 @@ INLINE void scores_of(const float *q, Rows keys, long t0, long dim, float scale,
                 vec k = load_stored(keys.rows[t0 + t], i, piece, format);
                 UNROLL for (int g = 0; g < G; g++) total[g][t] += k * LOAD(q + g * dim + piece * wide + i);
             }
+    if (G * T > LANES / 2)
+        sums_of(total[0], sums[0]);
+    else
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int t = 0; t < T; t++) sums[g][t] = sum(total[g][t]);
     UNROLL for (int g = 0; g < G; g++)
         UNROLL for (int t = 0; t < T; t++) {
-            float score = sum(total[g][t]);
+            float score = sums[g][t];
             if (format == INT8) score *= keys.scales[t0 + t];
             scores[g * SCORES + t0 + t] = score * scale;
         }
@@ -60,18 +80,27 @@ INLINE void add_values(const float *weights, Rows values, long t0, long dim, flo
 
 /* One head's scores become weights relative to the highest, which ends up in `out` with their sum. */
 static __attribute__((noinline)) void weigh(float *s, long tokens, float softcap, float *out) {
-    float highest = -__builtin_inff(), total = 0;
-    for (long t = 0; softcap && t < tokens; t += LANES) STORE(s + t, soft_capped(LOAD(s + t), softcap));
-    for (long t = 0; t < tokens; t++) highest = s[t] > highest ? s[t] : highest;
+    float highest = -__builtin_inff();
+    vec highs = -__builtin_inff() + (vec){0}, totals = {0};
+    for (long t = tokens; t % LANES; t++) s[t] = -__builtin_inff();
     for (long t = 0; t < tokens; t += LANES) {
-        float some[LANES] = {0};
-        long n = tokens - t < LANES ? tokens - t : LANES;
-        for (long i = 0; i < n; i++) some[i] = s[t + i] - highest;
-        vec weights = exponential(LOAD(some));
-        for (long i = 0; i < n; i++) total += s[t + i] = weights[i];
+        vec scores = LOAD(s + t);
+        if (softcap) STORE(s + t, scores = soft_capped(scores, softcap));
+        highs = choose(scores > highs, scores, highs);
     }
+    for (int i = 0; i < LANES; i++) highest = highs[i] > highest ? highs[i] : highest;
+    for (long t = 0; t < tokens; t += LANES) STORE(s + t, exponential(LOAD(s + t) - highest));
+    for (long t = tokens; t % LANES; t++) s[t] = 0;
+    for (long t = 0; t < tokens; t += LANES) totals += LOAD(s + t);
     out[0] = highest;
-    out[1] = total;
+    out[1] = sum(totals);
+}
+
+/* Four rows that are read soon: pages lie apart, and hardware fetches ahead only within one. */
+INLINE void fetch_ahead(Rows from, long t, long past, long row_bytes) {
+    long next = t + (row_bytes < 512 ? 16 : 8);
+    for (long r = next; r < next + 4 && r < past; r++)
+        for (long at = 0; at < row_bytes; at += 64) __builtin_prefetch(from.rows[r] + at);
 }
 
 /* `past` tokens from pages, in fours: rows that are not there repeat the last and weigh nothing. Where `now` is 1, the
@@ -80,7 +109,10 @@ INLINE void part_of_heads(const Attention *a, const float *q, Rows keys, Rows va
                           const int format, const int G) {
     float scores[MOST_HEADS * SCORES], own[MOST_HEADS * SCORES];
     long t, dim = a->dim, stride = dim + 16, tokens = past + now;
-    for (t = 0; t < past; t += 4) scores_of(q, keys, t, dim, a->scale, scores, format, G, 4);
+    for (t = 0; t < past; t += 4) {
+        fetch_ahead(keys, t, past, a->pages.row_bytes);
+        scores_of(q, keys, t, dim, a->scale, scores, format, G, 4);
+    }
     if (now) scores_of(q, keys, PART, dim, a->scale, own, FLOAT32, G, 1);
     for (int g = 0; g < G; g++) {
         float *s = scores + g * SCORES;
@@ -90,7 +122,10 @@ INLINE void part_of_heads(const Attention *a, const float *q, Rows keys, Rows va
         own[g * SCORES + PART] = s[past];
         for (t = past; t % 4; t++) s[t] = 0;
     }
-    for (t = 0; t < past; t += 4) add_values(scores, values, t, dim, out, stride, format, G, 4);
+    for (t = 0; t < past; t += 4) {
+        fetch_ahead(values, t, past, a->pages.row_bytes);
+        add_values(scores, values, t, dim, out, stride, format, G, 4);
+    }
     if (now) add_values(own, values, PART, dim, out, stride, FLOAT32, G, 1);
 }
 
@@ -116,9 +151,11 @@ static void one_part(const Attention *a, long sequence, long head, long part) {
     long first_block = a->starts[sequence] / p->block_tokens, tokens = 0;
     long from = a->starts[sequence] + part * PART, to = from + PART;
     if (to > a->stops[sequence]) to = a->stops[sequence];
-    for (long at = from; at < to; at++, tokens++) {
-        int64_t page = a->offsets[sequence * a->blocks + at / p->block_tokens - first_block] * 256;
-        long row = head * p->block_tokens + at % p->block_tokens;
+    const int64_t *offset = a->offsets + sequence * a->blocks + from / p->block_tokens - first_block;
+    for (long at = from, within = from % p->block_tokens; at < to; at++, tokens++, within++) {
+        if (within == p->block_tokens) within = 0, offset++;
+        int64_t page = *offset * 256;
+        long row = head * p->block_tokens + within;
         keys[tokens] = p->rows[0] + page + row * p->row_bytes;
         values[tokens] = p->rows[1] + page + row * p->row_bytes;
         if (p->format != INT8) continue;

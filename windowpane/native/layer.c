@@ -1,7 +1,7 @@
 #include "kernels.h"
 #include "packed.h"
 
-/* -- a whole decoder layer for decoding tokens: attention, then a gated MLP --------------------------------------------
+/* -- whole decoder layers for decoding tokens: attention, then a gated MLP -----------------------------------------------
  *
  * The same kernels in the same order as when they are called one by one, so with the same bits.
  */
@@ -20,6 +20,7 @@ typedef struct {
     Pages pages;          /* its K and V; where they have a basis of their own, with what balances queries and keys */
     const float *balance; /* [queries and keys, KV heads, dim] */
     int64_t hidden, query_heads, kv_heads, dim, mlp;
+    int64_t tokens; /* which of those handed over are its own: layers of one group share them */
     int64_t head_norms, v_norm, is_gelu;
     float eps, scale, softcap, multiplier, scalar;
 } Layer;
@@ -38,11 +39,20 @@ static long widest(const Layer *l) {
     return a > l->mlp ? a : l->mlp;
 }
 
-/* Floats of scratch per sequence. */
-long layer_scratch_floats(const Layer *l, long parts) {
+static long scratch_floats(const Layer *l, const Tokens *t) {
     long heads = l->query_heads + 2 * l->kv_heads, query_floats = l->query_heads * l->dim;
-    return 2 * l->hidden + widest(l) + 2 * heads * l->dim + query_floats + 3 * l->mlp
-           + l->query_heads * parts * (l->dim + 16);
+    return t->sequences * (2 * l->hidden + widest(l) + 2 * heads * l->dim + query_floats + 3 * l->mlp
+                           + l->query_heads * t->parts * (l->dim + 16));
+}
+
+/* What `decode_layers` needs. */
+long layers_scratch_floats(const Layer *layers, long count, const Tokens *tokens) {
+    long most = 0;
+    for (const Layer *l = layers; l < layers + count; l++) {
+        long floats = scratch_floats(l, tokens + l->tokens);
+        most = floats > most ? floats : most;
+    }
+    return most;
 }
 
 /* `packed` has room for the inputs, either way. */
@@ -95,8 +105,7 @@ static void write(const Layer *l, const Tokens *t, const float *k, const float *
     write_rows(&l->pages, 1, t->to_offsets, t->to_rows, v, kv, n, l->kv_heads, l->dim, threads);
 }
 
-/* hidden [sequences, hidden] is changed in place. */
-void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch, int threads) {
+static void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch, int threads) {
     long n = t->sequences, queries = l->query_heads * l->dim, kv = l->kv_heads * l->dim, projected = queries + 2 * kv;
     float *normed = scratch, *mixed = normed + n * l->hidden, *packed = mixed + n * l->hidden;
     float *qkv = packed + n * widest(l), *q = qkv + n * projected, *k = q + n * queries, *v = k + n * kv;
@@ -125,4 +134,9 @@ void decode_layer(const Layer *l, const Tokens *t, float *hidden, float *scratch
     join(l, l->after_mlp, mixed, hidden, n, threads);
     if (l->scalar != 1)
         for (long i = 0; i < n * l->hidden; i++) hidden[i] *= l->scalar;
+}
+
+/* hidden [sequences, hidden] is changed in place. */
+void decode_layers(const Layer *layers, long count, const Tokens *tokens, float *hidden, float *scratch, int threads) {
+    for (const Layer *l = layers; l < layers + count; l++) decode_layer(l, tokens + l->tokens, hidden, scratch, threads);
 }

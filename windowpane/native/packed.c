@@ -149,6 +149,20 @@ INLINE bytes step_of(const uint8_t *group, const int s, const int low, const int
 typedef int8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint8_t few_unsigned __attribute__((vector_size(LANES), aligned(1), may_alias));
 
+/* LANES bytes as whole numbers. GCC would convert them one by one. */
+INLINE ivec widened(const uint8_t *from, const int is_signed) {
+#if defined(__AVX512F__)
+    __m128i b = _mm_loadu_si128((const __m128i *)from);
+    return (ivec)(is_signed ? _mm512_cvtepi8_epi32(b) : _mm512_cvtepu8_epi32(b));
+#elif defined(__AVX2__)
+    __m128i b = _mm_loadl_epi64((const __m128i *)from);
+    return (ivec)(is_signed ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b));
+#else
+    return is_signed ? __builtin_convertvector(*(const few_bytes *)from, ivec)
+                     : __builtin_convertvector(*(const few_unsigned *)from, ivec);
+#endif
+}
+
 /* to = what is stored in float16 × sign, of sixteen outputs. */
 INLINE void float16s(const uint8_t *from, float sign, float *to) {
     UNROLL for (int i = 0; i < STRIP; i += LANES) STORE(to + i, from_float16(LOAD_HALVES(from + 2 * i)) * sign);
@@ -157,9 +171,7 @@ INLINE void float16s(const uint8_t *from, float sign, float *to) {
 /* to = all × what is stored in a byte, of sixteen outputs. */
 INLINE void relative(const uint8_t *from, const float *all, float *to, const int is_signed) {
     UNROLL for (int i = 0; i < STRIP; i += LANES) {
-        vec small = is_signed ? __builtin_convertvector(*(const few_bytes *)(from + i), vec)
-                              : __builtin_convertvector(*(const few_unsigned *)(from + i), vec);
-        STORE(to + i, LOAD(all + i) * small);
+        STORE(to + i, LOAD(all + i) * __builtin_convertvector(widened(from + i, is_signed), vec));
     }
 }
 
@@ -192,9 +204,15 @@ INLINE void scales_of(const uint8_t *scales, long first, long inputs, float *sca
             }
             break;
         default:
-            for (long i = 0; i < count * STRIP; i++) scale[i] = from_exponent(at[i]);
+            for (long i = 0; i < count * STRIP; i += LANES) { /* 2^(e - 127) / 2, because the table holds doubled values */
+                ivec e = widened(at + i, 0), tiny = e < 2;
+                STORE(scale + i, (vec)((tiny & 0x00200000 << (e & 1)) | (~tiny & (e - 1) << 23)));
+            }
     }
 }
+
+/* Hardware fetches ahead only within a page of 4 KiB, and few rows take less time than memory does. */
+#define AHEAD_BYTES 4096
 
 /* -- a strip times R rows ------------------------------------------------------------------------------------------------
  *
@@ -216,6 +234,7 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
         long some = groups - span < SPAN_GROUPS ? groups - span : SPAN_GROUPS;
         scales_of(scales, span * GROUP, some * GROUP, scale, offset, f);
         for (long g = 0; g < some; g++, group += group_bytes(&f), x++) {
+            if (R <= 4) UNROLL for (long at = 0; at < group_bytes(&f); at += LINE_BYTES) __builtin_prefetch(group + AHEAD_BYTES + at);
             UNROLL for (int p = 0; p < PARTS; p++) {
                 bytes v[8];
                 UNROLL for (int s = 0; s < 8; s++) {
@@ -238,11 +257,18 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
         }
     }
     long first = strip * STRIP, last = w->outputs - first;
-    UNROLL for (int r = 0; r < R; r++) {
+    if (last >= STRIP) {
+        UNROLL for (int p = 0; p < PARTS; p++)
+            UNROLL for (int r = 0; r < R; r++) {
+                if (bias) total[p][r] += LOAD(bias + first + p * LANES);
+                STORE(out + r * out_stride + first + p * LANES, total[p][r]);
+            }
+        return;
+    }
+    for (int r = 0; r < R; r++) {
         float all[STRIP];
         UNROLL for (int p = 0; p < PARTS; p++) STORE(all + p * LANES, total[p][r]);
-        for (long o = 0; bias && o < STRIP && o < last; o++) all[o] += bias[first + o];
-        memcpy(out + r * out_stride + first, all, 4 * (last < STRIP ? last : STRIP));
+        for (long o = 0; o < last; o++) out[r * out_stride + first + o] = bias ? all[o] + bias[first + o] : all[o];
     }
 }
 

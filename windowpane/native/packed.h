@@ -94,14 +94,6 @@ INLINE long scale_bytes(const Form *f, long inputs) {
 
 INLINE long group_bytes(const Form *f) { return (f->low + f->high) * LINE_BYTES; }
 
-/* 2^(e - 127) / 2, because the table holds doubled values. */
-INLINE float from_exponent(uint8_t e) {
-    uint32_t bits = e < 2 ? 0x00200000u << e : (uint32_t)(e - 1) << 23;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* A value as it is stored: output and input count within the group. */
 INLINE int stored_value(const uint8_t *group, const Form *f, long output, long input) {
     long step = input / 4, at = output * 4 + input % 4;

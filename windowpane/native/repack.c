@@ -191,3 +191,31 @@ void repack(const Packed *to, const uint8_t *rows, long row_bytes, int threads) 
             }
     }
 }
+
+#define CHECKED (1 << 20)
+
+static uint64_t checksum_of(const uint8_t *from, long bytes, uint64_t start) {
+    uint64_t lanes[4] = {start, start + 1, start + 2, start + 3}, total = 0;
+    long i = 0;
+    for (; i + 32 <= bytes; i += 32)
+        UNROLL for (int l = 0; l < 4; l++) {
+            uint64_t word;
+            memcpy(&word, from + i + 8 * l, 8);
+            lanes[l] = (lanes[l] ^ word) * 0x9e3779b97f4a7c15u;
+            lanes[l] ^= lanes[l] >> 32;
+        }
+    for (; i < bytes; i++) lanes[0] = (lanes[0] ^ from[i]) * 0x100000001b3u;
+    for (int l = 0; l < 4; l++) total = (total ^ lanes[l]) * 0x9e3779b97f4a7c15u;
+    return total ^ total >> 29;
+}
+
+/* Of bytes on a disk, against damage: a sum over pieces, so that threads share them, each of which knows its place. */
+long checksum(const uint8_t *from, long bytes, int threads) {
+    long pieces = (bytes + CHECKED - 1) / CHECKED;
+    uint64_t total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
+    for (long i = 0; i < pieces; i++)
+        total += checksum_of(from + i * CHECKED, bytes - i * CHECKED < CHECKED ? bytes - i * CHECKED : CHECKED,
+                             (uint64_t)(i + 1) * 0xd6e8feb86659fd93u);
+    return (long)total;
+}

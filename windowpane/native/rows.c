@@ -60,3 +60,26 @@ void gated(const float *gate_up, float *out, long rows, long width, int is_gelu,
         }
     }
 }
+
+#define SEARCHED 4096
+
+/* The place of the first of the highest numbers of each row; NaN is passed over. */
+void highest_places(const float *x, long x_stride, int64_t *out, long rows, long width, int threads) {
+#pragma omp parallel for num_threads(threads_for(rows * width, threads)) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const float *from = x + row * x_stride;
+        float highest = -__builtin_inff();
+        long place = 0;
+        for (long block = 0; block < width; block += SEARCHED) {
+            long i = block, stop = width - block < SEARCHED ? width : block + SEARCHED;
+            vec highs = -__builtin_inff() + (vec){0};
+            for (; i + LANES <= stop; i += LANES) highs = larger(LOAD(from + i), highs);
+            float high = highs[0];
+            for (int lane = 1; lane < LANES; lane++) high = highs[lane] > high ? highs[lane] : high;
+            for (; i < stop; i++) high = from[i] > high ? from[i] : high;
+            if (high > highest) highest = high, place = block;
+        }
+        while (place < width && from[place] != highest) place++;
+        out[row] = place < width ? place : 0;
+    }
+}

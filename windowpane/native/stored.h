@@ -8,9 +8,6 @@
 #pragma once
 
 #include "vectors.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };
 

@@ -11,6 +11,8 @@
 #include <string.h>
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -40,6 +42,17 @@ INLINE float sum(vec v) {
 }
 
 INLINE vec choose(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
+
+/* The larger of each pair; a NaN in x gives y. */
+INLINE vec larger(vec x, vec y) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(__AVX2__)
+    return (vec)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    return choose(x > y, x, y);
+#endif
+}
 
 INLINE vec clamp(vec x, float low, float high) {
     vec lows = low + (vec){0}, highs = high + (vec){0};

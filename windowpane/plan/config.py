@@ -108,7 +108,10 @@ _SIZES: dict[str, Callable[[str], int]] = {
     "kv_cache_memory_bytes": parse_bytes,
     "slab_bytes": parse_bytes,
 }
-_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None", Mapping: "a mapping"}
+_KINDS = {
+    int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None",
+    Mapping: "a mapping", DraftConfig: "a DraftConfig",
+}  # fmt: skip
 
 
 def _typed(name: str, value: Any) -> Any:

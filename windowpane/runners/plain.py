@@ -15,7 +15,7 @@ from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
-from windowpane.lowering.cpu.layers import JoinedLayer
+from windowpane.lowering.cpu.layers import JoinedLayers
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
@@ -115,7 +115,7 @@ class Runner:
     def _takes_as_rows(self, batch: Batch) -> bool:
         """Whether a step's drafts run as decoding rows, which compiled layers store before any of them attends."""
         return verifies_only(batch) and all(
-            isinstance(layer, JoinedLayer) and layer.decodes_in(self.pages) for layer in self.model.layers
+            isinstance(layer, JoinedLayers) and layer.decodes_in(self.pages) for layer in self.model.layers
         )
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:

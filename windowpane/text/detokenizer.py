@@ -31,6 +31,12 @@ class Detokenizer:
         skip = self._skip_special_tokens and token_id not in self._kept_special_ids
         return self._decoder.decode(self._tokenizer.token_bytes(token_id, skip))
 
+    def copy(self) -> Detokenizer:
+        """Another one, where this one stands."""
+        made = Detokenizer(self._tokenizer, self._skip_special_tokens, self._kept_special_ids)
+        made._decoder.setstate(self._decoder.getstate())
+        return made
+
     def finish(self) -> str:
         """What was still held back when the generation ended: U+FFFD for a broken character, else nothing."""
         return self._decoder.decode(b"", final=True)

@@ -6,12 +6,13 @@ They are matchers like those of grammars (`request.Matcher`), so that the engine
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windowpane.schedule.request import Grammar, Matcher, SamplingParams
+from windowpane.schedule.request import Grammar, Matcher, SamplingParams, Tokens
 from windowpane.text.detokenizer import Detokenizer
 from windowpane.text.grammar import GrammarError, Thought
 from windowpane.text.tokenizer import Tokenizer
@@ -79,9 +80,12 @@ class RuleMatcher:
         self._thought = None if rules.budget is None else _CountedThought(rules.budget, rules.tokenizer)
 
     def accept(self, token: int) -> None:
-        self._tail = [*self._tail, token][-self._keeps :] if self._keeps else []
         if self._inner is not None:
             self._inner.accept(token)
+        self._follow(token)
+
+    def _follow(self, token: int) -> None:
+        self._tail = [*self._tail, token][-self._keeps :] if self._keeps else []
         if self._thought is not None:
             self._thought.accept(token)
 
@@ -100,6 +104,14 @@ class RuleMatcher:
             if not allowed.any():
                 raise GrammarError("bad_words leave no token that the answer's format allows")
         return allowed
+
+    def ahead(self, tokens: Tokens) -> RuleMatcher:
+        later = copy(self)
+        later._inner = None if self._inner is None else self._inner.ahead(tokens)
+        later._thought = None if self._thought is None else self._thought.copy()
+        for token in tokens.tolist():
+            later._follow(token)
+        return later
 
     def _unruled(self, may_stop: bool) -> NDArray[np.uint32]:
         if self._inner is not None:
@@ -126,6 +138,11 @@ class _CountedThought:
         self._text = ""
         self._tokens = 0
         self._forced = 0  # tokens of the end that were written because they had to be
+
+    def copy(self) -> _CountedThought:
+        made = copy(self)
+        made._detokenizer = self._detokenizer.copy()
+        return made
 
     @property
     def forced(self) -> int | None:

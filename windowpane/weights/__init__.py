@@ -14,7 +14,7 @@ import torch
 
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.strips import StripWeight
-from windowpane.models.ggml import StoredTypes
+from windowpane.models.ggml import StoredTypes, StripForm
 from windowpane.models.gguf import is_gguf
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
@@ -32,6 +32,7 @@ from windowpane.weights.checkpoint import (
     stored_tensors,
 )
 from windowpane.weights.gguf import GgufCheckpoint
+from windowpane.weights.kept_strips import KeptStrips
 from windowpane.weights.quantized import check_runs, read_packed
 
 __all__ = ["LOAD_FORMATS", "LoadedWeights", "WeightsError", "load_kv_scales", "load_weights"]
@@ -81,11 +82,16 @@ def load_weights(
     stored = match_names(spec, checkpoint.shapes)
     cuts = {name: cut for part in stored_tensors(spec) for name, cut in part.rank_entries(place)}
     copied = copied_head(spec, checkpoint.shapes)
+    forms = _strip_forms(spec, place)
+    kept = KeptStrips(checkpoint.files, forms, place) if isinstance(checkpoint, GgufCheckpoint) and forms else None
+    mapped = kept.read() if kept is not None else None
 
     def read(tensor: TensorSpec) -> LoadedWeight:
-        if isinstance(spec.quantization, StoredTypes) and (form := spec.quantization.held(tensor.on_rank(place.ranks))):
+        if tensor.name in forms:
             assert isinstance(checkpoint, GgufCheckpoint)
-            return checkpoint.strips(stored[tensor.name], form, cuts[tensor.name])
+            if mapped is not None:
+                return mapped[tensor.name]
+            return checkpoint.strips(stored[tensor.name], forms[tensor.name], cuts[tensor.name])
         if _is_packed(tensor, spec):
             assert isinstance(spec.quantization, Quantization)
 
@@ -101,7 +107,19 @@ def load_weights(
             _check_copy(out, checkpoint.pieces(copied.head, cuts[tensor.name]), copied)
         return out
 
-    return _make(spec, read, dtype, place, progress)
+    loaded = _make(spec, read, dtype, place, progress)
+    if kept is not None and mapped is None:
+        kept.write({name: weight for name in forms if isinstance(weight := loaded[name], StripWeight)})
+    return loaded
+
+
+def _strip_forms(spec: ModelSpec, place: RankPlace) -> dict[str, StripForm]:
+    """What stays as a GGUF file stores it, by name."""
+    types = spec.quantization
+    if not isinstance(types, StoredTypes):
+        return {}
+    held = {tensor.name: types.held(tensor.on_rank(place.ranks)) for tensor in text_tensors(spec)}
+    return {name: form for name, form in held.items() if form is not None}
 
 
 def _check_strips(load_format: str, dtype: torch.dtype, device: torch.device) -> None:

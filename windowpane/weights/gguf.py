@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from windowpane.lowering.strips import StripWeight
-from windowpane.models.ggml import StripForm, ggml_type
+from windowpane.models.ggml import F32, StripForm, ggml_type
 from windowpane.models.gguf import GgufTensor, read_header, tensors_by_hf_name
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import RankSlice
@@ -32,12 +32,12 @@ class GgufCheckpoint:
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         header = read_header(path)
         family = header.text("general.architecture") or ""
-        self._gguf = _gguf_package()
         self._plus_one = family in _NORMS_PLUS_ONE
         self._interleaved = family in _INTERLEAVED_ROTATION
         self._heads = {"q_proj": spec.query_heads, "k_proj": spec.token_caches[0].kv_heads}
         self._tensors = tensors_by_hf_name(header)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.files = sorted({tensor.file for tensor in self._tensors.values()})
 
     def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
@@ -83,7 +83,7 @@ class GgufCheckpoint:
         through_rows = cut is not None and cut.axis == len(tensor.shape) - 1
         columns = [i for some in cut.ranges for i in some] if cut is not None and through_rows else None
         for raw in self._raw(tensor, cut, at_once):
-            values: npt.NDArray[np.float32] = self._gguf.dequantize(raw, self._gguf.GGMLQuantizationType(tensor.kind))
+            values = _dequantized(raw, tensor.kind)
             shape = tensor.shape if len(tensor.shape) == 1 else (len(raw), tensor.shape[-1])
             # Unquantized types come as a view of the bytes read, which torch must not take for writable.
             found = torch.from_numpy(np.require(values, requirements="W").reshape(shape))
@@ -107,6 +107,15 @@ def _undo_interleaving(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows 0, 2, 4, … of each head first, then 1, 3, 5, …: neighbours become rows half a head apart."""
     paired = weight.reshape(heads, -1, 2, *weight.shape[1:])
     return paired.transpose(1, 2).reshape(weight.shape)
+
+
+def _dequantized(raw: npt.NDArray[np.uint8], kind: int) -> npt.NDArray[np.float32]:
+    """What rows of bytes mean. Norms are float32, so a model that stays packed needs no package for them."""
+    if kind == F32:
+        return raw.view(np.float32)
+    package = _gguf_package()
+    values: npt.NDArray[np.float32] = package.dequantize(raw, package.GGMLQuantizationType(kind))
+    return values
 
 
 def _gguf_package() -> ModuleType:

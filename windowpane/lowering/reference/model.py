@@ -94,7 +94,9 @@ class ReferenceModel:
         """float32 [rows, vocabulary]."""
         if self._centroids is not None:
             return self._centroids(hidden, self.head)
-        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float() * self.decoder.logit_multiplier
+        logits = self.group.all_gather(self.ops.linear(hidden, self.head)).float()
+        if self.decoder.logit_multiplier != 1.0:
+            logits = logits * self.decoder.logit_multiplier
         cap = self.decoder.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
