@@ -112,7 +112,7 @@ def generate_by(
 
 def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
     scheduler, runner = run.scheduler, run.runner
-    batch = scheduler.schedule(_drafts(scheduler, runner.drafter, knobs))
+    batch = scheduler.schedule(_drafts(scheduler, getattr(runner, "drafter", None), knobs))
     assert batch is not None
     run.peak_pages = [max(a, b) for a, b in zip(run.peak_pages, scheduler.manager.live_pages, strict=True)]
     slots = [*batch.decode_slots.tolist(), *(c.slot for c in batch.chunks if c.samples)]
