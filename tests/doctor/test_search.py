@@ -106,6 +106,12 @@ class TestSearching:
         found = explained(figures("11.05", "623,873", "262,144", "2.38"), model="qwen3.5-27b")
         assert found.explanation is not None and "3 drafts a step (MTP)" in found.explanation.assumed
 
+    def test_a_drafter_that_no_line_names_is_said(self) -> None:
+        """A dense model with one layer more fits whatever the number of drafts."""
+        found = explained(figures("20.00", "158,864", "8,192", "19.39"), model="llama-3.1-8b")
+        assert found.explanation is not None
+        assert "a drafter of one more layer (MTP or EAGLE)" in found.explanation.assumed
+
     def test_what_the_figures_do_not_decide_is_not_named(self) -> None:
         found = explained(figures("6.51", "42,656", "32,768", "1.30"), model="qwen3-14b")
         assert found.explanation is not None and found.explanation.assumed == ("tensor_parallel_size 1",)

@@ -54,11 +54,15 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """One setting, the values to try, and how they are called. A `default` goes without saying: it is the first."""
+    """One setting, the values to try, and how they are called. A `default` goes without saying: it is the first.
+
+    `assumed` is what to say where all values fit, but nothing in the log told of the setting.
+    """
 
     values: tuple[Any, ...]
     title: str
     default: bool = False
+    assumed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def explain(facts: LogFacts, spec: ModelSpec, kv_cache_dtype: str) -> Explanatio
     first = candidates[0]
     found = _matches(candidates, facts)
     if not found and facts.runs and facts.speculative_tokens is None:
-        settings[-1] = replace(settings[-1], values=_DRAFTS)
+        settings[-1] = replace(settings[-1], values=_DRAFTS, assumed="a drafter of one more layer (MTP or EAGLE)")
         candidates = list(_candidates(replace(facts, speculative_method="mtp"), spec, settings))
         found = _matches(candidates, facts)
     if not found and facts.runs and not (facts.block_tokens or facts.block_size):
@@ -132,6 +136,8 @@ def _decided(
         fitting = [i for i in others if (*best[:at], i, *best[at + 1 :]) in found]
         if len(fitting) < len(others) and not (setting.default and best[at] == 0):
             yield setting.title.format(" or ".join(_label(setting, i) for i in fitting))
+        elif setting.assumed is not None:
+            yield setting.assumed
 
 
 def _alternatives(settings: Sequence[_Open], best: tuple[int, ...], found: Iterable[tuple[int, ...]]) -> Iterator[str]:
