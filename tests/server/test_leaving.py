@@ -125,7 +125,7 @@ class TestFailing:
         assert server.complete(prompt="a", max_tokens=1).status_code == 200
 
     def test_an_engine_that_dies_is_not_healthy(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken() -> None:
+        def broken(drafts: object) -> None:
             raise AssertionError("free + used + stranded bytes are not the arena")
 
         with running(model) as server:

@@ -217,7 +217,7 @@ class TestRates:
         meter.arrived(one, clock.now - 0.5)
         one.cached_tokens = 10
         for _ in range(4):
-            meter.stepped([TokenOutput(one, 5, None, None)] * 6)
+            meter.stepped([TokenOutput(one, 5, None, None, 0)] * 6)
             clock.now += 0.5
         rates = meter.document()
         assert rates["output_tokens"] == 24
@@ -246,7 +246,7 @@ class TestRates:
         meter.arrived(gone, clock.now)
         clock.now += 3
         assert meter.age_s(done) == meter.age_s(gone) == 3
-        meter.stepped([TokenOutput(done, 1, None, FinishReason.LENGTH)])
+        meter.stepped([TokenOutput(done, 1, None, FinishReason.LENGTH, 0)])
         meter.ended(gone)
         meter.ended(gone)
         assert meter.age_s(done) is meter.age_s(gone) is None
@@ -258,7 +258,7 @@ class TestRates:
         meter = Meter(Clock())
         failed = request("failed", [1])
         meter.arrived(failed, 999.0)
-        meter.stepped([TokenOutput(failed, None, None, FinishReason.FAILED)])
+        meter.stepped([TokenOutput(failed, None, None, FinishReason.FAILED, 0)])
         assert meter.document()["output_tokens"] == 0
         assert meter.document()["ttft_ms"]["requests"] == 0
 
