@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from windowpane.drafts.drafter import Asking
 from windowpane.drafts.speculator import Speculator
-from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import Request, Tokens
 
 
@@ -20,7 +18,6 @@ class KnownAnswers:
     """
 
     is_free = False
-    wants_hidden = False
 
     def __init__(
         self, answer: Callable[[Request], Sequence[int]], share: float = 0.7, *, always_most: bool = False
@@ -42,9 +39,6 @@ class KnownAnswers:
         right = np.array(self._answers[request][come : come + count], dtype=np.int32)
         wrong = self._rng.random(len(right)) >= self._share
         return np.where(wrong, np.where(right > 0, right - 1, 1), right).astype(np.int32)
-
-    def observe(self, batch: Batch, hidden: Any) -> None:
-        raise NotImplementedError("wants_hidden is False")
 
     def forget(self, request: Request) -> None:
         self._answers.pop(request, None)

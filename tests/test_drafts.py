@@ -171,8 +171,6 @@ def test_a_replaced_token_does_not_end_a_source():
 class Fixed:
     """Proposes the same, free or not."""
 
-    wants_hidden = False
-
     def __init__(self, *, is_free: bool) -> None:
         self.is_free = is_free
         self.asked = 0

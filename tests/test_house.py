@@ -18,7 +18,7 @@ HOUSE: dict[str, set[str]] = {
     "kv": set(),
     "models": {"kv"},
     "schedule": {"kv"},
-    "drafts": {"schedule.batch", "schedule.request"},
+    "drafts": {"schedule.request"},
     "plan": {"kv", "models", "drafts.config"},
     "simulate": {"kv", "models", "schedule", "plan"},
     "doctor": {"kv", "models", "plan"},

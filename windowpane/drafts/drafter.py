@@ -4,7 +4,6 @@ One step with drafts:
 
     propose(asking) ─► drafts ─► Scheduler.schedule(drafts) ─► the target computes 1 + d rows of each sequence
                                                                         │ every row's token is drawn as always
-    observe(batch, hidden) ◄────────────────────────────────────────────┤
                                                                         ▼
                      a draft that equals the drawn token is accepted; at the first that does not, the rest is taken back
 
@@ -19,17 +18,16 @@ How to write one:
   sequence, and are shared, moved, truncated and kept in restore points with the target's pages, by the same tables
   (`slot`). Pages are there for `length` tokens: what is computed for tokens beyond that is the drafter's own until they
   are accepted.
-- A drafter that reads the target's final hidden states sets `wants_hidden`; `observe` then brings them for every row of
-  every step, in the order of `Step`: decoding rows first, then the rows of each chunk that has tokens.
+- A drafter that is a model sees every step of the target from its runner, while pages and final hidden states are at
+  hand: `runners/drafting.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import Request, Tokens
 
 
@@ -45,17 +43,13 @@ class Asking:
 
 class Drafter(Protocol):
     """`is_free`: proposals cost next to nothing, so they are made in steps that verify none too, and compared with what
-    the target says. `wants_hidden`: whether `observe` is to be called.
+    the target says.
     """
 
     is_free: bool
-    wants_hidden: bool
 
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         """Up to `most` tokens that may follow each request's known ones; none where there is no good guess."""
-
-    def observe(self, batch: Batch, hidden: Any) -> None:
-        """A step has run; `hidden` [rows, width] are the target's final hidden states, on its device."""
 
     def forget(self, request: Request) -> None:
         """The request is over."""

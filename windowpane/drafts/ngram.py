@@ -6,12 +6,10 @@ It costs no weights, and guesses well where an answer repeats its prompt: edits,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from windowpane.drafts.drafter import Asking
-from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import Request, Tokens
 
 NOTHING: Tokens = np.zeros(0, dtype=np.int32)
@@ -23,7 +21,6 @@ class NgramDrafter:
     """Looks up the last `longest` tokens, then fewer, down to `shortest`."""
 
     is_free = True
-    wants_hidden = False
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
@@ -31,9 +28,6 @@ class NgramDrafter:
 
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         return [self._propose(a.request, a.most) for a in asking]
-
-    def observe(self, batch: Batch, hidden: Any) -> None:
-        raise NotImplementedError("wants_hidden is False")
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request, None)

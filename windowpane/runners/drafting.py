@@ -1,6 +1,6 @@
 """Drafters that are models: layers for multi-token prediction, assistants of Gemma 4, and smaller models.
 
-`observe` sees every step of the target, so that a drafter's own K and V lie in pages as the target's do, and are
+`observe_step` sees every step of the target, so that a drafter's own K and V lie in pages as the target's do, and are
 shared, restored and taken back with them. `propose` writes nothing: rows that the target has not computed, or has to
 compute again, are the present of each of its steps.
 
@@ -23,7 +23,7 @@ import torch
 from windowpane.device.pages import KVPages
 from windowpane.drafts.drafter import Asking
 from windowpane.lowering.reference.model import ReferenceModel
-from windowpane.schedule.batch import NO_TOKENS, Batch
+from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Request, Tokens
 from windowpane.schedule.step import Segment, Step
 
@@ -51,7 +51,6 @@ class ModelDrafter:
     """A drafter's model over its target's pages. `needs_all_hidden`: it takes hidden states of all rows."""
 
     is_free = False
-    wants_hidden = False  # the runner calls `observe_step`, while the step's pages are at hand
 
     def __init__(self, model: ReferenceModel, pages: KVPages) -> None:
         self.model, self._pages = model, pages
@@ -79,9 +78,6 @@ class ModelDrafter:
     def know(self, slot: int, position: int, state: torch.Tensor) -> None:
         """The hidden state [1, width] of a prompt's last token, which was not computed again."""
         self._hidden[slot] = _Hidden(position, state)
-
-    def observe(self, batch: Batch, hidden: torch.Tensor) -> None:
-        raise NotImplementedError("wants_hidden is False")
 
     def forget(self, request: Request) -> None:
         """Nothing is kept by request: whoever has its slot next begins anew."""
