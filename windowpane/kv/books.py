@@ -265,6 +265,45 @@ class Books:
         self.evictions += 1
         self.drop(victim)
 
+    def give_way(self, demand: Sequence[int]) -> bool:
+        """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
+
+        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
+        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
+        """
+        pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
+        if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
+            return False
+        for point in list(self.points):
+            if self.can_reserve(demand):
+                break
+            if not point.pending and self._pins(point):
+                self.evictions += 1
+                self.drop(point)
+        return self.can_reserve(demand)
+
+    def _pinned_by_one(self, g: int) -> int:
+        """Window pages that one running sequence would have to itself if restore points were given up."""
+        if not self.tables[g].is_ring:
+            return 0
+        shared = self.shared[g]
+        pinned = (shared.slots == 1) & (shared.point_counts > 0)
+        for point in self.points:
+            if point.pending:
+                pinned[point.pages[g]] = False
+        for place, ids in self.outgoing.items():
+            if place[0] == g:
+                pinned[ids] = False
+        return int(np.count_nonzero(pinned))
+
+    def _pins(self, point: RestorePoint) -> bool:
+        """Whether this restore point keeps a window page that exactly one running sequence holds."""
+        for g, table in enumerate(self.tables):
+            shared, ids = self.shared[g], point.pages[g]
+            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
+                return True
+        return False
+
     def victim(self) -> RestorePoint | None:
         """The restore point that saves the fewest recomputed tokens per byte that giving it up would free.
 

@@ -333,22 +333,8 @@ class KVManager:
         return length
 
     def give_way(self, demand: Demand) -> bool:
-        """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
-
-        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
-        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
-        """
-        books = self.books
-        pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
-        if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
-            return False
-        for point in list(books.points):
-            if self.can_reserve(demand):
-                break
-            if not point.pending and self._pins(point):
-                books.evictions += 1
-                books.drop(point)
-        return self.can_reserve(demand)
+        """Give up restore points whose pages running sequences pin, until `demand` can be reserved: see `books`."""
+        return self.books.give_way(demand)
 
     def use_for_restoring(
         self, worth: Callable[[RestorePoint], float], on_drop: Callable[[RestorePoint], None]
@@ -527,28 +513,6 @@ class KVManager:
             int(np.count_nonzero(~self.books.shared[g].is_shared(self._held_pages(g, slot)))) if table.is_ring else 0
             for g, table in enumerate(self.tables)
         ]
-
-    def _pinned_by_one(self, g: int) -> int:
-        """Window pages that one running sequence would have to itself if restore points were given up."""
-        if not self.tables[g].is_ring:
-            return 0
-        shared = self.books.shared[g]
-        pinned = (shared.slots == 1) & (shared.point_counts > 0)
-        for point in self.books.points:
-            if point.pending:
-                pinned[point.pages[g]] = False
-        for place, ids in self.books.outgoing.items():
-            if place[0] == g:
-                pinned[ids] = False
-        return int(np.count_nonzero(pinned))
-
-    def _pins(self, point: RestorePoint) -> bool:
-        """Whether this restore point keeps a window page that exactly one running sequence holds."""
-        for g, table in enumerate(self.tables):
-            shared, ids = self.books.shared[g], point.pages[g]
-            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
-                return True
-        return False
 
     def _resumed_part(self, g: int, point: RestorePoint, length: int) -> Ids:
         """Pages of a restore point that a sequence of `length` tokens can be asked for."""
