@@ -6,6 +6,9 @@
 Overlapped, the device always has a step to work on while the host commits the one before: sampled tokens stay on the
 device, where the next step finds them, and reach the host late.
 
+With a host tier, pages are copied beside steps: each step begins with looking for copies that are over. Where nothing
+else is to be done than to wait for one, a step without rows carries the order, and steps return at once until then.
+
 With a speculator, a step may verify drafts: each of their places samples a token as it would without them, and those
 that equal their drafts save a step each. What is drafted hangs on the tokens before it, so such a step waits until no
 other is in flight, and none is sent off before it has landed. Steps overlap as ever while no drafts are worth that.
@@ -44,6 +47,8 @@ from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs, Tokens
 from windowpane.schedule.scheduler import Scheduler
 
+COPY_POLL_S = 5e-4  # between looks at copies from the host, while nothing else is to be done
+
 
 class Output(Protocol):
     """What a runner's step gives: see `runners.plain.StepOutput`."""
@@ -62,6 +67,7 @@ class StepRunner(Protocol):
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output: ...
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None: ...
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], RoutedExperts]: ...
+    def landed(self) -> list[tuple[int, float]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +200,13 @@ class Engine:
     def _schedule(self, drafts: dict[int, Tokens]) -> bool:
         """Send the next step off, if there is one to send."""
         with interrupts_later():
+            tier = self.scheduler.tier
+            if tier is not None and tier.in_transit and (landed := self.runner.landed()):
+                self.scheduler.land(landed)
             batch = self.scheduler.schedule(drafts)
+            if batch is None and tier is not None and tier.in_transit and not self._sent_steps:
+                time.sleep(COPY_POLL_S)
+                return False
             if batch is None:
                 if self.scheduler.has_work and not self._sent_steps:
                     raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
@@ -349,15 +361,20 @@ class Engine:
     def _take_time(self, sent: SentStep) -> None:
         """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
         before, self._ended = self._ended, sent.ended
-        if self.scheduler.pace is not None and sent.tokens is not None:
-            self.scheduler.pace.observe(sent.decoding, sent.prompt_tokens, sent.seconds(before))
+        pace, tier = self.scheduler.pace, self.scheduler.tier
+        if sent.tokens is not None and (pace is not None or tier is not None):
+            seconds = sent.seconds(before)
+            if pace is not None:
+                pace.observe(sent.decoding, sent.prompt_tokens, seconds)
+            if tier is not None:
+                tier.speeds.computed(sent.prompt_tokens, seconds)
         if self.speculator is not None:
             now, landed = time.perf_counter(), self._decoded_at
             self._decoded_at = None if sent.prompt_tokens or not sent.decoding else now
             if self._decoded_at is not None:
                 # From landing to landing: a step with drafts has to be worth the time of the host before it too.
-                seconds = None if landed is None else now - landed
-                self.speculator.stepped(sent.decoding, sum(map(len, sent.drafts)), seconds)
+                between = None if landed is None else now - landed
+                self.speculator.stepped(sent.decoding, sum(map(len, sent.drafts)), between)
 
     def _fail(self, sent: SentStep, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.

@@ -29,10 +29,19 @@ class ReservationError(Exception):
 
 
 class Books:
-    """Pages of all groups and who may have them. They move pages and give up restore points; lengths are not theirs."""
+    """Pages of all groups and who may have them. They give up restore points and, if they may, move pages together;
+    lengths are not theirs.
+    """
 
     def __init__(
-        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int
+        self,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        rollback_tokens: int,
+        *,
+        moves_pages: bool = True,
     ) -> None:
         groups = range(len(layout.groups))
         self.layout = layout
@@ -52,6 +61,8 @@ class Books:
         self.outgoing: dict[Place, Ids] = {}
         # Ring columns whose page moved in that step: the device's tables do not have the new offset yet.
         self.moved_columns: set[Place] = set()
+        self.transit: dict[int, list[Ids]] = {}  # shared pages by group that a transfer holds, by its number
+        self._moves_pages = moves_pages
         self.log = ChangeLog(len(layout.groups))
         self.moved_pages = 0
         self.evictions = 0
@@ -144,6 +155,16 @@ class Books:
         """A sequence, or a step in flight, holds these shared pages."""
         self.live_pages[g] += int(np.count_nonzero(self.shared[g].slots[ids] == 0))
         self._recount(g, ids, slots=1)
+
+    def send(self, number: int, pages: list[Ids]) -> None:
+        """A transfer between tiers reads or writes these shared pages, by group, until it has landed."""
+        self.transit[number] = pages
+        for g, ids in enumerate(pages):
+            self.hold(g, ids)
+
+    def land(self, number: int) -> None:
+        for g, ids in enumerate(self.transit.pop(number)):
+            self.let_go(g, ids)
 
     def let_go(self, g: int, ids: Ids) -> None:
         """One holder less: a page that restore points keep becomes cached, any other is free."""
@@ -291,6 +312,8 @@ class Books:
         for point in self.points:
             if point.pending:
                 pinned[point.pages[g]] = False
+        for pages in self.transit.values():
+            pinned[pages[g]] = False
         for place, ids in self.outgoing.items():
             if place[0] == g:
                 pinned[ids] = False
@@ -327,6 +350,10 @@ class Books:
         """Tokens saved per byte and age; None where giving it up frees nothing."""
         return self._score(point) if self._freeable_bytes[point.number] else None
 
+    def freeable_bytes(self, points: Iterable[RestorePoint]) -> int:
+        """What giving up each of these alone would free, added up."""
+        return int(self._freeable_bytes[[point.number for point in points]].sum())
+
     def _score(self, point: RestorePoint) -> float:
         freeable_bytes = int(self._freeable_bytes[point.number])
         return self.worth(point) / freeable_bytes / (1 + self.clock - point.last_used)
@@ -336,6 +363,8 @@ class Books:
 
     def _compact_any(self) -> int:
         """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+        if not self._moves_pages:
+            return 0
         groups = range(len(self.tables))
         for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
             moves = self.arena.compact(g)
@@ -379,6 +408,8 @@ class Books:
             for column in columns.tolist():
                 self._log_moved(g, slot, column)
         moved = set(ids.tolist())
+        if any(not moved.isdisjoint(pages[g].tolist()) for pages in self.transit.values()):
+            self.log.settle()
         for place, outgoing in self.outgoing.items():
             if place[0] == g and not moved.isdisjoint(outgoing.tolist()):
                 self.log.moved_read(place)
@@ -446,6 +477,9 @@ class Books:
             if point.pending:
                 for offset in self.shared[g].offsets[point.pages[g]].tolist():
                     held[offset] = held.get(offset, 0) + 1
+        for pages in self.transit.values():
+            for offset in self.shared[g].offsets[pages[g]].tolist():
+                held[offset] = held.get(offset, 0) + 1
         return held
 
     def _count_kept(self, g: int) -> dict[int, int]:

@@ -9,7 +9,8 @@ waits for memory until that is used up. Decoding requests live in arrays and are
 of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
 
 With restore points (`restoring`), an admitted request begins with what it shares with an earlier one, and leaves points
-of its own for later ones.
+of its own for later ones. With a host tier, points are spilled there ahead of need, and a request that can go on from
+one of them waits in its slot until the pages have arrived (`admission`).
 
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,8 @@ from numpy.typing import NDArray
 from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
+from windowpane.kv.tier import HostTier
+from windowpane.schedule.admission import Admission
 from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.request import FinishReason, Request, Tokens
@@ -77,6 +80,7 @@ class Scheduler:
         restore_points: RestorePoints | None = None,
         pace: Pace | None = None,
         draft_tokens: int = 0,
+        tier: HostTier | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
             drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
@@ -95,7 +99,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
         self.draft_tokens = draft_tokens
-        self.restoring = RestorePlanner(restore_points) if restore_points else NoRestorePlanner(manager)
+        self.restoring = RestorePlanner(restore_points, tier) if restore_points else NoRestorePlanner(manager)
+        self.tier = tier
+        self._admission = Admission(manager, self.restoring, tier)
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -175,7 +181,9 @@ class Scheduler:
         del request.output[count:]
 
     def forget_restore_points(self) -> None:
-        """A step failed: nothing that was kept can be trusted."""
+        """A step failed: nothing that was kept on the device can be trusted, nor what was on its way."""
+        for slot in self._admission.fetching:
+            self._leave(slot, requeue=True, keep=False)
         self.restoring.clear()
 
     def drop_restore_points(self) -> int:
@@ -183,7 +191,7 @@ class Scheduler:
         dropped = [point for point in self.manager.restore_points if not point.pending]
         for point in dropped:
             self.manager.drop(point)
-        return len(dropped)
+        return len(dropped) + (self.tier.drop_points() if self.tier is not None else 0)
 
     @property
     def cache_stats(self) -> CacheStats:
@@ -191,7 +199,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        """Whether requests wait or run, or pages are to be copied between tiers."""
+        return bool(self.waiting or self.running) or (self.tier is not None and self.tier.is_busy)
 
     @property
     def steps_in_flight(self) -> int:
@@ -204,6 +213,12 @@ class Scheduler:
         if slot not in self._decoding:
             return 0
         return self._verifying.room(slot, self.draft_tokens, int(self._last_length[slot]))
+
+    def land(self, landed: Iterable[tuple[int, float]]) -> None:
+        """These transfers between tiers are over, and took so many seconds each."""
+        for slot in self._admission.land(landed):
+            self._prefilling[slot] = None
+        self._nothing_fits = False
 
     def schedule(self, drafts: Mapping[int, Tokens] | None = None) -> Batch | None:
         """The next step, or None when there is nothing to compute now.
@@ -220,9 +235,11 @@ class Scheduler:
         if self.pace is not None and (len(decoding) or verifying):
             budget = min(budget, self.pace.tokens())
         chunks = verifying + self._prefill(budget)
-        if not len(decoding) and not chunks:
-            return None
         manager = self.manager
+        if self.tier is not None:
+            self.tier.spill_ahead()
+        if not len(decoding) and not chunks and not manager.books.log.has_transfers:
+            return None
         slots = np.concatenate([decoding, np.array([c.slot for c in chunks], dtype=np.int64)]) if chunks else decoding
         state_slots = manager.state_slot[slots]
         computed = [c.slot for c in chunks if len(c.tokens)]
@@ -271,7 +288,7 @@ class Scheduler:
             finished = self._take_one_each(step, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
             self._depart(slot)
-        if not self.running:
+        if not self.running and (self.tier is None or not self.tier.in_transit):
             self.manager.check_idle()
         return finished
 
@@ -283,6 +300,8 @@ class Scheduler:
         In the first so many, none takes a page either; sequences at their horizon do in the others.
         """
         if self.waiting or self._prefilling or self._leaving or self._unlanded or not self._decoding:
+            return 0, 0
+        if self.tier is not None and self.tier.is_busy:
             return 0, 0
         slots = self._decoding_array()
         lengths = self.manager.lengths[slots]
@@ -388,7 +407,7 @@ class Scheduler:
             if self.manager.give_way(demand):
                 break
             self._short_of_memory = True
-            if self._leaving:
+            if self._leaving or (self.tier is not None and self.tier.is_spilling):
                 return False  # bytes are on their way back: wait for them before anyone else has to go
             victim = max(self._preemptible(), key=lambda s: _order(self.running[s]))
             self._preempt(victim)
@@ -420,8 +439,9 @@ class Scheduler:
             chunks.append(self._chunk(slot, budget))
             budget -= len(chunks[-1].tokens)
         while budget > 0 and (admitted := self._admit()) is not None:
-            chunks.append(self._chunk(admitted, budget))
-            budget -= len(chunks[-1].tokens)
+            if admitted in self._prefilling:  # else it waits for pages from the host
+                chunks.append(self._chunk(admitted, budget))
+                budget -= len(chunks[-1].tokens)
         return chunks
 
     def _chunk(self, slot: int, budget: int) -> PromptChunk:
@@ -445,7 +465,7 @@ class Scheduler:
             return None
         for index, request in enumerate(self.waiting[:LOOKAHEAD]):
             tokens = self._first_reservation(request)
-            hit = self._fit(request, tokens)
+            hit = self._admission.fit(request, tokens)
             if hit is not None:
                 for overtaken in self.waiting[:index]:
                     overtaken.bypassed += 1
@@ -456,27 +476,6 @@ class Scheduler:
         self._nothing_fits = True
         return None
 
-    def _fit(self, request: Request, tokens: int) -> Hit | None:
-        """How a request can be admitted: from its first token, or from a restore point; None: not now.
-
-        A sequence that resumes pins the window's pages beside its own, so where memory is short it may have to begin
-        with its first token.
-        """
-        manager = self.manager
-        hit = self.restoring.look_up(request)
-        if hit.point is not None:
-            demand = manager.start_demand(tokens, hit.point, hit.length)
-            if manager.can_reserve(demand):
-                return hit
-            manager.give_way(demand)
-            if hit.point in manager.books.points and manager.can_reserve(
-                manager.start_demand(tokens, hit.point, hit.length)
-            ):
-                return hit
-            hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
-        demand = manager.start_demand(tokens)
-        return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
-
     def _first_reservation(self, request: Request) -> int:
         """Tokens to reserve at admission: the prompt and some growth, more after a preemption, in the end all."""
         if request.preemptions >= MAX_PREEMPTIONS:
@@ -486,13 +485,10 @@ class Scheduler:
 
     def _start(self, request: Request, tokens: int, hit: Hit) -> int:
         slot: int = self._free_slots.pop()
-        if hit.point is not None:
-            self.manager.touch(hit.point)
-        self.manager.start(slot, tokens, hit.point, hit.length if hit.point is not None else None)
-        self.restoring.admit(slot, request, hit)
+        if self._admission.start(slot, request, tokens, hit):
+            self._prefilling[slot] = None
         self.running[slot] = request
         self._slot_of[request] = slot
-        self._prefilling[slot] = None
         self._last_length[slot] = request.longest_kv
         stop_ids = request.params.stop_token_ids[:STOP_IDS]
         self._stop_ids[slot] = NO_TOKEN
@@ -555,10 +551,11 @@ class Scheduler:
         leaving = self._leaving.pop(slot)
         request = self.running.pop(slot)
         if leaving.keep:
-            self.restoring.release(slot, request)
+            self.restoring.release(slot, request, swap=leaving.requeue)
         else:
             self.manager.release(slot)
         self.restoring.forget(slot, request)
+        self._admission.forget(slot)
         del self._slot_of[request]
         self._verifying.behind.discard(slot)
         self._many_stops.discard(request)
