@@ -3,7 +3,8 @@ names of models, between semicolons, and of a KV format where it is not the acti
 
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
-to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts.
+to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts;
+with `assisted`, an assistant's are compared.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ TINY |= {
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 CHAINED, UNCHAINED, ROUTED, DRAFTED = " chained", " unchained", " routed", " drafted"
+ASSISTED = " assisted"
 
 
 def main() -> None:
@@ -140,6 +142,11 @@ def main() -> None:
 
 def check(name: str, kv_cache_dtype: str) -> None:
     suffixes = (CHAINED, UNCHAINED, ROUTED, DRAFTED)
+    if name.endswith(ASSISTED):
+        name = name.removesuffix(ASSISTED)
+        CONFIGS[name] = TINY[name]
+        engine.assistant_equals_reference(name, "cpu", (1, 13), 8)
+        return
     is_chained, is_unchained, routes, drafts = (name.endswith(suffix) for suffix in suffixes)
     name = name.removesuffix(CHAINED).removesuffix(UNCHAINED).removesuffix(ROUTED).removesuffix(DRAFTED)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]

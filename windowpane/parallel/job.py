@@ -97,6 +97,7 @@ class RankJob:
             group=group,
             calibration=self.calibration,
             progress=progress,
+            drafter_weights=self._load_drafter(device),
         )
 
     def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
