@@ -159,8 +159,10 @@ class RestorePoints:
         node = self._nodes.get(point)
         if node is None:
             return point.length
-        before = next((n.end for n in islice(node.path(), 1, None) if n.value is not None), 0)
-        return node.end - before
+        before = node.parent
+        while before is not None and before.value is None:
+            before = before.parent
+        return node.end - (before.end if before is not None else 0)
 
     def _dropped(self, point: RestorePoint) -> None:
         node = self._nodes.pop(point, None)
