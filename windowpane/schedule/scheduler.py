@@ -203,6 +203,18 @@ class Scheduler:
         return bool(self.waiting or self.running) or (self.tier is not None and self.tier.is_busy)
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether sequences decode and nothing else is under way: none waits, fills or leaves, nothing is in flight."""
+        copies = self.tier is not None and self.tier.is_busy
+        return bool(self._decoding) and not (
+            copies or self.waiting or self._prefilling or self._leaving or self._unlanded
+        )
+
+    @property
+    def decoding_slots(self) -> NDArray[np.int64]:
+        return self._decoding_array()
+
+    @property
     def steps_in_flight(self) -> int:
         return len(self._unlanded)
 
@@ -292,52 +304,6 @@ class Scheduler:
             self.manager.check_idle()
         return finished
 
-    # -- steps in which nothing happens but a token for each: for simulations, which need not compute them one by one --
-
-    def steady_steps(self) -> tuple[int, int]:
-        """How many of the next steps only give every running sequence a token: none waits, fills or ends.
-
-        In the first so many, none takes a page either; sequences at their horizon do in the others.
-        """
-        if self.waiting or self._prefilling or self._leaving or self._unlanded or not self._decoding:
-            return 0, 0
-        if self.tier is not None and self.tier.is_busy:
-            return 0, 0
-        slots = self._decoding_array()
-        lengths = self.manager.lengths[slots]
-        until_end = int(np.minimum.reduce(self._last_length[slots] - lengths)) - 1
-        until_horizon = int(np.minimum.reduce(self._horizon[slots] - lengths))
-        return max(min(until_horizon, until_end), 0), max(until_end, 0)
-
-    def decode_alone(self, token: int) -> NDArray[np.int64]:
-        """`schedule` and `commit` of a step that only decodes, with pages for those at their horizon, and ends nobody.
-
-        Every row samples `token` (no stop token). Returns the rows' slots; none where all wait for memory.
-        """
-        slots, _ = self._decode({})
-        if len(slots):
-            if self.manager.has_state:
-                self.manager.flip_states(slots)
-            self._step += 1
-            self.manager.take_changes()
-            for slot in slots.tolist():
-                self.running[slot].output.append(token)
-        return slots
-
-    @property
-    def decoding_slots(self) -> NDArray[np.int64]:
-        return self._decoding_array()
-
-    def run_steady(self, steps: int, token: int) -> None:
-        """So many steady steps at once, each of which samples `token` (no stop token) in every row."""
-        slots = self._decoding_array()
-        self.manager.advance(slots, steps)
-        if steps % 2 and self.manager.has_state:
-            self.manager.flip_states(slots)
-        for slot in slots.tolist():
-            self.running[slot].output.extend([token] * steps)
-        self._step += steps
-
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
     def _decode(self, drafts: Mapping[int, Tokens]) -> tuple[NDArray[np.int64], list[PromptChunk]]:
@@ -401,7 +367,7 @@ class Scheduler:
     def _renew(self, slot: int) -> bool:
         """Reserve the next tokens, preempting the last in line if need be. False: not in this step."""
         manager = self.manager
-        tokens = min(manager.reserved_tokens[slot] + self.growth_tokens, int(self._last_length[slot]))
+        tokens = self._next_reservation(slot)
         demand = manager.renew_demand(slot, tokens)
         while not manager.can_reserve(demand):
             if self.manager.give_way(demand):
@@ -415,6 +381,10 @@ class Scheduler:
                 return False
         manager.renew(slot, tokens)
         return True
+
+    def _next_reservation(self, slot: int) -> int:
+        """Tokens that a renewal reserves."""
+        return min(self.manager.reserved_tokens[slot] + self.growth_tokens, int(self._last_length[slot]))
 
     def _preemptible(self) -> list[int]:
         """Sequences that may be sent back: not those that were promised their whole life, nor those already in this
