@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from windowpane.server.auth import caller
 from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, job_id
@@ -46,6 +47,7 @@ async def answer_chat(
         job, parsers = await prepare(_prepare, service, body, id, arrived)
         reasoning, one_call = body.include_reasoning is not False, body.parallel_tool_calls is False
         readers = [Reader(parser, wants_reasoning=reasoning, wants_one_call=one_call) for parser in parsers]
+        job.caller = caller(http.scope)
         writer = make_writer(job, readers)
     return await answered(service, job, writer, http.receive)
 
