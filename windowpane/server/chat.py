@@ -15,7 +15,7 @@ from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
-from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice
+from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice, with_allowed_tools
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
 from windowpane.server.reader import Reader
 from windowpane.server.sampling import check_stream, constraint_of, sampling_params
@@ -54,6 +54,7 @@ async def answer_chat(
 
 def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
     """All that takes time before the engine is asked."""
+    body = with_allowed_tools(body)
     choice = tool_choice(body, service.parsers)
     prompt = chat_prompt_of(service, body, choice != "none")
     grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
