@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
 
+from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
 from windowpane.engine.start import Started, start
@@ -175,7 +176,14 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         limits=options.limits,
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
+        hardware=(_device(started), started.plan.sizing.compute_dtype, tuple(accounts(started.plan, started.reports))),
     )
+
+
+def _device(started: Started) -> str:
+    assert started.plan.device is not None
+    ranks = len(started.reports)
+    return started.plan.device.name if ranks == 1 else f"{ranks} × {started.plan.device.name}"
 
 
 def _sampling_defaults(
