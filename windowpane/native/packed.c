@@ -357,6 +357,37 @@ INLINE void fp8_strip_of(const Packed *w, long strip, const float *x, long x_str
     }
 }
 
+/* The same for many rows: inputs that share one of the four sums pass one after the other, so that a row needs only one
+ * register and a value is converted once for all rows. The bits are those of `fp8_strip_of`. */
+#define MANY_ROWS (LANES == 8 ? 8 : 16) /* AVX2 has half of the registers */
+static __attribute__((noinline)) void fp8_strip_of_many(const Packed *w, long strip, const float *x, long x_stride,
+                                                        const float *bias, float *out, long out_stride) {
+    const uint8_t *from = w->values + strip * w->inputs * STRIP;
+    long first = strip * STRIP, last = w->outputs - first;
+    for (int p = 0; p < PARTS; p++) {
+        vec total[MANY_ROWS], part[4][MANY_ROWS];
+        UNROLL for (int r = 0; r < MANY_ROWS; r++) total[r] = (vec){0};
+        for (long start = 0, at = 0; start < w->columns; start += w->scaled, at++) {
+            long stop = start + w->scaled < w->columns ? start + w->scaled : w->columns;
+            for (int a = 0; a < 4; a++) {
+                vec sums[MANY_ROWS];
+                UNROLL for (int r = 0; r < MANY_ROWS; r++) sums[r] = (vec){0};
+                for (long i = start + a; i < stop; i += 4) {
+                    vec v = from_fp8(from + i * STRIP + p * LANES);
+                    UNROLL for (int r = 0; r < MANY_ROWS; r++) sums[r] += v * x[r * x_stride + i];
+                }
+                UNROLL for (int r = 0; r < MANY_ROWS; r++) part[a][r] = sums[r];
+            }
+            vec scale = fp8_scale(w, strip, at, p * LANES);
+            UNROLL for (int r = 0; r < MANY_ROWS; r++)
+                total[r] += ((part[0][r] + part[1][r]) + (part[2][r] + part[3][r])) * scale;
+        }
+        for (int r = 0; r < MANY_ROWS; r++)
+            for (long o = 0; o < LANES && p * LANES + o < last; o++)
+                out[r * out_stride + first + p * LANES + o] = total[r][o] + (bias ? bias[first + p * LANES + o] : 0);
+    }
+}
+
 #define ROWS_OF(KIND, R)                                                                                               \
     static __attribute__((noinline)) void strip_##KIND##_##R(const Packed *w, long strip, const Inputs *x,             \
                                                              const float *bias, float *out, long out_stride) {         \
@@ -385,17 +416,22 @@ static Strip strips_of(long kind, long rows) {
     }
 }
 
+static __attribute__((noinline)) void fp8_strip(const Packed *w, long strip, const float *x, long x_stride,
+                                                const float *bias, float *out, long out_stride, long rows) {
+    for (long few; rows > 0; rows -= few, x += few * x_stride, out += few * out_stride) {
+        few = rows >= MANY_ROWS ? MANY_ROWS : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+        if (few == MANY_ROWS) fp8_strip_of_many(w, strip, x, x_stride, bias, out, out_stride);
+        if (few == 4) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 4);
+        if (few == 2) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 2);
+        if (few == 1) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 1);
+    }
+}
+
 static __attribute__((noinline)) void half_strip(const Packed *w, long strip, const float *x, long x_stride,
                                                  const float *bias, float *out, long out_stride, long rows) {
     const int is_brain = w->kind == BF16;
     for (long row = 0, few; row < rows; row += few, x += few * x_stride, out += few * out_stride) {
         few = rows - row >= 4 ? 4 : rows - row >= 2 ? 2 : 1;
-        if (w->kind == FP8) {
-            if (few == 4) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 4);
-            if (few == 2) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 2);
-            if (few == 1) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 1);
-            continue;
-        }
         if (few == 4) half_strip_of(w, strip, x, x_stride, bias, out, out_stride, is_brain, 4);
         if (few == 2) half_strip_of(w, strip, x, x_stride, bias, out, out_stride, is_brain, 2);
         if (few == 1) half_strip_of(w, strip, x, x_stride, bias, out, out_stride, is_brain, 1);
@@ -406,7 +442,8 @@ static __attribute__((noinline)) void half_strip(const Packed *w, long strip, co
 void strip_times(const Packed *w, long strip, const Inputs *x, const float *floats, long floats_stride,
                         const float *bias, float *out, long out_stride, long row, long count) {
     if (takes_floats(w)) {
-        half_strip(w, strip, floats + row * floats_stride, floats_stride, bias, out + row * out_stride, out_stride, count);
+        (w->kind == FP8 ? fp8_strip : half_strip)(w, strip, floats + row * floats_stride, floats_stride, bias,
+                                                  out + row * out_stride, out_stride, count);
         return;
     }
     long groups = w->inputs / GROUP;
