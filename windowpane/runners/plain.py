@@ -18,9 +18,11 @@ from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
 from windowpane.lowering.cpu.layers import JoinedLayers
 from windowpane.lowering.cpu.model import lower
+from windowpane.lowering.cpu.repacked import put_into_strips
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.quantization import Quantization
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
@@ -71,6 +73,8 @@ class Runner:
         self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
         parameters = Parameters(decoder, weights)
+        if isinstance(spec.quantization, Quantization) and spec.quantization.rounds_inputs:
+            put_into_strips(decoder, parameters)
         self.model = lower(decoder, parameters, max_model_len, group)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         drafting = None
