@@ -27,6 +27,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
 from windowpane.kv.sharing import RestorePoint
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.request import FinishReason, Request, Tokens
@@ -90,6 +92,7 @@ class Scheduler:
         restore_points: RestorePoints | None = None,
         pace: Pace | None = None,
         draft_tokens: int = 0,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
             drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
@@ -109,6 +112,8 @@ class Scheduler:
         self.growth_tokens = growth_tokens
         self.draft_tokens = draft_tokens
         self.restoring = RestorePlanner(restore_points) if restore_points else NoRestorePlanner(manager)
+        self.adapters = adapter_slots  # None: no request has one
+        self._adapter_of = np.zeros(slots, dtype=np.int32)  # the slot of each sequence's adapter
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -258,7 +263,15 @@ class Scheduler:
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            **self._adapters_in(slots),
         )
+
+    def _adapters_in(self, slots: NDArray[np.int64]) -> dict[str, Any]:
+        """What a step has to know of its sequences' adapters."""
+        if self.adapters is None:
+            return {}
+        found = self._adapter_of[slots]
+        return {"adapters": found if found.any() else found[:0], "placed_adapters": self.adapters.take_placed()}
 
     def commit(
         self, tokens: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64] | None = None
@@ -464,7 +477,8 @@ class Scheduler:
             return None
         for index, request in enumerate(self.waiting[:LOOKAHEAD]):
             tokens = self._first_reservation(request)
-            hit = self._fit(request, tokens)
+            has_adapter = self.adapters is None or self.adapters.fits(request.adapter)
+            hit = self._fit(request, tokens) if has_adapter else None
             if hit is not None:
                 for overtaken in self.waiting[:index]:
                     overtaken.bypassed += 1
@@ -509,6 +523,8 @@ class Scheduler:
             self.manager.touch(hit.point)
         self.manager.start(slot, tokens, hit.point, hit.length if hit.point is not None else None)
         self.restoring.admit(slot, request, hit)
+        if self.adapters is not None:
+            self._adapter_of[slot] = self.adapters.take(request.adapter)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._prefilling[slot] = None
@@ -614,6 +630,8 @@ class Scheduler:
         else:
             self.manager.release(slot)
         self.restoring.forget(slot, request)
+        if self.adapters is not None:
+            self.adapters.give_back(request.adapter)
         del self._slot_of[request]
         self._behind.discard(slot)
         self._many_stops.discard(request)
