@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bench.known_drafts import Eager, KnownAnswers
+from bench.random_adapters import engine_adapters
 from tests.running.small_models import CONFIGS, QUANTIZED, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampler
@@ -21,13 +22,16 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Routes
 from windowpane.lowering.gpu.chaining import ChainedLayer
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
+from windowpane.models.adapters import AdapterRoom
 from windowpane.runners.cuda import CudaRunner
 from windowpane.runners.plain import Runner
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import Scheduler
 
 RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
+ADAPTED = ("llama", "gemma4 everything", "gemma4 int4", "qwen3 experts", "gpt-oss", "qwen3-next", "falcon-h1")
 ROUTED = ("qwen3 experts", "gpt-oss", "gemma4 experts", "glm 4.5")
 
 Checks = list[tuple[str, Callable[[], str]]]
@@ -35,6 +39,7 @@ Checks = list[tuple[str, Callable[[], str]]]
 NAMES = (*CONFIGS, *QUANTIZED)
 
 NEW_TOKENS = 48
+ADAPTER_RANK = 3
 TEACHER_TOKENS = 1024
 FEW_TEACHER_TOKENS = 128  # where plain torch is slow
 MOST_KL = 1e-3
@@ -46,7 +51,7 @@ CLEAR = 4.0  # times the plain path's rounding noise
 class Setting:
     """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too.
 
-    `drafts`: so many at most, of which some are wrong.
+    `drafts`: so many at most, of which some are wrong. `adapters`: requests have so many in turn, and none.
     """
 
     fused: bool = True
@@ -56,6 +61,7 @@ class Setting:
     kv_cache_dtype: str = "auto"
     routes: bool = False
     drafts: int = 0
+    adapters: int = 0
 
 
 def checks() -> Checks:
@@ -65,12 +71,13 @@ def checks() -> Checks:
         *((f"engine bf16: {name}", partial(teacher_forced, name, FEW_TEACHER_TOKENS)) for name in WIDE_QUANTIZED),
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
         *((f"engine routes: {name}", partial(greedy_equals_reference, name, routes=True)) for name in ROUTED),
+        *((f"engine adapters: {name}", partial(greedy_equals_reference, name, adapters=2)) for name in ADAPTED),
     ]
 
 
-def greedy_equals_reference(name: str, *, routes: bool = False) -> str:
+def greedy_equals_reference(name: str, *, routes: bool = False, adapters: int = 0) -> str:
     """Greedy tokens of mixed prompts in float32: plain torch, and every way the fused path can run."""
-    expected = run(name, Setting(fused=False, overlapped=False, routes=routes))
+    expected = run(name, Setting(fused=False, overlapped=False, routes=routes, adapters=adapters))
     settings = [
         Setting(),
         Setting(graphs=False),
@@ -81,7 +88,7 @@ def greedy_equals_reference(name: str, *, routes: bool = False) -> str:
         Setting(drafts=8, graphs=False, overlapped=False),
     ]
     for setting in settings:
-        got = run(name, replace(setting, routes=routes), answers=expected)
+        got = run(name, replace(setting, routes=routes, adapters=adapters), answers=expected)
         if got != expected:
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
@@ -177,6 +184,10 @@ def greedy(engine: Engine, lengths: Sequence[int], new_tokens: int) -> list[list
         Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0, return_routed_experts=routes))
         for i, p in enumerate(prompts)
     ]
+    if engine.adapters is not None:
+        numbers = [0, *(loaded.number for loaded in engine.adapters.loaded.values())]
+        for i, request in enumerate(requests):
+            request.adapter = numbers[i % len(numbers)]
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -195,13 +206,20 @@ def _engine(
 ) -> Engine:
     runner, manager = make_runner(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
-        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts,
+        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts, adapters=setting.adapters,
     )  # fmt: skip
+    adapter_slots = AdapterSlots(setting.adapters) if setting.adapters else None
+    adapters = None
+    if adapter_slots is not None and runner.adapters is not None:
+        adapters = engine_adapters(runner.adapters, adapter_slots, setting.adapters)
     points = RestorePoints(manager) if restoring else None
     budget = max(setting.chunk_tokens, slots * (1 + setting.drafts))
-    scheduler = Scheduler(manager, budget, growth_tokens=32, restore_points=points, draft_tokens=setting.drafts)
+    scheduler = Scheduler(
+        manager, budget, growth_tokens=32, restore_points=points, draft_tokens=setting.drafts,
+        adapter_slots=adapter_slots,
+    )  # fmt: skip
     sampler = Sampler(spec_of(name).vocab_size, device)
-    return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
+    return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped, adapters=adapters)
 
 
 def make_runner(
@@ -217,6 +235,7 @@ def make_runner(
     kv_cache_dtype: str = "auto",
     routes: bool = False,
     drafts: int = 0,
+    adapters: int = 0,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name).with_routes() if routes else spec_of(name)
     stored = str(dtype).removeprefix("torch.")
@@ -227,12 +246,12 @@ def make_runner(
     weights = weights_of(name, dtype, device)
     manager = KVManager(layout, slabs, slots, length, rollback)
     args = (spec, weights, layout, slabs, slots, length)
+    common = {"device": device, "dtype": dtype, "rollback_tokens": rollback}
+    common["adapter_room"] = AdapterRoom(adapters, ADAPTER_RANK) if adapters else None
     if fused:
-        runner: Runner | CudaRunner = CudaRunner(
-            *args, device=device, dtype=dtype, rollback_tokens=rollback, use_graphs=graphs, use_hopper=hopper
-        )
+        runner: Runner | CudaRunner = CudaRunner(*args, **common, use_graphs=graphs, use_hopper=hopper)
     else:
-        runner = Runner(*args, device=device, dtype=dtype, rollback_tokens=rollback)
+        runner = Runner(*args, **common)
     runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
     return runner, manager
 

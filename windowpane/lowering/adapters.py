@@ -61,6 +61,7 @@ class HeldAdapters:
         self.a = torch.zeros(rows, len(shape.part_outputs), room.rank, shape.inputs, dtype=dtype, device=device)
         self.b = torch.zeros(rows, shape.outputs, room.rank, dtype=dtype, device=device)
         self.columns = torch.arange(shape.inputs)
+        self.tables: dict[tuple[int, int], torch.Tensor] = {}  # a lowering's own, by first output and their number
         self._part_ends = torch.tensor(shape.part_outputs).cumsum(0)
         self._sections: dict[tuple[int, int], list[Section]] = {}
         self.order = torch.arange(shape.outputs)
@@ -70,7 +71,7 @@ class HeldAdapters:
         return self.a.nbytes + self.b.nbytes
 
     def reorder(self, order: torch.Tensor) -> None:
-        self.order, self._sections = order, {}
+        self.order, self._sections, self.tables = order, {}, {}
 
     def sections(self, first: int, stop: int) -> list[Section]:
         """Of outputs [first, stop), counted from the first of them."""
@@ -217,9 +218,8 @@ class PlainRows:
     def __init__(self, indices: torch.Tensor) -> None:
         self._indices = indices  # on the host
         self._groups: list[tuple[int, torch.Tensor]] = []
-        for index in indices.unique().tolist():
-            if index:
-                self._groups.append((index - 1, (indices == index).nonzero().flatten()))
+        for index in sorted(set(indices.tolist()) - {0}):
+            self._groups.append((index - 1, (indices == index).nonzero().flatten()))
 
     @classmethod
     def of_step(cls, indices: NDArray[np.int32]) -> PlainRows | None:

@@ -113,7 +113,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] | None = None
 
     def rank_of(self, module: str) -> int:
-        return _by_pattern(self.rank_pattern, module, self.rank)
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         alpha, rank = _by_pattern(self.alpha_pattern, module, self.alpha), self.rank_of(module)

@@ -18,12 +18,15 @@ from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
+from windowpane.lowering.adapters import Adapters
+from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, StepBuilder, padding, tokens_of
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.adapters import AdapterRoom
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
@@ -63,12 +66,14 @@ class CudaRunner:
         group: RankGroup = ALONE,
         progress: Progress | None = None,
         calibration: Calibration | None = None,
+        adapter_room: AdapterRoom | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for t in weights.values())
         decoder = runnable(spec.on_rank(group.place.ranks), on_gpu=True)
-        parameters = Parameters(decoder, weights)
+        self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
+        parameters = Parameters(decoder, weights, adapters=self.adapters)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
@@ -87,14 +92,22 @@ class CudaRunner:
                 decoder, parameters, self.pages, self.tables, max_model_len, self._max_rows, group,
                 use_hopper=use_hopper, use_chain=use_chain,
             )  # fmt: skip
-            self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
+            self._adapter_tables = None
+            if adapter_room is not None:
+                slots, rows = adapter_room.slots, self._max_rows
+                self._adapter_tables = AdapterTables(slots, rows, device, pdl=self.model.pdl)
+            self._builder = StepBuilder(self.pages, self.tables, self.model.tilings, self._adapter_tables)
             # Decoding rows' slots, positions, present states, and drafts if there are any, at a fixed place.
             self._inputs = torch.zeros(4 if rollback_tokens else 3, self._max_rows, dtype=torch.int32, device=device)
             self.graphs: DecodeGraphs | None = None
+            self.adapted_graphs: DecodeGraphs | None = None  # for steps whose rows have adapters
             if use_graphs and device.type == "cuda" and group.in_graphs:
                 logits = torch.empty(self._max_rows, spec.vocab_size, dtype=torch.float32, device=device)
                 sizes = ladder(self._max_rows)
-                self.graphs = DecodeGraphs(self.model, self._inputs, self._sampled, logits, sizes, progress)
+                common = self.model, self._inputs, self._sampled, logits, sizes, progress
+                self.graphs = DecodeGraphs(*common)
+                if self._adapter_tables is not None:
+                    self.adapted_graphs = DecodeGraphs(*common, self._adapter_tables)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -118,6 +131,8 @@ class CudaRunner:
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         self.pages.before_step(batch.changes)
+        if self.adapters is not None:
+            self.adapters.before_step(batch.placed_adapters)
         if self._only_decodes(batch):
             output = StepOutput(self._decode(batch), {})
         else:
@@ -153,7 +168,9 @@ class CudaRunner:
     def _decode(self, batch: Batch) -> torch.Tensor:
         step, decoding = Step.of_rows(batch), len(batch.decode_slots)
         rows = step.num_decoding
-        padded = (self.graphs.padded(rows) if self.graphs is not None else None) or rows
+        adapters = self._adapter_tables if len(step.adapters) else None
+        graphs = self.graphs if adapters is None else self.adapted_graphs
+        padded = (graphs.padded(rows) if graphs is not None else None) or rows
         inputs = np.tile(padding(self._inputs), self._max_rows)
         inputs[:2, :rows] = step.decode_slots, step.positions
         inputs[2, :decoding] = batch.state_slots[:decoding]
@@ -161,13 +178,17 @@ class CudaRunner:
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
+        bring_adapters = None if adapters is None else adapters.add_decoding(step.adapters, padded, transfer)
         sent = transfer.send()
         self.tables.apply(sent[late])
         self.tables.apply(sent[now])
         self._inputs.copy_(sent[handle])
-        if self.graphs is not None and padded in self.graphs.sizes:
-            return self.graphs.replay(rows)
-        on_device = DeviceStep.decoding(self._inputs[:, :rows])
+        if bring_adapters is not None:
+            bring_adapters(sent)
+        if graphs is not None and padded in graphs.sizes:
+            return graphs.replay(rows)
+        on_rows = None if adapters is None else adapters.decoding(rows)
+        on_device = DeviceStep.decoding(self._inputs[:, :rows], on_rows)
         return self.model.forward(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
 
@@ -26,7 +27,10 @@ def ladder(most_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`inputs` is the tensor that steps are read from (`DeviceStep.decoding`); `sampled` has each slot's last token."""
+    """`inputs` is the tensor that steps are read from (`DeviceStep.decoding`); `sampled` has each slot's last token.
+
+    With `adapters`, for steps in which rows have some.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class DecodeGraphs:
         logits: torch.Tensor,
         sizes: Sequence[int],
         progress: Progress | None = None,
+        adapters: AdapterTables | None = None,
     ) -> None:
         self.sizes = list(sizes)
         self._logits = logits
@@ -43,7 +48,7 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         inputs.copy_(torch.from_numpy(padding(inputs)))
         for done, size in enumerate(sorted(sizes, reverse=True)):  # the largest takes the memory, others fit into it
-            step = DeviceStep.decoding(inputs[:, :size])
+            step = DeviceStep.decoding(inputs[:, :size], None if adapters is None else adapters.decoding(size))
 
             def run(step: DeviceStep = step, size: int = size) -> None:
                 tokens = tokens_of(inputs[:, :size], sampled)

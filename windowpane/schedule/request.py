@@ -224,8 +224,8 @@ class Request:
     `drafted_tokens` that steps verified for it, `accepted_tokens` were part of the answer.
 
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
-    with different `cache_salt` or `adapter` (0: none) never share memory. `cached_tokens` is how much of the prompt was found computed when it
-    was admitted, and `cache_miss` why nothing was.
+    with different `cache_salt` or `adapter` (0: none) never share memory. `cached_tokens` is how much of the prompt was
+    found computed when it was admitted, and `cache_miss` why nothing was.
 
     With `pooling` the prompt's final hidden states are `pooled`: their sum, or the last of them.
     """

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors, checked as a whole before any is used.
+"""Adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors, checked as a whole before use.
 
 Experts come either one by one (`mlp.experts.3.gate_proj.lora_A.weight`), or as PEFT's target_parameters writes them:
 `mlp.experts.lora_A.weight`, [experts × rank, inputs], with a B of [outputs, rank × experts] in which the expert varies
@@ -38,7 +38,7 @@ MAX_NAMES = 5
 
 
 def read_adapter(path: str | Path, spec: ModelSpec, room: AdapterRoom, place: RankPlace) -> dict[str, PartPairs]:
-    """What one rank adds to each projection, by `adapter_name`. Raises one AdapterError that names what does not fit."""
+    """What one rank adds to each projection, by `adapter_name`; an AdapterError names what does not fit."""
     directory = Path(path)
     config = read_adapter_config(directory)
     assert spec.decoder is not None
@@ -150,12 +150,7 @@ class _File:
         unknown += [found.module for some in self._experts.values() for found in some]
         if unknown:
             base = f"; the adapter was made for {self._config.base_model}" if self._config.base_model else ""
-            heads = (
-                " (embeddings, the head and routers take no adapters)"
-                if any("layers." not in m for m in unknown)
-                else ""
-            )
-            raise self._error(f"{_listed(unknown)} is no projection of {self._spec.name}{heads}{base}")
+            raise self._error(f"{_listed(unknown)} is no projection of a layer of {self._spec.name}{base}")
 
     def _take(self, module: str, outputs: int, inputs: int) -> Pair | None:
         found = self._modules.pop(plain_name(module), None)

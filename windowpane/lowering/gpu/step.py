@@ -21,6 +21,7 @@ from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
+from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
 from windowpane.schedule.step import Segment, Step
 
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
@@ -61,12 +62,13 @@ class DeviceStep:
     wanted: torch.Tensor | None = None
     wanted_chunks: ChunkQueries | None = None
     writes: list[PageWrites] | None = None
+    adapters: DeviceRows | None = None
 
     @classmethod
-    def decoding(cls, inputs: torch.Tensor) -> DeviceStep:
+    def decoding(cls, inputs: torch.Tensor, adapters: DeviceRows | None = None) -> DeviceStep:
         """Of decoding rows alone: slots, positions and present states are the first rows of `inputs`."""
         slots, positions, state_slots = inputs[:3]
-        return cls(positions, slots, Sequences(slots, positions, state_slots))
+        return cls(positions, slots, Sequences(slots, positions, state_slots), adapters=adapters)
 
     @property
     def num_decoding(self) -> int:
@@ -87,10 +89,13 @@ def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
 class StepBuilder:
     """Brings steps to the device. `tilings` are those that the model's layers use."""
 
-    def __init__(self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling]) -> None:
+    def __init__(
+        self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling], adapters: AdapterTables | None = None
+    ) -> None:
         self._pages = pages
         self._tables = tables
         self._tilings = tilings
+        self._adapters = adapters
         # A group's layers store the same rows in the same pages; None where it keeps no tokens.
         self._layers = [self._keeper(group.slices[0].cache) for group in pages.layout.groups]
 
@@ -107,13 +112,16 @@ class StepBuilder:
         for layer in self._layers:
             rows, offsets, within = layer.writes(step) if layer else (step.wanted[:0],) * 3
             writes.append([transfer.add(array) for array in (rows, offsets.T, within)])
+        adapters = None
+        if self._adapters is not None and len(step.adapters):
+            adapters = self._adapters.add(step.adapters, step.wanted, transfer)
         sent = transfer.send()
         self._tables.apply(sent[late])
         self._tables.apply(sent[now])
         stored = [PageWrites(*(sent[handle] for handle in handles)) for handles in writes]
         return DeviceStep(
             sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
-            everything(sent), sent[wanted].long(), narrowed(sent), stored,
+            everything(sent), sent[wanted].long(), narrowed(sent), stored, adapters(sent) if adapters else None,
         )  # fmt: skip
 
     def _keeper(self, cache: Kept) -> LayerPages | RoutePages | None:
