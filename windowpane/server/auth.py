@@ -20,7 +20,7 @@ from windowpane.server.page import is_page
 
 Refused = Callable[[Scope, ApiError], None]  # told of whom is turned away here, before any route is found
 OPEN_PATHS = frozenset({"/health", "/ping"})
-ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
 CALLER = "windowpane.caller"  # where a scope says whose key it came with
