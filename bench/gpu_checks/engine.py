@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.known_drafts import Eager, KnownAnswers
+from bench.known_drafts import Eager, KnownAnswers, Overheard
 from bench.random_adapters import engine_adapters
-from tests.running.small_models import CONFIGS, QUANTIZED, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
+from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
@@ -22,14 +22,18 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Routes
 from windowpane.lowering.gpu.chaining import ChainedLayer
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
+from windowpane.models import ModelSpec, from_config
 from windowpane.models.adapters import AdapterRoom
+from windowpane.models.drafters import drafter_for
 from windowpane.runners.cuda import CudaRunner
 from windowpane.runners.plain import Runner
 from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import Scheduler
+from windowpane.weights import load_weights
 
+ASSISTED = ("gemma4 K = V", "gemma4 everything")
 RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
 ADAPTED = ("llama", "gemma4 everything", "gemma4 int4", "qwen3 experts", "gpt-oss", "qwen3-next", "falcon-h1")
 ROUTED = ("qwen3 experts", "gpt-oss", "gemma4 experts", "glm 4.5")
@@ -51,7 +55,8 @@ CLEAR = 4.0  # times the plain path's rounding noise
 class Setting:
     """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too.
 
-    `drafts`: so many at most, of which some are wrong. `adapters`: requests have so many in turn, and none.
+    `drafts`: so many at most, of which some are wrong; with an `assistant` there is one beside the model. `adapters`:
+    requests have so many in turn, and none.
     """
 
     fused: bool = True
@@ -62,6 +67,7 @@ class Setting:
     routes: bool = False
     drafts: int = 0
     adapters: int = 0
+    assistant: bool = False
 
 
 def checks() -> Checks:
@@ -72,6 +78,7 @@ def checks() -> Checks:
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
         *((f"engine routes: {name}", partial(greedy_equals_reference, name, routes=True)) for name in ROUTED),
         *((f"engine adapters: {name}", partial(greedy_equals_reference, name, adapters=2)) for name in ADAPTED),
+        *((f"engine assistant: {name}", partial(assistant_equals_reference, name)) for name in ASSISTED),
     ]
 
 
@@ -93,6 +100,47 @@ def greedy_equals_reference(name: str, *, routes: bool = False, adapters: int = 
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
     return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
+
+
+def assistant_equals_reference(
+    name: str, device: str = "cuda", lengths: tuple[int, ...] = (1, 5, 130), new_tokens: int = NEW_TOKENS
+) -> str:
+    """What an assistant drafts in float32, beside drafts of which some are right: plain torch, and the fused path."""
+    answers = run(name, Setting(fused=False, overlapped=False), device, lengths, new_tokens)
+    found = []
+    ways = [Setting(fused=False, overlapped=False), Setting(graphs=False, overlapped=False)]
+    ways += [Setting(), Setting(chunk_tokens=17)] if device == "cuda" else []
+    for setting in ways:
+        setting = replace(setting, drafts=3, assistant=True)
+        engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
+        runner = engine.runner
+        assert isinstance(runner, Runner | CudaRunner) and runner.drafter is not None
+        known = KnownAnswers(lambda request: answers[int(request.id)])
+        overheard = Overheard(runner.drafter, known)
+        engine.speculator = Eager(overheard, setting.drafts)
+        if greedy(engine, lengths, new_tokens) != answers:
+            raise AssertionError(f"{setting}: tokens differ")
+        found.append(overheard.said)
+    compared = 0
+    for said in found[1:]:
+        for at in said.keys() & found[0].keys():
+            drafts = list(zip(said[at], found[0][at], strict=False))
+            compared += len(drafts)
+            if any(a != b for a, b in drafts):
+                raise AssertionError(f"request {at[0]} behind {at[1]} tokens: {said[at]}, plain torch {found[0][at]}")
+    if compared < new_tokens:
+        raise AssertionError(f"only {compared} drafts could be compared")
+    return f"{compared} drafts"
+
+
+def assistant_of(name: str) -> ModelSpec:
+    """A small assistant for this model, which reads the same KV heads."""
+    target = spec_of(name)
+    own = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "num_kv_shared_layers": 0, "hidden_size": 32}
+    own |= {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "enable_moe_block": False}
+    fields = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}
+    fields |= {"text_config": {**CONFIGS[name], **own}, "backbone_hidden_size": target.hidden_size}
+    return from_config(fields, "assistant")
 
 
 def restored_equals_cold(name: str) -> str:
@@ -206,7 +254,8 @@ def _engine(
 ) -> Engine:
     runner, manager = make_runner(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
-        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts, adapters=setting.adapters,
+        kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts,
+        assistant=setting.assistant, adapters=setting.adapters,
     )  # fmt: skip
     adapter_slots = AdapterSlots(setting.adapters) if setting.adapters else None
     adapters = None
@@ -236,6 +285,7 @@ def make_runner(
     routes: bool = False,
     drafts: int = 0,
     adapters: int = 0,
+    assistant: bool = False,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name).with_routes() if routes else spec_of(name)
     stored = str(dtype).removeprefix("torch.")
@@ -243,10 +293,14 @@ def make_runner(
     layout = plan_layout([*spec.caches, *((spec.routes,) if spec.routes else ())], formats, stored)
     rollback = rollback_for(drafts, layout)
     slabs = (slots + 1) * Capacity(layout, 0, rollback).slabs_for(1, length)
-    weights = weights_of(name, dtype, device)
+    weights, own = weights_of(name, dtype, device), None
+    if assistant:
+        drafter = assistant_of(name)
+        spec = spec.with_drafter(drafter_for(spec, drafter))
+        own = load_weights(None, drafter, dtype=dtype, device=device, load_format="dummy", seed=3)
     manager = KVManager(layout, slabs, slots, length, rollback)
     args = (spec, weights, layout, slabs, slots, length)
-    common = {"device": device, "dtype": dtype, "rollback_tokens": rollback}
+    common = {"device": device, "dtype": dtype, "rollback_tokens": rollback, "drafter_weights": own}
     common["adapter_room"] = AdapterRoom(adapters, ADAPTER_RANK) if adapters else None
     if fused:
         runner: Runner | CudaRunner = CudaRunner(*args, **common, use_graphs=graphs, use_hopper=hopper)

@@ -13,7 +13,10 @@ CHAINED = ("gemma4 int4 chained", "gemma4 int4 unchained")
 EXPERTS = ("gemma4 experts routed", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
 
 
-DRAFTED = ("gemma4 drafted",)  # a window, K = V and shared KV; states take drafts as chunks: "qwen3.5 drafted"
+DRAFTED = (
+    "gemma4 drafted",
+    "gemma4 assisted",
+)  # a window, K = V and shared KV; states take drafts as chunks: "qwen3.5 drafted"
 
 
 ADAPTED = ("gemma4 int4 adapted", "gpt-oss adapted")  # a latent and packed weights; experts

@@ -103,6 +103,7 @@ class RankJob:
             calibration=self.calibration,
             progress=progress,
             adapter_room=self.adapter_room,
+            drafter_weights=self._load_drafter(device),
         )
 
     def read_adapter(self, path: str, runner: Runner | CudaRunner, place: RankPlace) -> dict[str, Pair]:

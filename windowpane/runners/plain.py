@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from windowpane.device import heap
 from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
@@ -27,6 +28,8 @@ from windowpane.models.spec import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
 from windowpane.schedule.batch import Batch, wanted_rows
 from windowpane.schedule.step import Step
+
+LONG_PROMPT_TOKENS = 1024  # whose activations are worth giving back: computing them again takes far longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Runner:
         settle_scales(self.model, self.pages, calibration or Calibration(), drafting)
         self.drafter = None if drafting is None else ModelDrafter(drafting, self.pages)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._prompt_tokens = 0  # since freed memory was given back
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
 
@@ -94,6 +98,7 @@ class Runner:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         if self.adapters is not None:
             self.adapters.before_step(batch.placed_adapters)
+        self._give_back_activations(batch)
         step = Step.of_rows(batch) if self._takes_as_rows(batch) else Step.of(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
         hidden = self._hidden.nothing
@@ -107,6 +112,13 @@ class Runner:
                 self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
+
+    def _give_back_activations(self, batch: Batch) -> None:
+        """When long prompts are done: the allocator would keep what they took for as long as the process runs."""
+        self._prompt_tokens += batch.prompt_tokens
+        if not batch.prompt_tokens and self._prompt_tokens >= LONG_PROMPT_TOKENS and self.device.type == "cpu":
+            heap.give_back()
+            self._prompt_tokens = 0
 
     def _final_hidden(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         """Of the wanted rows; a drafter sees them too, or those of all rows."""

@@ -100,6 +100,16 @@ class Step:
     def num_decoding(self) -> int:
         return len(self.decode_slots)
 
+    def decoding_segments(self) -> list[Segment]:
+        """Decoding rows by sequence: those of one slot, one behind another, are one segment."""
+        found: list[Segment] = []
+        for row, (slot, at) in enumerate(zip(self.decode_slots.tolist(), self.decode_positions.tolist(), strict=True)):
+            if found and found[-1].slot == slot and found[-1].stop == at:
+                found[-1] = found[-1]._replace(stop=at + 1, q_count=found[-1].q_count + 1)
+            else:
+                found.append(Segment(slot, at, at + 1, row, row, 1))
+        return found
+
     @property
     def decode_positions(self) -> NDArray[np.int64]:
         return self.positions[: self.num_decoding]

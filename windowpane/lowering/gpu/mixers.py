@@ -21,7 +21,7 @@ from windowpane.attention.chunk_attention import make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.segments import ChunkQueries
-from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs
+from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, decode_rows, rows_programs
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
@@ -146,6 +146,14 @@ class GpuContext:
             self._scratches[shape] = DecodeScratch(self._max_rows, *shape, device=self.pages.device)
         return self._scratches[shape]
 
+    def rows_scratch(self, described: Attention, view: LayerView, most_rows: int) -> DecodeScratch:
+        """For several rows of each sequence; the first step that has some makes it."""
+        group = described.query_heads // view.kv_heads
+        shape = (group * most_rows, view.dim, rows_programs(view, group, most_rows, self.pages.device))
+        if shape not in self._scratches:
+            self._scratches[shape] = DecodeScratch.of_rows(view, group, most_rows, self.pages.device)
+        return self._scratches[shape]
+
 
 class GpuAttention:
     """Attention over pages and the present, and where this layer's pages lie."""
@@ -193,7 +201,9 @@ class GpuAttention:
         """What the output projection takes [rows, query width]."""
         described, layer = self.described, self.described.layer
         queries, gates = self._queries_and_gates(x, state)
-        attended = self._attend(queries, state.present[described.cache.layer], state)
+        # A drafter's rows stand where its target's last ones lie in pages: there is no present beside those.
+        present = state.present.get(described.cache.layer) or Present(queries, queries, None)
+        attended = self._attend(queries, present, state)
         if gates is not None:
             times_sigmoid(attended, gates, pdl=self._context.pdl)
         if described.owns_kv and layer not in self._context.shared:
@@ -279,7 +289,14 @@ class GpuAttention:
     def _attend(self, queries: torch.Tensor, present: Present, state: GpuStepState) -> torch.Tensor:
         step, rows = state.step, state.step.num_decoding
         out = torch.empty_like(queries)
-        if rows:
+        if step.segments is not None:
+            most_rows = step.most_rows
+            decode_rows(
+                queries, present.k, present.v, self.paged, step.segments, state.cum_tiles[self.paged.mask],
+                self._context.rows_scratch(self.described, self.view, most_rows), out, rows=most_rows,
+                pdl=self._context.pdl,
+            )  # fmt: skip
+        elif rows:
             decode(
                 queries[:rows], present.k[:rows], present.v[:rows], self.paged, step.slots, step.positions[:rows],
                 state.cum_tiles[self.paged.mask], self._scratch, out[:rows], pdl=self._context.pdl,

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from windowpane.attention.segments import ChunkQueries, Tiling
+from windowpane.attention.triton.decode_several import split_rows
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.device.pages import KVPages, LayerPages, RoutePages
 from windowpane.device.tables import DeviceTables
@@ -51,7 +52,8 @@ class Sequences(NamedTuple):
 class DeviceStep:
     """A `Step` on the device. `wanted` are the rows whose logits are asked for, None for all.
 
-    `writes` is by group, None where the rows are stored while they are made (steps that only decode).
+    `writes` is by group, None where the rows are stored while they are made (steps that only decode). `segments` [n, 6]
+    has the decoding rows of each sequence together, at most `most_rows` of them, where some have several.
     """
 
     positions: torch.Tensor  # int32 [rows]
@@ -62,13 +64,26 @@ class DeviceStep:
     wanted: torch.Tensor | None = None
     wanted_chunks: ChunkQueries | None = None
     writes: list[PageWrites] | None = None
+    segments: torch.Tensor | None = None
+    most_rows: int = 1
     adapters: DeviceRows | None = None
 
     @classmethod
-    def decoding(cls, inputs: torch.Tensor, adapters: DeviceRows | None = None) -> DeviceStep:
+    def decoding(
+        cls, inputs: torch.Tensor, segments: torch.Tensor | None = None, most_rows: int = 1,
+        adapters: DeviceRows | None = None,
+    ) -> DeviceStep:  # fmt: skip
         """Of decoding rows alone: slots, positions and present states are the first rows of `inputs`."""
         slots, positions, state_slots = inputs[:3]
-        return cls(positions, slots, Sequences(slots, positions, state_slots), adapters=adapters)
+        sequences = Sequences(slots, positions, state_slots)
+        return cls(positions, slots, sequences, segments=segments, most_rows=most_rows, adapters=adapters)
+
+    @classmethod
+    def asking(cls, positions: torch.Tensor, segments: torch.Tensor, most_rows: int) -> DeviceStep:
+        """Of a drafter's rows, which keep nothing: what each sees is said by its segment."""
+        return cls(
+            positions, positions, Sequences(positions, positions, positions), segments=segments, most_rows=most_rows
+        )
 
     @property
     def num_decoding(self) -> int:
@@ -79,6 +94,14 @@ def tokens_of(inputs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """What decoding rows compute: a slot's last sampled token, or the draft that stands in a fourth row of `inputs`."""
     last = sampled[inputs[0]]
     return last if len(inputs) == len(PADDING_ROW) else torch.where(inputs[3] == NO_DRAFT, last, inputs[3].long())
+
+
+def row_segments(step: Step, most_rows: int, padded: int) -> NDArray[np.int32]:
+    """Decoding rows by sequence, at most so many together, and padding up to as many segments as there are rows."""
+    found = split_rows(step.decoding_segments(), most_rows)
+    unused = [Segment(0, -1, -1, row, row, 1) for row in range(step.num_decoding, padded)]
+    nobody = [Segment(0, -1, -1, 0, 0, 0)] * (padded - len(found) - len(unused))
+    return np.array([*found, *unused, *nobody], dtype=np.int32)
 
 
 def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
@@ -121,7 +144,8 @@ class StepBuilder:
         stored = [PageWrites(*(sent[handle] for handle in handles)) for handles in writes]
         return DeviceStep(
             sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
-            everything(sent), sent[wanted].long(), narrowed(sent), stored, adapters(sent) if adapters else None,
+            everything(sent), sent[wanted].long(), narrowed(sent), stored,
+            adapters=None if adapters is None else adapters(sent),
         )  # fmt: skip
 
     def _keeper(self, cache: Kept) -> LayerPages | RoutePages | None:
