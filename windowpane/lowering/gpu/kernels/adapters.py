@@ -65,7 +65,8 @@ def expand(
     order, tiles, rows = by_adapter
     expand_kernel[(len(tiles), len(sections))](
         shrunk, b, sections, order, tiles, out, b.stride(0), b.stride(1), rank, out.stride(0), count, width,
-        SPLITS=splits, ROWS=rows, RANKS=ranks, OUTPUTS=TILE_OUTPUTS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SPLITS=splits, ROWS=rows, RANKS=ranks, OUTPUTS=TILE_OUTPUTS, PDL=pdl, num_warps=4 if rows <= 16 else 8,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
