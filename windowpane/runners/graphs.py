@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
 from windowpane.schedule.step import Segment
@@ -51,7 +52,8 @@ class DecodeGraphs:
     """`inputs` is the tensor that steps are read from (`DeviceStep.decoding`); `sampled` has each slot's last token.
 
     With `segments`, each size has a second graph for steps in which sequences have several rows, up to `most_rows`.
-    `hidden` takes the rows' final hidden states, where a drafter wants them.
+    `hidden` takes the rows' final hidden states, where a drafter wants them. With `adapters`, graphs are for steps in
+    which rows have some.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class DecodeGraphs:
         segments: torch.Tensor | None = None,
         most_rows: int = 1,
         hidden: torch.Tensor | None = None,
+        adapters: AdapterTables | None = None,
     ) -> None:
         self.sizes = list(sizes)
         self._logits = logits
@@ -77,7 +80,8 @@ class DecodeGraphs:
             segments.copy_(torch.tensor(Segment(0, -1, -1, 0, 0, 0), dtype=torch.int32))
         for done, (size, several) in enumerate(sorted(kinds, reverse=True)):  # the largest takes the memory for all
             together = segments[:size] if several and segments is not None else None
-            step = DeviceStep.decoding(inputs[:, :size], together, most_rows)
+            on_rows = None if adapters is None else adapters.decoding(size)
+            step = DeviceStep.decoding(inputs[:, :size], together, most_rows, on_rows)
 
             def run(step: DeviceStep = step, size: int = size) -> None:
                 normed = model.final_hidden(step, tokens_of(inputs[:, :size], sampled))

@@ -16,12 +16,14 @@ from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
+from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.cpu.layers import JoinedLayers
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.cpu.repacked import put_into_strips
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.adapters import AdapterRoom
 from windowpane.models.quantization import Quantization
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
@@ -48,7 +50,8 @@ class StepOutput:
 class Runner:
     """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's.
 
-    `drafter_weights` are those of a model that drafts for it and has a checkpoint of its own.
+    `drafter_weights` are those of a model that drafts for it and has a checkpoint of its own. `adapter_room`: how many
+    adapters there is room for, of which rank.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class Runner:
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
         drafter_weights: Weights | None = None,
+        adapter_room: AdapterRoom | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
-        parameters = Parameters(decoder, weights)
+        self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
+        parameters = Parameters(decoder, weights, adapters=self.adapters)
         if isinstance(spec.quantization, Quantization) and spec.quantization.rounds_inputs:
             put_into_strips(decoder, parameters)
         self.model = lower(decoder, parameters, max_model_len, group)
@@ -96,6 +101,8 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
+        if self.adapters is not None:
+            self.adapters.before_step(batch.placed_adapters)
         self._give_back_activations(batch)
         step = Step.of_rows(batch) if self._takes_as_rows(batch) else Step.of(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
@@ -133,8 +140,10 @@ class Runner:
 
     def _takes_as_rows(self, batch: Batch) -> bool:
         """Whether a step's drafts run as decoding rows, which compiled layers store before any of them attends."""
-        return verifies_only(batch) and all(
-            isinstance(layer, JoinedLayers) and layer.decodes_in(self.pages) for layer in self.model.layers
+        return (
+            verifies_only(batch)
+            and not len(batch.adapters)
+            and all(isinstance(layer, JoinedLayers) and layer.decodes_in(self.pages) for layer in self.model.layers)
         )
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:

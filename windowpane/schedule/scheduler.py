@@ -28,6 +28,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
 from windowpane.kv.tier import HostTier
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.admission import Admission
 from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
 from windowpane.schedule.pace import Pace
@@ -81,6 +83,7 @@ class Scheduler:
         pace: Pace | None = None,
         draft_tokens: int = 0,
         tier: HostTier | None = None,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
             drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
@@ -102,6 +105,8 @@ class Scheduler:
         self.restoring = RestorePlanner(restore_points, tier) if restore_points else NoRestorePlanner(manager)
         self.tier = tier
         self._admission = Admission(manager, self.restoring, tier)
+        self.adapters = adapter_slots  # None: no request has one
+        self._adapter_of = np.zeros(slots, dtype=np.int32)  # the slot of each sequence's adapter
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -271,7 +276,15 @@ class Scheduler:
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            **self._adapters_in(slots),
         )
+
+    def _adapters_in(self, slots: NDArray[np.int64]) -> dict[str, Any]:
+        """What a step has to know of its sequences' adapters."""
+        if self.adapters is None:
+            return {}
+        found = self._adapter_of[slots]
+        return {"adapters": found if found.any() else found[:0], "placed_adapters": self.adapters.take_placed()}
 
     def commit(
         self, tokens: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64] | None = None
@@ -435,7 +448,8 @@ class Scheduler:
             return None
         for index, request in enumerate(self.waiting[:LOOKAHEAD]):
             tokens = self._first_reservation(request)
-            hit = self._admission.fit(request, tokens)
+            has_adapter = self.adapters is None or self.adapters.fits(request.adapter)
+            hit = self._admission.fit(request, tokens) if has_adapter else None
             if hit is not None:
                 for overtaken in self.waiting[:index]:
                     overtaken.bypassed += 1
@@ -457,6 +471,8 @@ class Scheduler:
         slot: int = self._free_slots.pop()
         if self._admission.start(slot, request, tokens, hit):
             self._prefilling[slot] = None
+        if self.adapters is not None:
+            self._adapter_of[slot] = self.adapters.take(request.adapter)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._last_length[slot] = request.longest_kv
@@ -526,6 +542,8 @@ class Scheduler:
             self.manager.release(slot)
         self.restoring.forget(slot, request)
         self._admission.forget(slot)
+        if self.adapters is not None:
+            self.adapters.give_back(request.adapter)
         del self._slot_of[request]
         self._verifying.behind.discard(slot)
         self._many_stops.discard(request)

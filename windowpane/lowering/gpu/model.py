@@ -46,7 +46,7 @@ class GpuModel:
         max_rows: int, group: RankGroup = ALONE, *, use_hopper: bool = True, use_chain: bool = True,
         target: GpuModel | None = None,
     ) -> None:  # fmt: skip
-        self.decoder, self._group, self._target = decoder, group, target
+        self.decoder, self._group, self._target, self.adapters = decoder, group, target, parameters.adapters
         self.embedding = parameters.tensor(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
         self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
@@ -54,16 +54,16 @@ class GpuModel:
         # Rounded as the reference rounds it.
         self._embedding_multiplier = torch.tensor(decoder.embedding_multiplier, dtype=dtype).item()
         # Between ranks' collectives kernels wait for one another as usual.
-        self._pdl = (
+        self.pdl = (
             device.type == "cuda"
             and group.place.ranks == 1
             and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
         )
-        self._product = partial(product, pdl=self._pdl)
+        self._product = partial(product, pdl=self.pdl)
         self._join = Joining(decoder.join, parameters, PLAIN) if decoder.join else None
         self._centroids = CentroidHead(decoder.centroids, parameters, PLAIN) if decoder.centroids else None
         context = GpuContext(
-            parameters, pages, tables, group, decoder.shared_layers, max_model_len, max_rows, dtype, self._pdl
+            parameters, pages, tables, group, decoder.shared_layers, max_model_len, max_rows, dtype, self.pdl
         )
         self.prefill_scratch_bytes = 0
         if decoder.caches:  # else its rows are never chunks: it drafts from what its target keeps
@@ -81,8 +81,8 @@ class GpuModel:
         self._state_groups = tuple(dict.fromkeys(pages.states[mixer.layer].group for mixer in decoder.state_mixers))
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
-        if use_hopper and use_chain and group.place.ranks == 1:
-            self.layers = chain_layers(layers, decoder.hidden_size, dtype, device, self._pdl)
+        if use_hopper and use_chain and group.place.ranks == 1 and self.adapters is None:
+            self.layers = chain_layers(layers, decoder.hidden_size, dtype, device, self.pdl)
 
     @property
     def tilings(self) -> frozenset[Tiling]:
@@ -115,6 +115,8 @@ class GpuModel:
             for group in self._state_groups
         }
         places = self._route_places(step) if self._route_places is not None else None
+        if self.adapters is not None:
+            self.adapters.rows = step.adapters
         if self._join is None:
             hidden = self.embedded(tokens)
         else:
@@ -122,8 +124,9 @@ class GpuModel:
             hidden = self._join(self._target.embedded(tokens), before)
         per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
         state = GpuStepState(
-            step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages, route_places=places
-        )
+            step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages, route_places=places,
+            adapters=self.adapters,
+        )  # fmt: skip
         normed = self._first_norm(hidden)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
@@ -131,6 +134,8 @@ class GpuModel:
             hidden, normed = layer(hidden, normed, state)
         for kept in list(state.present):
             self._attentions[kept].write(state)
+        if self.adapters is not None:
+            self.adapters.rows = None
         return normed
 
     def passed_on(self, normed: torch.Tensor) -> torch.Tensor:
@@ -146,7 +151,7 @@ class GpuModel:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         if self.decoder.logit_multiplier != 1.0:
             logits = logits.float() * self.decoder.logit_multiplier
-        softcap(logits, out, self.decoder.logit_softcap, pdl=self._pdl)
+        softcap(logits, out, self.decoder.logit_softcap, pdl=self.pdl)
         return out
 
     def _first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -155,7 +160,7 @@ class GpuModel:
         if norm is None or norm.kind != RMS:
             return hidden if norm is None else PLAIN.norm(hidden, first.before, norm)
         normed = torch.empty_like(hidden)
-        rms_norm(hidden, first.before, norm.eps, normed, pdl=self._pdl)
+        rms_norm(hidden, first.before, norm.eps, normed, pdl=self.pdl)
         return normed
 
     def _plan(self, step: DeviceStep) -> dict[Mask, torch.Tensor]:

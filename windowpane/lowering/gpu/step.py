@@ -22,6 +22,7 @@ from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
+from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
 from windowpane.schedule.step import Segment, Step
 
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
@@ -65,13 +66,17 @@ class DeviceStep:
     writes: list[PageWrites] | None = None
     segments: torch.Tensor | None = None
     most_rows: int = 1
+    adapters: DeviceRows | None = None
 
     @classmethod
-    def decoding(cls, inputs: torch.Tensor, segments: torch.Tensor | None = None, most_rows: int = 1) -> DeviceStep:
+    def decoding(
+        cls, inputs: torch.Tensor, segments: torch.Tensor | None = None, most_rows: int = 1,
+        adapters: DeviceRows | None = None,
+    ) -> DeviceStep:  # fmt: skip
         """Of decoding rows alone: slots, positions and present states are the first rows of `inputs`."""
         slots, positions, state_slots = inputs[:3]
         sequences = Sequences(slots, positions, state_slots)
-        return cls(positions, slots, sequences, segments=segments, most_rows=most_rows)
+        return cls(positions, slots, sequences, segments=segments, most_rows=most_rows, adapters=adapters)
 
     @classmethod
     def asking(cls, positions: torch.Tensor, segments: torch.Tensor, most_rows: int) -> DeviceStep:
@@ -107,10 +112,13 @@ def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
 class StepBuilder:
     """Brings steps to the device. `tilings` are those that the model's layers use."""
 
-    def __init__(self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling]) -> None:
+    def __init__(
+        self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling], adapters: AdapterTables | None = None
+    ) -> None:
         self._pages = pages
         self._tables = tables
         self._tilings = tilings
+        self._adapters = adapters
         # A group's layers store the same rows in the same pages; None where it keeps no tokens.
         self._layers = [self._keeper(group.slices[0].cache) for group in pages.layout.groups]
 
@@ -127,6 +135,9 @@ class StepBuilder:
         for layer in self._layers:
             rows, offsets, within = layer.writes(step) if layer else (step.wanted[:0],) * 3
             writes.append([transfer.add(array) for array in (rows, offsets.T, within)])
+        adapters = None
+        if self._adapters is not None and len(step.adapters):
+            adapters = self._adapters.add(step.adapters, step.wanted, transfer)
         sent = transfer.send()
         self._tables.apply(sent[late])
         self._tables.apply(sent[now])
@@ -134,6 +145,7 @@ class StepBuilder:
         return DeviceStep(
             sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
             everything(sent), sent[wanted].long(), narrowed(sent), stored,
+            adapters=None if adapters is None else adapters(sent),
         )  # fmt: skip
 
     def _keeper(self, cache: Kept) -> LayerPages | RoutePages | None:
