@@ -21,6 +21,7 @@ from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
 from windowpane.runners.plain import Runner
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import NO_TOKENS, accepted
 from windowpane.schedule.request import Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import Scheduler
@@ -45,6 +46,8 @@ class Knobs:
     message_ends: tuple[int, ...] = ()
     drafts: int = 0  # of a sequence in a step, where `guess` has so many: what may follow a request's known tokens
     guess: Callable[[Request, int], Tokens] | None = None
+    adapters: tuple[int, ...] = ()  # of each prompt, 0 for none
+    adapter_slots: int = 1
 
 
 @dataclass
@@ -108,12 +111,17 @@ def generate_by(
     tier = None
     if points is not None and knobs.host_room:
         tier = HostTier(points, _host_slabs(layout, longest, knobs), ahead=1.0)
-    scheduler = Scheduler(manager, budget, knobs.growth_tokens, points, draft_tokens=knobs.drafts, tier=tier)
+    slots = AdapterSlots(knobs.adapter_slots) if knobs.adapters else None
+    scheduler = Scheduler(
+        manager, budget, knobs.growth_tokens, points, draft_tokens=knobs.drafts, tier=tier, adapter_slots=slots
+    )
     runner = make_runner(layout, slabs, longest)
     requests = [
         Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
         for i, p in enumerate(prompts)
     ]
+    for request, adapter in zip(requests, knobs.adapters, strict=False):
+        request.adapter = adapter
     run = Run([r.output for r in requests], [[] for _ in requests], scheduler, runner, [0] * len(layout.groups))
     run.requests = requests
     for request in requests:

@@ -145,6 +145,16 @@ EnableReturnRoutedExperts = Annotated[
     ),
 ]
 
+EnableLora = Annotated[
+    bool, typer.Option("--enable-lora", help="Make room for adapters (LoRA).", rich_help_panel=MEMORY)
+]
+MaxLoras = Annotated[int | None, typer.Option(help="Adapters on the device at a time (1).", rich_help_panel=MEMORY)]
+MaxLoraRank = Annotated[int | None, typer.Option(help="The highest rank of an adapter (16).", rich_help_panel=MEMORY)]
+LoraTargetModules = Annotated[
+    list[str] | None,
+    typer.Option(help="Modules that adapters may change, as in q_proj (all).", rich_help_panel=MEMORY),
+]
+
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -247,6 +257,10 @@ class PlanFlags(SimulateFlags):
     swa_full: SwaFull = False
     kv_offloading_size: KvOffloadingSize = None
     enable_return_routed_experts: EnableReturnRoutedExperts = False
+    enable_lora: EnableLora = False
+    max_loras: MaxLoras = None
+    max_lora_rank: MaxLoraRank = None
+    lora_target_modules: LoraTargetModules = None
     async_scheduling: AsyncScheduling = None
     speculative_config: SpeculativeConfig = None
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 _ALWAYS_CHUNKED = "prompts are always cut into chunks; --max-num-batched-tokens and --max-itl-ms say how large"
 _NO_DRAFTS = 'use --speculative-config, as in {"method": "ngram", "num_speculative_tokens": 4}'
-_NO_LORA = "adapters are not run here; merge the adapter into the model's weights and serve those"
+_PLAIN_LORA = "adapters have one form here: A and B of every projection, in the compute dtype; leave it out"
+_NO_PROMPT_ADAPTERS = "prompt adapters are not run here; LoRA adapters are (--enable-lora)"
 _TEXT_ONLY = "only text is served here; leave it out"
 _NO_PIPELINE = "ranks are tensor parallel alone; use --tensor-parallel-size"
 _NO_DATA_PARALLEL = "start one server per replica, each with its own --port, behind a load balancer"
@@ -323,27 +324,22 @@ INSTEAD: dict[str, str] = {
     "--dbo-decode-token-threshold": _NO_EXPERT_PARALLEL,
     "--dbo-prefill-token-threshold": _NO_EXPERT_PARALLEL,
     # Adapters.
-    "--enable-lora": _NO_LORA,
-    "--lora-modules": _NO_LORA,
-    "--enable-lora-bias": _NO_LORA,
-    "--max-loras": _NO_LORA,
-    "--max-lora-rank": _NO_LORA,
-    "--max-cpu-loras": _NO_LORA,
-    "--lora-extra-vocab-size": _NO_LORA,
-    "--lora-dtype": _NO_LORA,
-    "--lora-target-modules": _NO_LORA,
-    "--enable-mixed-moe-lora-format": _NO_LORA,
-    "--enable-moe-shared-loras": _NO_LORA,
-    "--long-lora-scaling-factors": _NO_LORA,
-    "--fully-sharded-loras": _NO_LORA,
-    "--default-mm-loras": _NO_LORA,
-    "--enable-tower-connector-lora": _NO_LORA,
-    "--specialize-active-lora": _NO_LORA,
-    "--qlora-adapter-name-or-path": _NO_LORA,
-    "--enable-prompt-adapter": _NO_LORA,
-    "--prompt-adapters": _NO_LORA,
-    "--max-prompt-adapters": _NO_LORA,
-    "--max-prompt-adapter-token": _NO_LORA,
+    "--enable-lora-bias": _PLAIN_LORA,
+    "--max-cpu-loras": "every adapter that is loaded stays on the host until it is unloaded; leave it out",
+    "--lora-extra-vocab-size": _PLAIN_LORA,
+    "--lora-dtype": _PLAIN_LORA,
+    "--enable-mixed-moe-lora-format": _PLAIN_LORA,
+    "--enable-moe-shared-loras": _PLAIN_LORA,
+    "--long-lora-scaling-factors": _PLAIN_LORA,
+    "--fully-sharded-loras": _PLAIN_LORA,
+    "--default-mm-loras": _TEXT_ONLY,
+    "--enable-tower-connector-lora": _TEXT_ONLY,
+    "--specialize-active-lora": _PLAIN_LORA,
+    "--qlora-adapter-name-or-path": "use --enable-lora and --lora-modules NAME=PATH",
+    "--enable-prompt-adapter": _NO_PROMPT_ADAPTERS,
+    "--prompt-adapters": _NO_PROMPT_ADAPTERS,
+    "--max-prompt-adapters": _NO_PROMPT_ADAPTERS,
+    "--max-prompt-adapter-token": _NO_PROMPT_ADAPTERS,
     # Images and sound.
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--enable-mm-embeds": _TEXT_ONLY,
@@ -384,6 +380,7 @@ KEPT = (
     *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes"),
     *("--kv-offloading-size", "--load-format"),
     *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
+    *("--enable-lora", "--lora-modules", "--lora-target-modules", "--max-lora-rank", "--max-loras"),
     *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),
     *("--ssl-certfile", "--ssl-keyfile", "--tensor-parallel-size", "--tool-call-parser", "--uvicorn-log-level"),
 )

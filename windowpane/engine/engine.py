@@ -30,6 +30,7 @@ from torch import Tensor
 from windowpane.device.transfer import to_device
 from windowpane.drafts.drafter import Asking
 from windowpane.drafts.speculator import Speculator
+from windowpane.engine.adapters import EngineAdapters
 from windowpane.engine.sampler import Sampler
 from windowpane.engine.sent_step import (
     HostCopy,
@@ -103,12 +104,14 @@ class Engine:
         *,
         async_scheduling: bool,
         speculator: Speculator | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
         self.async_scheduling = async_scheduling
         self.speculator = speculator
+        self.adapters = adapters
         self._sent_steps: deque[SentStep] = deque()
         self._ended: Moment | None = None  # of the step that landed last
         self._decoded_at: float | None = None  # when a step that only decoded landed, if it was the last one
@@ -132,6 +135,7 @@ class Engine:
         self._check_tokens(request)
         self._check_routes(request)
         _check_grammar(request)
+        self._check_adapter(request)
         self.scheduler.check(request)
 
     def queue(self, request: Request) -> None:
@@ -139,6 +143,9 @@ class Engine:
         request.matcher = request.grammar.matcher() if request.grammar is not None else None
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # nothing predicts the first token
+        if self.adapters is not None:
+            self._check_adapter(request)  # it may have been removed since the request was made
+            self.adapters.queued(request)
         self.scheduler.queue(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -200,6 +207,8 @@ class Engine:
     def _schedule(self, drafts: dict[int, Tokens]) -> bool:
         """Send the next step off, if there is one to send."""
         with interrupts_later():
+            if self.adapters is not None:
+                self.adapters.sweep()
             tier = self.scheduler.tier
             if tier is not None and tier.in_transit and (landed := self.runner.landed()):
                 self.scheduler.land(landed)
@@ -343,6 +352,8 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self.sampler.forget(request)
+        if self.adapters is not None:
+            self.adapters.ended(request)
         if self.speculator is not None:
             self.speculator.forget(request)
 
@@ -412,6 +423,10 @@ class Engine:
                 f"request {request.id}: routed_experts_prompt_start {start} is beyond the prompt's "
                 f"{len(request.prompt)} tokens"
             )
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter and (self.adapters is None or not self.adapters.is_known(request.adapter)):
+            raise ValueError(f"request {request.id}: adapter {request.adapter} is not loaded, or no longer")
 
     def _check_tokens(self, request: Request) -> None:
         """Numbers outside the vocabulary would read past the end of a table on the device."""

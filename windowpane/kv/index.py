@@ -76,16 +76,18 @@ class PointIndex:
     def content(self, point: RestorePoint) -> tuple[str, Tokens]:
         """The key and the tokens of a point that was entered."""
         node = self._nodes[point]
-        parts = [node.tokens]
+        edges = [node.edge]
         while node.parent is not None:
             node = node.parent
-            parts.append(node.tokens)
-        return str(self._tree.key_of(node)), np.concatenate(parts[::-1])
+            edges.append(node.edge)
+        return str(self._tree.key_of(node)), np.frombuffer(b"".join(edges[::-1]), dtype=np.int32)
 
     def worth(self, point: RestorePoint) -> float:
         """Tokens that would be computed again without it: those since the restore point before it."""
         node = self._nodes.get(point)
         if node is None:
             return point.length
-        before = next((n.end for n in islice(node.path(), 1, None) if n.value is not None), 0)
-        return node.end - before
+        before = node.parent
+        while before is not None and before.value is None:
+            before = before.parent
+        return node.end - (before.end if before is not None else 0)

@@ -92,8 +92,10 @@ class KVManager:
 
     def horizon(self, slot: int) -> int:
         """The longest length this sequence reaches without `extend` or `renew`."""
-        length = int(self.lengths[slot])
-        return min([self.reserved_tokens[slot], *(self.tables[g].horizon(slot, length) for g in self._open[slot])])
+        length, horizon = int(self.lengths[slot]), self.reserved_tokens[slot]
+        for g in self._open[slot]:
+            horizon = min(horizon, self.tables[g].horizon(slot, length))
+        return horizon
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
@@ -272,17 +274,22 @@ class KVManager:
         books = self.books
         books.tidy()
         changes = books.log.close(self.tables, books.shared, books.outgoing)
+        if books.outgoing:
+            self._let_outgoing_go()
+        books.moved_columns.clear()
+        self._just_resumed.clear()
+        return changes
+
+    def _let_outgoing_go(self) -> None:
+        books = self.books
         passed: dict[int, list[Ids]] = {}
         for (g, _, _), ids in books.outgoing.items():
             passed.setdefault(g, []).append(ids)
         for g, all_ids in passed.items():
             # One column's pages are all different.
-            for once in all_ids if len(all_ids) == 1 else _without_repeats(np.concatenate(all_ids)):
+            for once in all_ids if len(all_ids) == 1 else _without_repeats(np.concatenate(all_ids).tolist()):
                 books.let_go(g, once)
         books.outgoing.clear()
-        books.moved_columns.clear()
-        self._just_resumed.clear()
-        return changes
 
     # -- restore points --------------------------------------------------------------------------------------------
 
@@ -583,9 +590,16 @@ class KVManager:
         self.books.log.copy(g, sources.tolist(), targets.tolist())
 
 
-def _without_repeats(ids: Ids) -> Iterator[Ids]:
+def _without_repeats(ids: list[int]) -> Iterator[Ids]:
     """The same ids in runs without repeats: two sequences may slide past one page in the same step."""
-    while len(ids):
-        once, first = np.unique(ids, return_index=True)
-        yield once
-        ids = np.delete(ids, first)
+    while ids:
+        once = set(ids)
+        yield np.array(sorted(once), dtype=np.int64)
+        again = []
+        if len(once) < len(ids):
+            for i in ids:
+                if i in once:
+                    once.remove(i)
+                else:
+                    again.append(i)
+        ids = again

@@ -64,12 +64,15 @@ class Budget:
     weights_bytes: int
     activation_bytes: int
     runtime_bytes: int
+    adapter_bytes: int = 0
 
     @classmethod
-    def of(cls, device: Device, utilization: float, weights_bytes: int, activation_bytes: int) -> Budget:
+    def of(
+        cls, device: Device, utilization: float, weights_bytes: int, activation_bytes: int, adapter_bytes: int = 0
+    ) -> Budget:
         runtime_bytes = 0 if device.is_cpu else GPU_RUNTIME_BYTES
         usable_bytes = int(device.memory_bytes * utilization)
-        return cls(device.memory_bytes, usable_bytes, weights_bytes, activation_bytes, runtime_bytes)
+        return cls(device.memory_bytes, usable_bytes, weights_bytes, activation_bytes, runtime_bytes, adapter_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -77,7 +80,7 @@ class Budget:
 
     @property
     def before_kv_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.runtime_bytes
+        return self.weights_bytes + self.adapter_bytes + self.activation_bytes + self.runtime_bytes
 
 
 @dataclass(frozen=True, slots=True)

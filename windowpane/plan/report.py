@@ -172,6 +172,11 @@ def _verdict(peer: PeerReport) -> str:
     return f"{peer.name}: {peer.concurrency:.2f}, reported as {peer.reported_tokens:,} tokens"
 
 
+def _adapter_slots(plan: Plan) -> str:
+    config = plan.sizing.config
+    return f"{_many(config.max_loras, 'slot')} of rank {config.max_lora_rank}"
+
+
 def _memory(plan: Plan, width: int) -> RenderableType:
     """A bar and a row per purpose; the arena is broken down further, as it is when full."""
     capacity, budget, config = plan.capacity, plan.budget, plan.sizing.config
@@ -184,6 +189,7 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         left_bytes = budget.device_bytes - budget.before_kv_bytes - capacity.arena_bytes
         rows = [
             ("weights", "blue", budget.weights_bytes, _whose_weights(plan)),
+            ("adapters", "cyan", budget.adapter_bytes, _adapter_slots(plan)),
             ("activations", "magenta", budget.activation_bytes, estimate),
             ("runtime", "yellow", budget.runtime_bytes, "context, workspaces and graphs, assumed"),
             *rows,

@@ -43,10 +43,10 @@ class RestorePlanner:
         if request.pooling is not None:
             return Hit(miss="an embedding asks for every prompt token")
         known = request.tokens(0, request.known_tokens)
-        hit = self.points.look_up(request.cache_salt, known, may_skip_last=not request.output)
+        hit = self.points.look_up(request.prefix_key, known, may_skip_last=not request.output)
         if self.tier is None or not on_host or hit.hidden_row is not None:
             return hit
-        return self.tier.look_up(request.cache_salt, known, hit)
+        return self.tier.look_up(request.prefix_key, known, hit)
 
     def admit(self, slot: int, request: Request, hit: Hit) -> None:
         """Take note of what was found, and of where this prompt should leave points."""
@@ -75,14 +75,14 @@ class RestorePlanner:
         for mark in self._marks_after(slot, int(self.manager.lengths[slot])):
             if mark >= stop:
                 break
-            if self.points.is_kept(request.cache_salt, request.prompt[:mark]):
+            if self.points.is_kept(request.prefix_key, request.prompt[:mark]):
                 before = mark
             elif self.points.is_worth_its_room(before, mark):
                 tails.append(mark)
                 before = mark
         self._last_point[slot] = before
         for point in self.manager.extend_with_tails(slot, stop, tails):
-            if self.points.add(request.cache_salt, request.prompt[: point.length], point):
+            if self.points.add(request.prefix_key, request.prompt[: point.length], point):
                 self._written.append(point)
 
     def end_chunk(self, slot: int, request: Request, stop: int, *, at_prompt_end: bool) -> int | None:
@@ -113,7 +113,7 @@ class RestorePlanner:
             point = self.manager.leave_point(slot) if is_worth_it else None
             if point is None:
                 self.points.give_back_hidden(row)
-            elif self.points.add(request.cache_salt, request.prompt[:length], point, row):
+            elif self.points.add(request.prefix_key, request.prompt[:length], point, row):
                 self._written.append(point)
                 self._last_point[slot] = length
         written, slots = self._written, [slot for slot, *_ in self._ends]
@@ -133,9 +133,9 @@ class RestorePlanner:
         late = np.array(self._unheard.get(request, []), dtype=np.int32)
         known = np.concatenate([request.tokens(0, request.known_tokens), late])
         has_tokens = MIN_PREFIX_TOKENS <= length <= len(known)
-        if has_tokens and not self.points.is_kept(request.cache_salt, known[:length]):
+        if has_tokens and not self.points.is_kept(request.prefix_key, known[:length]):
             point = self.manager.release_and_leave_point(slot)
-            if self.points.add(request.cache_salt, known[:length], point) and swap and self.tier is not None:
+            if self.points.add(request.prefix_key, known[:length], point) and swap and self.tier is not None:
                 self.tier.spill(point)
         else:
             self.manager.release(slot)

@@ -28,6 +28,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
 from windowpane.kv.tier import HostTier
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.admission import Admission
 from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
 from windowpane.schedule.pace import Pace
@@ -81,6 +83,7 @@ class Scheduler:
         pace: Pace | None = None,
         draft_tokens: int = 0,
         tier: HostTier | None = None,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
             drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
@@ -102,6 +105,8 @@ class Scheduler:
         self.restoring = RestorePlanner(restore_points, tier) if restore_points else NoRestorePlanner(manager)
         self.tier = tier
         self._admission = Admission(manager, self.restoring, tier)
+        self.adapters = adapter_slots  # None: no request has one
+        self._adapter_of = np.zeros(slots, dtype=np.int32)  # the slot of each sequence's adapter
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -203,6 +208,18 @@ class Scheduler:
         return bool(self.waiting or self.running) or (self.tier is not None and self.tier.is_busy)
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether sequences decode and nothing else is under way: none waits, fills or leaves, nothing is in flight."""
+        copies = self.tier is not None and self.tier.is_busy
+        return bool(self._decoding) and not (
+            copies or self.waiting or self._prefilling or self._leaving or self._unlanded
+        )
+
+    @property
+    def decoding_slots(self) -> NDArray[np.int64]:
+        return self._decoding_array()
+
+    @property
     def steps_in_flight(self) -> int:
         return len(self._unlanded)
 
@@ -259,7 +276,15 @@ class Scheduler:
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            **self._adapters_in(slots),
         )
+
+    def _adapters_in(self, slots: NDArray[np.int64]) -> dict[str, Any]:
+        """What a step has to know of its sequences' adapters."""
+        if self.adapters is None:
+            return {}
+        found = self._adapter_of[slots]
+        return {"adapters": found if found.any() else found[:0], "placed_adapters": self.adapters.take_placed()}
 
     def commit(
         self, tokens: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64] | None = None
@@ -291,52 +316,6 @@ class Scheduler:
         if not self.running and (self.tier is None or not self.tier.in_transit):
             self.manager.check_idle()
         return finished
-
-    # -- steps in which nothing happens but a token for each: for simulations, which need not compute them one by one --
-
-    def steady_steps(self) -> tuple[int, int]:
-        """How many of the next steps only give every running sequence a token: none waits, fills or ends.
-
-        In the first so many, none takes a page either; sequences at their horizon do in the others.
-        """
-        if self.waiting or self._prefilling or self._leaving or self._unlanded or not self._decoding:
-            return 0, 0
-        if self.tier is not None and self.tier.is_busy:
-            return 0, 0
-        slots = self._decoding_array()
-        lengths = self.manager.lengths[slots]
-        until_end = int(np.minimum.reduce(self._last_length[slots] - lengths)) - 1
-        until_horizon = int(np.minimum.reduce(self._horizon[slots] - lengths))
-        return max(min(until_horizon, until_end), 0), max(until_end, 0)
-
-    def decode_alone(self, token: int) -> NDArray[np.int64]:
-        """`schedule` and `commit` of a step that only decodes, with pages for those at their horizon, and ends nobody.
-
-        Every row samples `token` (no stop token). Returns the rows' slots; none where all wait for memory.
-        """
-        slots, _ = self._decode({})
-        if len(slots):
-            if self.manager.has_state:
-                self.manager.flip_states(slots)
-            self._step += 1
-            self.manager.take_changes()
-            for slot in slots.tolist():
-                self.running[slot].output.append(token)
-        return slots
-
-    @property
-    def decoding_slots(self) -> NDArray[np.int64]:
-        return self._decoding_array()
-
-    def run_steady(self, steps: int, token: int) -> None:
-        """So many steady steps at once, each of which samples `token` (no stop token) in every row."""
-        slots = self._decoding_array()
-        self.manager.advance(slots, steps)
-        if steps % 2 and self.manager.has_state:
-            self.manager.flip_states(slots)
-        for slot in slots.tolist():
-            self.running[slot].output.extend([token] * steps)
-        self._step += steps
 
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
@@ -401,7 +380,7 @@ class Scheduler:
     def _renew(self, slot: int) -> bool:
         """Reserve the next tokens, preempting the last in line if need be. False: not in this step."""
         manager = self.manager
-        tokens = min(manager.reserved_tokens[slot] + self.growth_tokens, int(self._last_length[slot]))
+        tokens = self._next_reservation(slot)
         demand = manager.renew_demand(slot, tokens)
         while not manager.can_reserve(demand):
             if self.manager.give_way(demand):
@@ -415,6 +394,10 @@ class Scheduler:
                 return False
         manager.renew(slot, tokens)
         return True
+
+    def _next_reservation(self, slot: int) -> int:
+        """Tokens that a renewal reserves."""
+        return min(self.manager.reserved_tokens[slot] + self.growth_tokens, int(self._last_length[slot]))
 
     def _preemptible(self) -> list[int]:
         """Sequences that may be sent back: not those that were promised their whole life, nor those already in this
@@ -465,7 +448,8 @@ class Scheduler:
             return None
         for index, request in enumerate(self.waiting[:LOOKAHEAD]):
             tokens = self._first_reservation(request)
-            hit = self._admission.fit(request, tokens)
+            has_adapter = self.adapters is None or self.adapters.fits(request.adapter)
+            hit = self._admission.fit(request, tokens) if has_adapter else None
             if hit is not None:
                 for overtaken in self.waiting[:index]:
                     overtaken.bypassed += 1
@@ -487,6 +471,8 @@ class Scheduler:
         slot: int = self._free_slots.pop()
         if self._admission.start(slot, request, tokens, hit):
             self._prefilling[slot] = None
+        if self.adapters is not None:
+            self._adapter_of[slot] = self.adapters.take(request.adapter)
         self.running[slot] = request
         self._slot_of[request] = slot
         self._last_length[slot] = request.longest_kv
@@ -556,6 +542,8 @@ class Scheduler:
             self.manager.release(slot)
         self.restoring.forget(slot, request)
         self._admission.forget(slot)
+        if self.adapters is not None:
+            self.adapters.give_back(request.adapter)
         del self._slot_of[request]
         self._verifying.behind.discard(slot)
         self._many_stops.discard(request)
