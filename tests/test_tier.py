@@ -172,7 +172,7 @@ def test_two_requests_for_one_session_fetch_it_once():
 
 def test_a_session_waits_for_room_rather_than_be_computed_again():
     """Resumed sequences pin a window beside their own, so fewer of them fit at once than of those that begin afresh."""
-    engine = engine_for(FULL_AND_WINDOW, sequences=3, host=40, length=340)
+    engine = engine_for(MIXES["two windows"], sequences=3, host=40, length=340)
     sessions = [ask(engine, tokens(seed, 300)) for seed in range(9)]
     turns = [
         Request(str(i), np.array([*s.prompt.tolist(), *s.output, 5]), SamplingParams(9)) for i, s in enumerate(sessions)
