@@ -231,7 +231,7 @@ def test_tenants_never_share_a_page(mix):
         assert first.cached_tokens == 0
     ask(engine, [*prompt, 1, 2, 3], cache_salt="b")
     points = {salt: set() for salt in ("a", "b")}
-    for key, root in engine.scheduler.restoring.points._tree._roots.items():
+    for key, root in engine.scheduler.restoring.points.index._tree._roots.items():
         for node in root.below():
             if node.value is not None:
                 for g in range(len(manager.tables)):

@@ -26,8 +26,8 @@ def test_only_pages_that_were_handed_out_are_written(monkeypatch):
         handed_out.update((group, int(o)) for o in offsets)
         return offsets
 
-    def recording_take_one(self, group, cursor):
-        offset = take_one(self, group, cursor)
+    def recording_take_one(self, group, cursor, tag):
+        offset = take_one(self, group, cursor, tag)
         handed_out.add((group, offset))
         return offset
 

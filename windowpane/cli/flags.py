@@ -118,6 +118,10 @@ KvCacheMemoryBytes = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
+KvOffloadingSize = Annotated[
+    str | None,
+    typer.Option(metavar="GIB", help="Host memory for restore points, over all ranks.", rich_help_panel=MEMORY),
+]
 KvCacheDtype = Annotated[
     str | None, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
 ]
@@ -251,6 +255,7 @@ class SimulateFlags(FlagSet):
 class PlanFlags(SimulateFlags):
     fit: Fit = None
     swa_full: SwaFull = False
+    kv_offloading_size: KvOffloadingSize = None
     enable_return_routed_experts: EnableReturnRoutedExperts = False
     enable_lora: EnableLora = False
     max_loras: MaxLoras = None

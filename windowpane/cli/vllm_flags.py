@@ -19,7 +19,7 @@ _ONE_HOST = "all ranks run on one host; use --tensor-parallel-size"
 _PROXY = "put a reverse proxy in front of the server"
 _FIXED_COMPILATION = "kernels are compiled ahead; --enforce-eager runs steps without CUDA graphs"
 _ARENA = "layers keep pages of their own size in one arena; leave it out"
-_NO_OFFLOAD = "weights and KV stay on the device; use --kv-cache-dtype, --fit or a quantized checkpoint"
+_NO_OFFLOAD = "weights stay on the device; use --kv-cache-dtype, --fit, --kv-offloading-size or a quantized checkpoint"
 _FROM_CHECKPOINT = "the checkpoint's own config decides; leave it out"
 _NO_PLUGINS = "code from outside is not loaded; leave it out"
 _REQUEST_FIELD = "it is a field of the request here (docs/server.md)"
@@ -174,8 +174,7 @@ INSTEAD: dict[str, str] = {
     "--prefix-match-unit": _RESTORE_POINTS,
     "--swa-bounded-replay": _RESTORE_POINTS,
     "--cpu-offload-gb": _NO_OFFLOAD,
-    "--kv-offloading-size": _NO_OFFLOAD,
-    "--kv-offloading-backend": _NO_OFFLOAD,
+    "--kv-offloading-backend": "--kv-offloading-size alone decides; leave it out",
     "--offload-backend": _NO_OFFLOAD,
     "--cpu-offload-params": _NO_OFFLOAD,
     "--offload-group-size": _NO_OFFLOAD,
@@ -378,7 +377,8 @@ KEPT = (
     *("--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins", "--api-key"),
     *("--async-scheduling", "--chat-template", "--config", "--download-dir", "--dtype", "--enable-auto-tool-choice"),
     *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
-    *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format"),
+    *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes"),
+    *("--kv-offloading-size", "--load-format"),
     *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
     *("--enable-lora", "--lora-modules", "--lora-target-modules", "--max-lora-rank", "--max-loras"),
     *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),

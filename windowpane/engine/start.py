@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windowpane.engine.accounts import print_accounts
-from windowpane.engine.devices import resolve_config, resolve_devices, resolve_plan
+from windowpane.engine.devices import check_host_memory, resolve_config, resolve_devices, resolve_plan
 from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
+from windowpane.kv.tier import HostTier
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK
 from windowpane.plan.planner import Plan
@@ -112,17 +113,21 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
                 "use method 'ngram' or --device cpu"
             )
     config = resolve_config(config, flags, devices)
+    check_host_memory(config)
     plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
     sizes = (plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
     manager = KVManager(plan.sizing.layout, *sizes, plan.sizing.rollback_tokens)
     points = RestorePoints(manager) if config.enable_prefix_caching else None
+    tier = None
+    if points is not None and plan.sizing.host.num_slabs:
+        tier = HostTier(points, plan.sizing.host.num_slabs)
     pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
     slots = AdapterSlots(config.max_loras) if config.enable_lora else None
     scheduler = Scheduler(
         manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens,
-        adapter_slots=slots,
+        tier=tier, adapter_slots=slots,
     )  # fmt: skip
     job = _job(plan, options, source, drafter_source)
     ranks = start_ranks(job, devices, console)
@@ -167,6 +172,7 @@ def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source:
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
         rollback_tokens=plan.sizing.rollback_tokens,
+        host_slabs=plan.sizing.host.num_slabs,
         drafter_source=drafter_source,
         use_graphs=not config.enforce_eager,
         use_chain=config.enable_layer_chain,

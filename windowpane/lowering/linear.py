@@ -220,6 +220,14 @@ class Parameters:
         del self._experts[projection]
         return found
 
+    def convert_weights(self, convert: Callable[[Projection | ExpertProjection, Weight, int], Weight]) -> None:
+        """Each projection's weight (of an expert, so many outputs) in another form; one at a time, as memory allows."""
+        for projection, linear in self._linears.items():
+            self._linears[projection] = replace(linear, weight=convert(projection, linear.weight, linear.outputs))
+        for of_experts, each_one in self._experts.items():
+            weight = convert(of_experts, each_one.weight, each_one.outputs)
+            self._experts[of_experts] = replace(each_one, weight=weight)
+
     def norm(self, norm: Norm | None) -> torch.Tensor | None:
         """The weight in float32, as norms are computed; None where there is none."""
         if norm is None or norm.weight is None:

@@ -55,6 +55,7 @@ class RankJob:
     calibration: Calibration | None = None
     use_chain: bool = True
     rollback_tokens: int = 0
+    host_slabs: int = 0
     drafter_source: Path | None = None
     adapter_room: AdapterRoom | None = None
 
@@ -85,6 +86,7 @@ class RankJob:
                 device=device,
                 dtype=dtype,
                 rollback_tokens=self.rollback_tokens,
+                host_slabs=self.host_slabs,
                 group=group,
                 calibration=self.calibration,
                 drafter_weights=self._load_drafter(device),
@@ -97,6 +99,7 @@ class RankJob:
             device=device,
             dtype=dtype,
             rollback_tokens=self.rollback_tokens,
+            host_slabs=self.host_slabs,
             use_graphs=self.use_graphs,
             use_chain=self.use_chain,
             group=group,

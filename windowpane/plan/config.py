@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin, get_
 
 from windowpane.drafts.config import DraftConfig
 from windowpane.models.adapters import DEFAULT_RANK, MOST_RANK, AdapterRoom
-from windowpane.plan.sizes import parse_bytes, parse_tokens
+from windowpane.plan.sizes import parse_bytes, parse_gib, parse_tokens
 
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_NUM_SEQS = 256
@@ -35,6 +35,7 @@ class EngineConfig:
     `enable_lora` makes room for `max_loras` adapters at a time of a rank up to `max_lora_rank`; `lora_target_modules`
     are the modules that they may change (None: all projections).
     `speculative_config` names a drafter: a `DraftConfig`, a mapping or JSON with its fields.
+    `kv_offloading_size` is host memory for restore points, over all ranks, in GiB or with a unit.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -54,6 +55,7 @@ class EngineConfig:
     enable_layer_chain: bool = True
     swa_full: bool = False
     enable_return_routed_experts: bool = False
+    kv_offloading_size: float | str | None = None
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = DEFAULT_RANK
@@ -69,6 +71,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}")
+        if self.kv_offloading_size is not None:
+            self._check_offloading()
         if self.fit is not None and self.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"--fit chooses the KV formats and --kv-cache-dtype {self.kv_cache_dtype} names them; leave one out"
@@ -93,6 +97,22 @@ class EngineConfig:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, not {self.gpu_memory_utilization}; try 0.9"
             )
+
+    def _check_offloading(self) -> None:
+        try:
+            offloading_bytes = self.offloading_bytes
+        except ValueError as error:
+            raise ConfigError(f"--kv-offloading-size: {error}") from None
+        if offloading_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"--kv-offloading-size {self.kv_offloading_size} keeps restore points, and "
+                "--no-enable-prefix-caching leaves none; leave one out"
+            )
+
+    @property
+    def offloading_bytes(self) -> int:
+        """Host memory for restore points, over all ranks."""
+        return 0 if self.kv_offloading_size in (None, 0, "0") else parse_gib(self.kv_offloading_size)
 
     @property
     def adapter_room(self) -> AdapterRoom | None:

@@ -64,6 +64,11 @@ class Sizing:
         return self.capacity(0)
 
     @property
+    def host(self) -> Capacity:
+        """The host memory of one rank, which holds restore points in the same pages."""
+        return Capacity(self.layout, self.config.offloading_bytes // self.ranks)
+
+    @property
     def rollback_tokens(self) -> int:
         """Tokens that a sequence may take back, for which windows and chunks hold as many more."""
         return rollback_for(self.config.draft_tokens, self.layout)

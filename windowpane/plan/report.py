@@ -205,6 +205,9 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         if name == "KV arena":
             for part, part_bytes, part_note in _arena_rows(plan, use):
                 table.add_row(f"    {part}", _gib(part_bytes), part_note)
+    if (host := plan.sizing.host).arena_bytes:
+        sessions = _many(host.sequences(plan.max_model_len), "more session")
+        table.add_row("  host tier", _gib(host.arena_bytes), f"of host memory; {sessions} stay within reach")
     bar = _bar([(style, size) for _, style, size, _ in rows], min(BAR_CELLS, width - 4))
     return Group(*([indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
 

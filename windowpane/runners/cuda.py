@@ -63,6 +63,7 @@ class CudaRunner:
         device: torch.device,
         dtype: torch.dtype,
         rollback_tokens: int = 0,
+        host_slabs: int = 0,
         use_graphs: bool = True,
         use_hopper: bool = True,
         use_chain: bool = True,
@@ -80,7 +81,7 @@ class CudaRunner:
         parameters = Parameters(decoder, weights, adapters=self.adapters)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         settle_scales(
             ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
         )
@@ -161,7 +162,9 @@ class CudaRunner:
         self.pages.before_step(batch.changes)
         if self.adapters is not None:
             self.adapters.before_step(batch.placed_adapters)
-        if self._only_decodes(batch):
+        if not batch.chunks and not len(batch.decode_slots):
+            output = self._update_tables(batch)
+        elif self._only_decodes(batch):
             output = StepOutput(self._decode(batch), {})
         else:
             output = self._mixed(batch, all_logits_slots)
@@ -171,6 +174,10 @@ class CudaRunner:
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
+
+    def landed(self) -> list[tuple[int, float]]:
+        """Transfers between tiers that are over and were not named before, and the seconds that they took."""
+        return self.pages.host.landed()
 
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
@@ -182,6 +189,15 @@ class CudaRunner:
         if not batch.chunks:
             return True
         return verifies_only(batch) and not self.pages.states and batch.num_tokens <= self._max_rows
+
+    def _update_tables(self, batch: Batch) -> StepOutput:
+        """A step without rows, which only begins copies between tiers."""
+        transfer = Transfer(self.device)
+        for updates in self.tables.updates(batch.changes):
+            transfer.add(updates)
+        for updates_there in transfer.send():
+            self.tables.apply(updates_there)
+        return StepOutput(self._hidden.nothing.float(), {})
 
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         host = Step.of(batch, all_logits_slots)

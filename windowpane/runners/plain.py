@@ -19,10 +19,12 @@ from windowpane.kv.restore import HIDDEN_ROWS
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.cpu.layers import JoinedLayers
 from windowpane.lowering.cpu.model import lower
+from windowpane.lowering.cpu.repacked import put_into_strips
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
 from windowpane.models.adapters import AdapterRoom
+from windowpane.models.quantization import Quantization
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
@@ -64,6 +66,7 @@ class Runner:
         device: torch.device,
         dtype: torch.dtype,
         rollback_tokens: int = 0,
+        host_slabs: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
         drafter_weights: Weights | None = None,
@@ -75,8 +78,10 @@ class Runner:
         decoder = runnable(spec.on_rank(group.place.ranks))
         self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
         parameters = Parameters(decoder, weights, adapters=self.adapters)
+        if isinstance(spec.quantization, Quantization) and spec.quantization.rounds_inputs:
+            put_into_strips(decoder, parameters)
         self.model = lower(decoder, parameters, max_model_len, group)
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         drafting = None
         if spec.drafter is not None:
             described = spec.drafter.decoder
@@ -107,6 +112,8 @@ class Runner:
             tokens = torch.cat([sampled, torch.from_numpy(step.tokens).to(self.device, torch.int64)])
             hidden = self._final_hidden(step, tokens)
         self.pages.after_step(batch.changes)
+        if not batch.chunks and not len(step.positions):  # only copies between tiers were to be begun
+            return StepOutput(hidden.float(), {})
         for chunk in batch.chunks:
             if self.drafter is not None and chunk.hidden is not None:
                 self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
@@ -142,6 +149,10 @@ class Runner:
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
+
+    def landed(self) -> list[tuple[int, float]]:
+        """Transfers between tiers that are over and were not named before, and the seconds that they took."""
+        return self.pages.host.landed()
 
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""

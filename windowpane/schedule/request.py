@@ -22,6 +22,8 @@ MAX_PENALTY = 2.0  # as in the OpenAI API
 
 
 class FinishReason(Enum):
+    """Why an answer ended."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "abort"

@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
+from windowpane.server.auth import caller
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
@@ -56,6 +57,7 @@ async def answer_completion(
         id = job_id(prefix, body.request_id, http.headers)
         prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
         job, prompts = await prepare(_prepare, service, body, several, id, arrived, cut_to_fit)
+        job.caller = caller(http.scope)
         writer = make_writer(job, prompts)
     return await answered(service, job, writer, http.receive)
 

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import SamplingParams
+from windowpane.server.auth import caller
 from windowpane.server.completions import several_prompts
 from windowpane.server.errors import bad_request
 from windowpane.server.job import Job, job_id
@@ -29,6 +30,7 @@ async def embed(service: Service, body: EmbeddingsBody, http: HttpRequest) -> Re
     with service.admitted(len(several)):
         id = job_id("embd", None, http.headers)
         job = await service.off_loop(_job, service, body, several, id, arrived)
+    job.caller = caller(http.scope)
     await service.finished(job, http.receive)
     return await service.document(lambda: _document(service, body, job), job.headers)
 

@@ -66,7 +66,7 @@ class ResponsesWriter:
             deltas += self._reader.finish()
         scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         events = list(self._output.events(deltas, self._logprobs(scored)))
-        if ended is not None and ended is not FinishReason.FAILED:
+        if ended in (FinishReason.STOP, FinishReason.LENGTH):
             events += self._finished(ended)
         return self._written(events)
 

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
 
+from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
 from windowpane.engine.start import Started, start
@@ -181,8 +182,15 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         limits=options.limits,
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
+        hardware=(_device(started), started.plan.sizing.compute_dtype, tuple(accounts(started.plan, started.reports))),
         lora_dir=options.lora_dir,
     )
+
+
+def _device(started: Started) -> str:
+    assert started.plan.device is not None
+    ranks = len(started.reports)
+    return started.plan.device.name if ranks == 1 else f"{ranks} × {started.plan.device.name}"
 
 
 def _load_adapters(started: Started, options: ServerOptions, names: Sequence[str], console: Console | None) -> None:

@@ -16,11 +16,12 @@ import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from windowpane.engine.accounts import Account
 from windowpane.engine.adapters import LoadedAdapter
 from windowpane.engine.engine import Engine, outside_vocabulary
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import BeyondModelLen, RequestTooLong
-from windowpane.server.errors import ApiError, bad_request, failed, unavailable
+from windowpane.server.errors import ApiError, bad_request, failed, route_path, unavailable
 from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
@@ -68,6 +69,7 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     special_tokens_in_content: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
     lora_dir: Path | None = None
     _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
     _being_made: int = 0  # requests that have their places but are not submitted yet
@@ -261,9 +263,15 @@ class Service:
                 retry_after_s=self.loop.metrics.seconds_to_serve(waiting),
             )
 
+    def note_refused(self, scope: Scope, error: ApiError) -> None:
+        """For the journal, by path and code alone: the message may quote what was sent."""
+        where = f"{scope['method']} {route_path(scope)[:64]}"
+        self.loop.journal.refused(where, f"{error.status_code} {error.code or ''}".strip())
+
     def refused(self, scope: Scope, error: ApiError) -> None:
         """Somebody was turned away at the door."""
         self.loop.metrics.rejected_requests[error.code or "refused"] += 1
+        self.note_refused(scope, error)
         log.info("%s %s refused: %d %s", scope["method"], scope["path"], error.status_code, error.message)
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -321,6 +329,8 @@ def failure_of(job: Job) -> ApiError | None:
             if isinstance(request.error, GrammarError):
                 return bad_request(str(request.error), code="invalid_value")
             return failed(f"a step failed: {request.error}")
+        if request.finish_reason is FinishReason.CANCELLED:  # and not by its own client, who would be gone
+            return ApiError(409, "the request was cancelled by DELETE /requests", code="request_cancelled")
     return None
 
 
