@@ -67,7 +67,7 @@ class Admission:
         if hit.on_host is not None:
             assert self._tier is not None
             known = request.tokens(0, request.known_tokens)
-            self._fetched[slot] = self._tier.fetch(slot, tokens, request.cache_salt, known, hit)
+            self._fetched[slot] = self._tier.fetch(slot, tokens, request.prefix_key, known, hit)
         else:
             if hit.point is not None:
                 manager.touch(hit.point)
@@ -96,7 +96,7 @@ class Admission:
 
     def _demand(self, request: Request, tokens: int, hit: Hit) -> list[int]:
         assert self._tier is not None
-        return self._tier.fetch_demand(tokens, request.cache_salt, request.tokens(0, request.known_tokens), hit)
+        return self._tier.fetch_demand(tokens, request.prefix_key, request.tokens(0, request.known_tokens), hit)
 
     def _unless_lossy(self, hit: Hit, demand: list[int]) -> Hit | None:
         return None if self._tier is not None and self._tier.should_wait(demand) else hit
