@@ -138,8 +138,7 @@ class _File:
             )
         if not room.covers(projection):
             raise self._error(
-                f"{module} is not among --lora-target-modules {' '.join(room.targets or ())}: "
-                "name it there too"
+                f"{module} is not among --lora-target-modules {' '.join(room.targets or ())}: name it there too"
             )
 
     def check_rest(self, decoder: Decoder) -> None:
