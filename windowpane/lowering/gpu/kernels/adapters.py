@@ -71,7 +71,8 @@ def expand(
     )  # fmt: skip
 
 
-@triton.jit
+# What varies from step to step must not lead to another kernel.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ORDER", "TILES"])
 def shrink_kernel(
     X, A, ORDER, TILES, OUT, x_stride, inputs, rank, count, per_split, PARTS: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
@@ -99,7 +100,7 @@ def shrink_kernel(
     tl.store(to, sums, mask=(m < here)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ORDER", "TILES"])
 def expand_kernel(
     SHRUNK, B, SECTIONS, ORDER, TILES, OUT, b_stride, b_output_stride, rank, out_stride, count, width,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,
