@@ -151,7 +151,6 @@ INSTEAD: dict[str, str] = {
     "--disable-log-stats": "figures are not logged: GET /metrics has them",
     "--aggregate-engine-logging": "there is one engine; leave it out",
     "--show-hidden-metrics-for-version": _METRICS,
-    "--otlp-traces-endpoint": _METRICS,
     "--collect-detailed-traces": _METRICS,
     "--kv-cache-metrics": _METRICS,
     "--kv-cache-metrics-sample": _METRICS,
@@ -384,6 +383,7 @@ KEPT = (
     *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
     *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format"),
     *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
+    "--otlp-traces-endpoint",
     *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),
     *("--ssl-certfile", "--ssl-keyfile", "--tensor-parallel-size", "--tool-call-parser", "--uvicorn-log-level"),
 )
