@@ -15,7 +15,7 @@ from windowpane.lowering.gpu.kernels.adapters import RowTiles, expand, shrink
 BF16, SLOTS = torch.bfloat16, 16
 
 
-@pytest.mark.parametrize(("rows", "rank"), [(256, 16), (256, 64), (8192, 16)])
+@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (256, 16), (256, 64), (8192, 16)])
 def test_q_k_and_v_of_gemma_4_e4b(rows, rank, monkeypatch, tmp_path):
     kernels = [record(monkeypatch, adapters, name) for name in ("shrink_kernel", "expand_kernel")]
     hidden, outputs = 2560, 3072

@@ -85,7 +85,7 @@ def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], m
             device=device,
             dtype=torch.float32,
             rollback_tokens=rollback,
-            host_slabs=_host_slabs(layout, length, knobs),
+            host_slabs=host_slabs(layout, length, knobs),
         )
         runner.pages.host.memory.fill_(0xFF)
         return runner
@@ -110,7 +110,7 @@ def generate_by(
     budget = max(knobs.chunk_tokens, knobs.num_slots * (1 + knobs.drafts))
     tier = None
     if points is not None and knobs.host_room:
-        tier = HostTier(points, _host_slabs(layout, longest, knobs), ahead=1.0)
+        tier = HostTier(points, host_slabs(layout, longest, knobs), ahead=1.0)
     slots = AdapterSlots(knobs.adapter_slots) if knobs.adapters else None
     scheduler = Scheduler(
         manager, budget, knobs.growth_tokens, points, draft_tokens=knobs.drafts, tier=tier, adapter_slots=slots
@@ -133,7 +133,7 @@ def generate_by(
     return run
 
 
-def _host_slabs(layout: Layout, longest: int, knobs: Knobs) -> int:
+def host_slabs(layout: Layout, longest: int, knobs: Knobs) -> int:
     return int(knobs.host_room * Capacity(layout, 0).slabs_for(1, longest))
 
 

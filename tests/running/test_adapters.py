@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.running.adapters import RANK, merged, write_adapter
-from tests.running.harness import Knobs, Run, generate_by, generate_with
+from tests.running.harness import Knobs, Run, generate_by, generate_with, host_slabs
 from tests.running.small_models import spec_of, weights_of
 from tests.running.test_against_transformers import prompt
 from windowpane.kv.layout import Layout
@@ -36,7 +36,7 @@ def run_adapted(name: str, paths: list[Path], prompts: list[list[int]], knobs: K
     def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
         runner = Runner(
             spec, weights_of(name), layout, slabs, knobs.num_slots, length, device=torch.device("cpu"),
-            dtype=torch.float32, adapter_room=room,
+            dtype=torch.float32, adapter_room=room, host_slabs=host_slabs(layout, length, knobs),
         )  # fmt: skip
         assert runner.adapters is not None
         for number, path in enumerate(paths, start=1):
@@ -81,14 +81,19 @@ def test_one_slot_serves_all_adapters_in_turn(knobs, tmp_path):
         assert_close(run.logits[i], alone.logits[0], run.outputs[i], alone.outputs[0])
 
 
-def test_what_is_kept_of_a_prompt_is_its_adapters_alone(tmp_path):
-    """The same prompt with and without adapters, one after another: each finds only what it left itself."""
+@pytest.mark.parametrize(("room", "host_room"), [(8.0, 0.0), (2.0, 20.0)])
+def test_what_is_kept_of_a_prompt_is_its_adapters_alone(room, host_room, tmp_path):
+    """The same prompt with and without adapters, one after another: each finds only what it left itself, also where
+    that has gone to the host.
+    """
     spec = spec_of("gemma3")
     deltas = [{}, *(write_adapter(tmp_path / str(seed), spec, seed) for seed in (1, 2))]
     adapters = (0, 1, 2, 0, 1, 2)
     knobs = Knobs(adapters=adapters, adapter_slots=2, keep=True, one_by_one=True, message_ends=(40,))
+    knobs = replace(knobs, room=room, host_room=host_room)
     run = run_adapted("gemma3", [tmp_path / "1", tmp_path / "2"], [prompt(1, 70)] * len(adapters), knobs)
     assert [request.cached_tokens > 0 for request in run.requests] == [False] * 3 + [True] * 3
+    assert run.scheduler.tier is None or run.scheduler.tier.stats.fetches >= 2
     for i, adapter in enumerate(adapters):
         weights = merged(weights_of("gemma3"), deltas[adapter])
         alone = generate_with(spec, weights, [prompt(1, 70)], NEW_TOKENS, Knobs())

@@ -21,6 +21,7 @@ from windowpane.models.quantization import STORED_BYTES
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 DEFAULT_RANK = 16
 MOST_RANK = 512
+SHRUNK_SPLITS = 8  # of A · x, at most, that are kept until they are added
 
 Adaptable = Projection | ExpertProjection
 

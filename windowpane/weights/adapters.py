@@ -129,16 +129,16 @@ class _File:
         return found
 
     def check(self, projection: Adaptable, of_experts: PartPairs, room: AdapterRoom) -> None:
+        module = projection.weights[0].module.replace(".{}", "")
         rank = max(len(pair.a) for parts in of_experts for pair in parts if pair is not None)
         if rank > room.rank:
             raise self._error(
-                f"{projection.weights[0].module} has rank {rank}, and the engine has room for {room.rank}: start it "
+                f"{module} has rank {rank}, and the engine has room for {room.rank}: start it "
                 f"with --max-lora-rank {rank}"
             )
         if not room.covers(projection):
             raise self._error(
-                f"{projection.weights[0].module} is not among --lora-target-modules {' '.join(room.targets or ())}: "
-                "name it there too"
+                f"{module} is not among --lora-target-modules {' '.join(room.targets or ())}: name it there too"
             )
 
     def check_rest(self, decoder: Decoder) -> None:

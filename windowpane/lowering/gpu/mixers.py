@@ -410,7 +410,8 @@ class GpuExperts:
         described, context = self.described, self._context
         kept, state.routed = state.routed, None
         routing = kept or self._route(to_router, state)
-        if self.gate_up.adapter is not None and isinstance(rows := self.gate_up.adapter.adapters.rows, DeviceRows):
+        adapter = self.gate_up.adapter or self.down.adapter
+        if adapter is not None and isinstance(rows := adapter.adapters.rows, DeviceRows):
             out = run_adapted_experts(x, routing, self.gate_up, self.down, described, self._first, rows)
             return context.group.all_reduce(out)
         out = run_experts(

@@ -17,9 +17,10 @@ import triton.language as tl
 
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.models.adapters import SHRUNK_SPLITS
 
 STEP = 128  # inputs at a time
-SPLIT_INPUTS, MOST_SPLITS = 512, 8
+SPLIT_INPUTS = 512  # of a split, at least
 TILE_OUTPUTS = 128
 LEAST_RANK = 16  # the narrowest side of a tensor-core product
 
@@ -40,7 +41,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, by_adapter: RowTiles, *, pdl: bool)
     `a` is [places, parts, rank, inputs].
     """
     _, parts, rank, inputs = a.shape
-    splits = min(MOST_SPLITS, ceil_div(inputs, SPLIT_INPUTS))
+    splits = min(SHRUNK_SPLITS, ceil_div(inputs, SPLIT_INPUTS))
     per_split = ceil_div(ceil_div(inputs, splits), STEP) * STEP
     splits = ceil_div(inputs, per_split)
     ranks = max(LEAST_RANK, triton.next_power_of_2(rank))
@@ -70,7 +71,8 @@ def expand(
     )  # fmt: skip
 
 
-@triton.jit
+# What varies from step to step must not lead to another kernel.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ORDER", "TILES"])
 def shrink_kernel(
     X, A, ORDER, TILES, OUT, x_stride, inputs, rank, count, per_split, PARTS: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
@@ -98,7 +100,7 @@ def shrink_kernel(
     tl.store(to, sums, mask=(m < here)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ORDER", "TILES"])
 def expand_kernel(
     SHRUNK, B, SECTIONS, ORDER, TILES, OUT, b_stride, b_output_stride, rank, out_stride, count, width,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,
