@@ -1,4 +1,4 @@
-"""The host tier: copies of pages, the next turn of a long session, and sessions that take turns on a small arena.
+"""The tiers: copies of pages, the next turn of a long session, and sessions that take turns on a small arena.
 
     python3 -m bench.tier gpu [--model gemma-4-31b] [--part copies] [--part next] [--part sessions] [--host-gib 72]
 
@@ -6,6 +6,11 @@
 session of `--length` tokens three times: from the device, from the host, and computed again; beside it, four requests
 decode. `sessions` has 24 sessions of 32,768 tokens taking turns of 64-token answers on an arena that holds 8 of them,
 one at a time and eight at once, with and without the tier. Weights are random. The last line is JSON.
+
+    python -m bench.tier cpu [--model gemma-3-270m] [--length 4096]
+
+A chat of so many tokens whose process is ended by `kill -9`: seconds from when a new one is ready to the first token of
+its next turn, from disk and computed again.
 """
 
 from __future__ import annotations
@@ -14,10 +19,14 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,11 +52,14 @@ PARTS = ("copies", "next", "sessions")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("where", choices=["gpu"])
-    parser.add_argument("--model", default="gemma-4-31b", help="a shipped shape or a directory")
+    parser.add_argument("where", choices=["gpu", "cpu", "chat"], help="chat is one process of cpu")
+    parser.add_argument("--model", help="gpu: a shipped shape or a directory; cpu: a model with weights")
+    parser.add_argument("--kv-disk-path", help="of chat")
+    parser.add_argument("--more", type=int, default=0, help="of chat: tokens of its next turn")
+    parser.add_argument("--load-format", default="auto", help="of cpu")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
-    parser.add_argument("--length", type=int, default=65_536, help="tokens of the session of `next`")
+    parser.add_argument("--length", type=int, help="tokens of the session of `next` (65,536), or of cpu's chat (4,096)")
     parser.add_argument("--session-tokens", type=int, default=32_768)
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--held", type=int, default=8, help="sessions that the arena holds")
@@ -55,6 +67,11 @@ def main() -> None:
     parser.add_argument("--computed-turns", type=int, default=8, help="turns that are measured without it")
     parser.add_argument("--host-gib", type=float, default=72)
     given = parser.parse_args()
+    given.model = given.model or ("gemma-4-31b" if given.where == "gpu" else "gemma-3-270m")
+    given.length = given.length or (65_536 if given.where == "gpu" else 4096)
+    if given.where != "gpu":
+        (restart if given.where == "cpu" else chat)(given)
+        return
     found: dict[str, Any] = {"model": given.model}
     for part in given.part or PARTS:
         found[part] = {"copies": copies, "next": next_turn, "sessions": sessions}[part](given)
@@ -244,6 +261,57 @@ def _take_turns(
             if output.request.finish_reason is not None and output.request in running:
                 held[running.pop(output.request)] = output.request.tokens(0, output.request.known_tokens).copy()
     return 60 * count / (time.perf_counter() - began)
+
+
+# -- a chat after kill -9 ------------------------------------------------------------------------------------------
+
+
+def restart(given: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as nothing:
+        first = _process(given, kept, more=0)
+        before = -1
+        while (files := len(list(Path(kept).glob("*.kv")))) != before or not files:  # until nothing more is written
+            before = files
+            time.sleep(1.0)
+        first.kill()
+        found = {"model": given.model, "tokens": given.length}
+        for name, path in (("disk_s", kept), ("computed_s", nothing)):
+            process = _process(given, path, more=MORE_TOKENS)
+            found[name] = process.told["first_token_s"]
+            process.kill()
+    found["times"] = round(found["computed_s"] / found["disk_s"], 1)
+    print(json.dumps(found))
+
+
+def chat(given: argparse.Namespace) -> None:
+    """One process: a chat of random tokens, the same in all, and `--more` of its next turn; then it waits."""
+    flags = {"device": "cpu", "load_format": given.load_format, "max_model_len": given.length + 256, "max_num_seqs": 4}
+    started = start(given.model, {**flags, "kv_offloading_size": 2, "kv_disk_path": given.kv_disk_path})
+    warm_up(started.engine, started.spec.vocab_size)
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(started.spec.vocab_size, size=given.length, dtype=np.int32)
+    seconds, _ = _turn(started.engine, rng, started, tokens, more=given.more)
+    tier = started.engine.scheduler.tier
+    assert tier is not None
+    print(json.dumps({"first_token_s": round(seconds, 3), "disk_hit_tokens": tier.stats.disk_hit_tokens}), flush=True)
+    time.sleep(3600)
+
+
+class _Chat(NamedTuple):
+    process: subprocess.Popen[str]
+    told: dict[str, Any]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _process(given: argparse.Namespace, path: str, more: int) -> _Chat:
+    command = [sys.executable, "-m", "bench.tier", "chat", "--model", given.model, "--length", str(given.length)]
+    command += ["--kv-disk-path", path, "--load-format", given.load_format, "--more", str(more)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return _Chat(process, json.loads(process.stdout.readline()))
 
 
 # -- engines -------------------------------------------------------------------------------------------------------

@@ -157,4 +157,7 @@ def given_up(changes: Changes, manager: KVManager) -> set[tuple[int, int]]:
 def _is_held(manager: KVManager, group: int, offset: int) -> bool:
     table = manager.tables[group]
     in_tables = any(offset in table.page_offsets(slot) for slot in range(manager.num_slots))
-    return in_tables or any(offset in manager.point_offsets(point, group) for point in manager.restore_points)
+    shared = manager.books.shared[group]
+    under_way = any(offset in shared.offsets[pages[group]] for pages in manager.books.transit.values())
+    kept = any(offset in manager.point_offsets(point, group) for point in manager.restore_points)
+    return in_tables or under_way or kept
