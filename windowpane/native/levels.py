@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Scheduling before registers are assigned spills the product's tiles; these processors reorder by themselves.
-FLAGS = ("-O2", "-std=gnu11", "-fno-schedule-insns", "-fPIC", "-fopenmp")
+# Scheduling before registers are assigned spills the product's tiles; these processors reorder by themselves. For some
+# (Zen, Sapphire Rapids), gcc takes chains of fused multiply-adds apart, in some loops and not in others: then a row's
+# bits would depend on how many rows stand beside it.
+FLAGS = ("-O2", "-std=gnu11", "-fno-schedule-insns", "-fPIC", "-fopenmp", "--param=avoid-fma-max-bits=0")
 
 
 @dataclass(frozen=True)
