@@ -199,6 +199,18 @@ def test_tenants_share_nothing_on_the_host_either():
         ask(engine, tokens(seed, 300))
     assert ask(engine, [*prompt, 5], cache_salt="other").cached_tokens == 0
     assert ask(engine, [*prompt, 5], cache_salt="one").cached_tokens == 300
+    assert engine.scheduler.tier.stats.fetches == 1
+
+
+def test_an_adapter_finds_its_own_pages_on_the_host():
+    engine = engine_for(FULL_AND_WINDOW, sequences=2.5, host=16, ahead=1.0)
+    prompt = tokens(0, 300)
+    ask(engine, prompt, adapter=1)
+    for seed in range(1, 6):
+        ask(engine, tokens(seed, 300))
+    assert ask(engine, [*prompt, 5], adapter=2).cached_tokens == 0
+    assert ask(engine, [*prompt, 5], adapter=1).cached_tokens == 300
+    assert engine.scheduler.tier.stats.fetches == 1
 
 
 def test_the_host_gives_up_what_is_cheapest_to_lose():

@@ -117,69 +117,85 @@ def _response(random: Random) -> Attack:
             "call_id": "1",
             "output": random.choice([_text(random), _parts(random)]),
         }
-        said = {"role": message["role"], "content": random.choice([message["content"], _parts(random)])}
+        said = {"role": _mostly(random, "user", message["role"]), "content": _mostly(random, message["content"])}
         thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": _text(random)}]}
-        items.append(random.choice([said, said, call, result, thought, _value(random)]))
+        items.append(_mostly(random, random.choice([said, said, call, result, thought])))
     body: dict[str, Any] = {
         "input": random.choice([_text(random), items]),
         "max_output_tokens": random.randrange(1, 12),
-        "previous_response_id": random.choice([None, None, *STORED, _text(random)]),
+        "previous_response_id": random.choice([None, None, None, "r0", "r1", _text(random)]),
         "request_id": random.choice([None, *STORED]),
+        "store": random.choice([None, True, True, False]),
         "text": random.choice([None, {"format": {"type": "json_schema", "name": "x", "schema": _schema(random)}}]),
-        "tools": random.choice([None, [{"type": "function", "name": "f0", "parameters": _schema(random)}]]),
     }
+    if not body["text"]:
+        tools = [{"type": "function", "name": "f0", "parameters": _schema(random)}]
+        body["tools"] = random.choice([None, tools])
     return _post(random, "/v1/responses", body, spoiled=0.5)
 
 
 def _blocks(random: Random) -> Attack:
-    kinds: list[Callable[[], Any]] = [
-        lambda: {"type": "tool_use", "id": "1", "name": "f", "input": _value(random)},
-        lambda: {"type": "tool_result", "tool_use_id": "1", "content": random.choice([_text(random), _parts(random)])},
-        lambda: {"type": "thinking", "thinking": _text(random), "signature": ""},
-        lambda: {"type": "text", "text": _text(random)},
-        lambda: _value(random),
-    ]
-    turns = [
-        {"role": random.choice(["user", "assistant"]), "content": [random.choice(kinds)() for _ in range(2)]}
-        for _ in range(random.randrange(4))
-    ]
+    text = {"type": "text", "text": _text(random)}
+    calls = {"type": "tool_use", "id": "1", "name": "f", "input": _mostly(random, {"a": _text(random)})}
+    thinks = {"type": "thinking", "thinking": _text(random), "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": random.choice([_text(random), _parts(random)])}
+    turns: list[Any] = []
+    for _ in range(random.randrange(3)):
+        turns.append({"role": "assistant", "content": [_mostly(random, block) for block in (thinks, text, calls)]})
+        turns.append({"role": _mostly(random, "user", "assistant", "system"), "content": [result, text]})
+    budget = _mostly(random, random.choice([1, 2, 5]), *NUMBERS)
     body: dict[str, Any] = {
         "messages": [*turns, {"role": "user", "content": _text(random)}],
-        "max_tokens": random.randrange(1, 12),
+        "max_tokens": random.randrange(6, 12),
         "system": random.choice([None, _text(random), _parts(random)]),
-        "stop_sequences": random.choice([None, [_text(random)[:20]], _value(random)]),
-        "thinking": random.choice([None, {"type": "enabled", "budget_tokens": random.choice(NUMBERS)}]),
+        "stop_sequences": _mostly(random, [_text(random)[:20] or "x"]),
+        "thinking": random.choice([None, None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": budget}]),
         "tools": random.choice([None, [{"name": "f0", "input_schema": _schema(random)}]]),
-        "tool_choice": random.choice([None, {"type": "any"}, {"type": "tool", "name": "f0"}, _value(random)]),
     }
+    if body["tools"]:
+        choices: list[Any] = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f0"}]
+        body["tool_choice"] = _mostly(random, random.choice(choices))
     path = random.choice(["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"])
-    if path.endswith("count_tokens") and random.random() < 0.7:
-        body = {name: value for name, value in body.items() if name in CountBody.model_fields}
+    if path.endswith("count_tokens"):
+        known = {name: value for name, value in body.items() if name in CountBody.model_fields}
+        body = _mostly(random, known, body)
     return _post(random, path, body, spoiled=0.3)
 
 
 def _parts(random: Random) -> list[Any]:
-    kinds = ["text", "input_text", "output_text", "refusal", "image_url", "input_audio", "x"]
-    return [{"type": random.choice(kinds), "text": _text(random)} for _ in range(random.randrange(3))]
+    odd = ["input_text", "output_text", "refusal", "image_url", "input_audio", "x"]
+    kinds = [_mostly(random, "text", *odd) for _ in range(random.randrange(3))]
+    return [{"type": kind, "text": _text(random)} for kind in kinds]
 
 
 def _ollama(random: Random) -> Attack:
-    names = random.sample([*Options.model_fields, "mirostat", "stop"], 3)
-    options = {name: random.choice([random.choice(NUMBERS), _value(random)]) for name in names}
-    body: dict[str, Any] = {"model": "tiny", "options": random.choice([{"num_predict": 5}, options])}
+    known: dict[str, list[Any]] = {
+        "num_predict": [-1, 1, 5],
+        "temperature": [0, 0.8, 50],
+        "top_k": [0, 40],
+        "seed": [0, 2**53 + 1],
+        "num_ctx": [1, 64, 2**31],
+        "repeat_penalty": [0.5, 1.1],
+        "stop": [["x"], ["", "a"] * 20],
+    }
+    options = {name: _mostly(random, random.choice(known[name])) for name in random.sample(list(known), 2)}
+    for name in random.sample(list(Options.model_fields), random.choice([0, 0, 0, 2])):
+        options[name] = _value(random)
+    body: dict[str, Any] = {"model": "tiny", "options": {"num_predict": 5, **options}}
     body["stream"] = random.random() < 0.5
-    body["format"] = random.choice([None, "json", _schema(random), _value(random)])
+    body["format"] = _mostly(random, random.choice([None, "json", _schema(random)]))
     if random.random() < 0.5:
-        body |= {"messages": _messages(random), "think": random.choice([None, True, "low", 5])}
+        body |= {"messages": _messages(random), "think": _mostly(random, random.choice([None, True, False]), "low", 5)}
         return _post(random, "/api/chat", body, spoiled=0.3)
-    body |= {"prompt": _text(random), "raw": random.choice([None, True, "x"])}
+    body |= {"prompt": _text(random), "raw": _mostly(random, random.choice([None, True]))}
     return _post(random, "/api/generate", body, spoiled=0.3)
 
 
 def _embedding(random: Random) -> Attack:
-    given = random.choice([_text(random), [_text(random)] * 3, _tokens(random), [_tokens(random)], _value(random)])
-    body: dict[str, Any] = {"input": given, "dimensions": random.choice([None, *NUMBERS])}
-    body["encoding_format"] = random.choice([None, "base64", _value(random)])
+    given = [_text(random) or "a", [_text(random) or "a"] * random.choice([1, 3, 300]), [65] * 9, [[65], [66, 67]]]
+    body: dict[str, Any] = {"input": _mostly(random, random.choice(given), _tokens(random), [_tokens(random)], 5)}
+    body["dimensions"] = _mostly(random, random.choice([None, 1, 8]), *NUMBERS)
+    body["encoding_format"] = _mostly(random, random.choice([None, "base64", "float"]))
     return _post(random, "/v1/embeddings", body, spoiled=0.3)
 
 
@@ -224,7 +240,7 @@ def _post(random: Random, path: str, body: dict[str, Any], spoiled: float = 0.0)
     """`spoiled` is how often a few fields get any value."""
     if random.random() < spoiled:
         body = _spoiled(random, path, body)
-    if random.random() < 0.3 and path.startswith("/v1"):
+    if random.random() < 0.3 and any("stream" in model.model_fields for model in BODIES[path]):
         body["stream"] = True
     ascii_only = random.random() < 0.5
     content = json.dumps(body, ensure_ascii=ascii_only).encode(errors="surrogatepass")
@@ -275,6 +291,13 @@ def _spoiled(random: Random, path: str, body: dict[str, Any]) -> dict[str, Any]:
         is_fitting = name in fitting and random.random() < 0.6
         body[name] = fitting[name]() if is_fitting else _value(random)
     return body
+
+
+def _mostly(random: Random, good: Any, *bad: Any) -> Any:
+    """The first, or now and then one of the others, or anything: most requests must get past the checks of fields."""
+    if random.random() < 0.9:
+        return good
+    return random.choice(bad) if bad else _value(random)
 
 
 def _value(random: Random, depth: int = 0) -> Any:

@@ -82,6 +82,14 @@ def serve(
     root_path: Annotated[
         str, typer.Option(help="The path that a proxy serves this server under.", rich_help_panel=SERVER)
     ] = "",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send a span per request there, as in http://127.0.0.1:4318/v1/traces (the `otel` extra).",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
@@ -180,6 +188,7 @@ def serve(
                 allow_credentials=allow_credentials,
             ),
             root_path=root_path.rstrip("/"),
+            otlp_traces_endpoint=otlp_traces_endpoint,
             tls=_tls(ssl_certfile, ssl_keyfile),
             uvicorn_log_level=uvicorn_log_level,
             served_model_names=tuple(served_model_name or ()),

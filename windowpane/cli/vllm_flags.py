@@ -152,7 +152,6 @@ INSTEAD: dict[str, str] = {
     "--disable-log-stats": "figures are not logged: GET /metrics has them",
     "--aggregate-engine-logging": "there is one engine; leave it out",
     "--show-hidden-metrics-for-version": _METRICS,
-    "--otlp-traces-endpoint": _METRICS,
     "--collect-detailed-traces": _METRICS,
     "--kv-cache-metrics": _METRICS,
     "--kv-cache-metrics-sample": _METRICS,
@@ -381,6 +380,7 @@ KEPT = (
     *("--kv-offloading-size", "--load-format"),
     *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
     *("--enable-lora", "--lora-modules", "--lora-target-modules", "--max-lora-rank", "--max-loras"),
+    "--otlp-traces-endpoint",
     *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),
     *("--ssl-certfile", "--ssl-keyfile", "--tensor-parallel-size", "--tool-call-parser", "--uvicorn-log-level"),
 )

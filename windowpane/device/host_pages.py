@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import time
+import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,7 +32,10 @@ class HostPages:
     """`num_slabs` slabs of host memory beside an arena of the same layout."""
 
     def __init__(self, layout: Layout, num_slabs: int, arena: torch.Tensor) -> None:
-        self.memory = _pinned(num_slabs * layout.slab_bytes, arena.device)
+        self.memory = _host_memory(num_slabs * layout.slab_bytes)
+        if arena.device.type == "cuda" and num_slabs:
+            _pin(self.memory)
+            weakref.finalize(self, _unpin, self.memory)
         self._arena = arena
         self._page_units = [group.page_units for group in layout.groups]
         self._under_way: dict[int, _UnderWay] = {}  # in order
@@ -99,19 +103,22 @@ def _runs(on_device: NDArray[np.int32], on_host: NDArray[np.int32], page_units: 
     return list(pairwise(edges))
 
 
-def _pinned(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Fresh memory costs nothing until it is touched. What a GPU copies from and to is pinned where it lies: the
-    allocator of pinned memory would round it up to a power of two.
-    """
-    if not size_bytes:
-        return torch.zeros(0, dtype=torch.uint8)
-    memory = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-    if device.type == "cuda":
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = runtime.cudaHostRegister(memory.data_ptr(), size_bytes, 0)
-        if int(error) != 0:
-            raise MemoryError(
-                f"{size_bytes:,} B of host memory cannot be pinned ({runtime.cudaGetErrorString(error)}); give a "
-                "smaller --kv-offloading-size, or raise the limit of locked memory (ulimit -l)"
-            )
-    return memory
+def _host_memory(size_bytes: int) -> torch.Tensor:
+    """Fresh memory costs nothing until it is touched."""
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8) if size_bytes else torch.zeros(0)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin memory where it lies: the allocator of pinned memory would round its size up to a power of two."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) != 0:
+        raise MemoryError(
+            f"{memory.nbytes:,} B of host memory cannot be pinned ({runtime.cudaGetErrorString(error)}); give a "
+            "smaller --kv-offloading-size, or raise the limit of locked memory (ulimit -l)"
+        )
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    """Before it goes back to the system: the next one may lie at the same address."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

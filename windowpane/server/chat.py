@@ -47,7 +47,7 @@ async def answer_chat(
         job, parsers = await prepare(_prepare, service, body, id, arrived)
         reasoning, one_call = body.include_reasoning is not False, body.parallel_tool_calls is False
         readers = [Reader(parser, wants_reasoning=reasoning, wants_one_call=one_call) for parser in parsers]
-        job.caller = caller(http.scope)
+        job.caller, job.traceparent = caller(http.scope), http.headers.get("traceparent")
         writer = make_writer(job, readers)
     return await answered(service, job, writer, http.receive)
 

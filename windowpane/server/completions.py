@@ -57,7 +57,7 @@ async def answer_completion(
         id = job_id(prefix, body.request_id, http.headers)
         prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
         job, prompts = await prepare(_prepare, service, body, several, id, arrived, cut_to_fit)
-        job.caller = caller(http.scope)
+        job.caller, job.traceparent = caller(http.scope), http.headers.get("traceparent")
         writer = make_writer(job, prompts)
     return await answered(service, job, writer, http.receive)
 

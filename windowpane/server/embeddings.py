@@ -30,7 +30,7 @@ async def embed(service: Service, body: EmbeddingsBody, http: HttpRequest) -> Re
     with service.admitted(len(several)):
         id = job_id("embd", None, http.headers)
         job = await service.off_loop(_job, service, body, several, id, arrived)
-    job.caller = caller(http.scope)
+    job.caller, job.traceparent = caller(http.scope), http.headers.get("traceparent")
     await service.finished(job, http.receive)
     return await service.document(lambda: _document(service, body, job), job.headers)
 

@@ -31,6 +31,7 @@ from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
 from windowpane.server.service import Limits, Service
+from windowpane.server.traces import Traces
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
 from windowpane.text.parsers import Parsers
@@ -84,6 +85,7 @@ class ServerOptions:
     port: int = 8000
     access: Access = field(default_factory=Access)
     root_path: str = ""
+    otlp_traces_endpoint: str | None = None
     tls: Tls | None = None
     uvicorn_log_level: str = "warning"
     served_model_names: tuple[str, ...] = ()
@@ -182,6 +184,7 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         limits=options.limits,
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
+        traces=None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint, names[0]),
         hardware=(_device(started), started.plan.sizing.compute_dtype, tuple(accounts(started.plan, started.reports))),
         lora_dir=options.lora_dir,
     )

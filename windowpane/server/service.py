@@ -26,6 +26,7 @@ from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
+from windowpane.server.traces import Traces
 from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
 from windowpane.text.parsers import Parsers
@@ -69,6 +70,7 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     special_tokens_in_content: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    traces: Traces | None = None
     hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
     lora_dir: Path | None = None
     _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
@@ -99,6 +101,8 @@ class Service:
         await asyncio.to_thread(self.loop.stop)
         if self.grammars is not None:
             await asyncio.to_thread(self.grammars.close)
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _show_life(self) -> None:
@@ -292,6 +296,8 @@ class Service:
             gone.cancel()
             self.loop.cancel(job)
             log_job(log, job)
+            if self.traces is not None:
+                self.traces.job_ended(job)
 
     async def _batches(self, job: Job) -> AsyncIterator[list[Piece]]:
         left = len(job.answers)
