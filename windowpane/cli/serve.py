@@ -47,7 +47,7 @@ def serve(
     ] = None,
     enable_admin: Annotated[
         bool,
-        typer.Option("--enable-admin", help="Serve /reset_prefix_cache, for --admin-key.", rich_help_panel=SERVER),
+        typer.Option("--enable-admin", help="Serve /reset_prefix_cache, /sleep, /wake_up.", rich_help_panel=SERVER),
     ] = False,
     admin_key: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
+from windowpane.engine.sleep import Sleeper
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.models.spec import ModelSpec
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from windowpane.drafts.config import DraftConfig
+    from windowpane.drafts.drafter import Drafter
     from windowpane.drafts.speculator import Speculator
     from windowpane.engine.engine import Engine
     from windowpane.lowering.scales import Calibration
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from windowpane.runners.plain import Runner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Started:
     """A running engine, the plan it follows, and where its model lies (None for a shape that came with the package).
 
@@ -52,6 +54,7 @@ class Started:
     source: Path | None
     reports: tuple[RankReport, ...]
     workers: Workers | None
+    sleeper: Sleeper = field(init=False)
 
     def close(self) -> None:
         """End the other ranks. The engine runs no more then; of one rank nothing has to be ended."""
@@ -112,21 +115,30 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     scheduler = Scheduler(
         manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens
     )
-    ranks = start_ranks(_job(plan, options, source, drafter_source), devices, console)
+    job = _job(plan, options, source, drafter_source)
+    ranks = start_ranks(job, devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
     speculator = None if config.drafting is None else _speculator(config.drafting, ranks.own)
     engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator)
     if console is not None:
         print_accounts(console, plan, ranks.reports)
-    return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
+    started = Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
+    started.sleeper = Sleeper(started, lambda: start_ranks(job, devices, None))
+    return started
 
 
 def _speculator(config: DraftConfig, runner: Runner | CudaRunner) -> Speculator:
-    from windowpane.drafts.ngram import NgramDrafter
     from windowpane.drafts.speculator import Speculator
 
-    own = getattr(runner, "drafter", None)
-    return Speculator(NgramDrafter(*config.ngram_tokens) if own is None else own, config.num_speculative_tokens)
+    return Speculator(drafter_of(config, runner), config.num_speculative_tokens)
+
+
+def drafter_of(config: DraftConfig, runner: Runner | CudaRunner) -> Drafter:
+    """The runner's own model that drafts, if it has one; else n-grams do."""
+    from windowpane.drafts.ngram import NgramDrafter
+
+    own: Drafter | None = getattr(runner, "drafter", None)
+    return NgramDrafter(*config.ngram_tokens) if own is None else own
 
 
 def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source: Path | None) -> RankJob:
