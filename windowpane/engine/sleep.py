@@ -32,11 +32,13 @@ class Sleeper:
         self.level = 0  # awake
 
     def check(self, level: int) -> None:
-        """Raises ValueError for what cannot be done here."""
+        """Raises ValueError for what cannot be done here. Any thread may ask."""
         if level not in LEVELS:
             raise ValueError(f"level is 1 (KV is dropped) or 2 (weights too), not {level}")
         if self._started.workers is not None:
             raise ValueError("an engine of several ranks cannot sleep; stop the server and start it again")
+        if self._started.engine.adapters is not None and not self._stays(level):
+            raise ValueError("an engine with adapters sleeps on a CPU and at level 1 only: they are the runner's")
 
     def sleep(self, level: int) -> int:
         """Returns the bytes that were given back. The engine must be idle; one that sleeps already gives none."""
@@ -44,17 +46,21 @@ class Sleeper:
             return 0
         started = self._started
         assert not started.engine.has_work
-        started.engine.scheduler.forget_restore_points()
+        started.engine.scheduler.drop_restore_points()
+        started.engine.scheduler.forget_restore_points()  # the device's last ones, if any were still being written
         [report] = started.reports
-        arena = started.runner.arena
         self.level = level
-        if level == 1 and arena.device.type == "cpu":
-            return _give_back(arena)
-        del arena, started.runner, started.engine.runner
+        if self._stays(level):
+            return _give_back(started.runner.arena)
+        del started.runner, started.engine.runner
         if started.engine.speculator is not None:
             del started.engine.speculator.drafter  # models that draft are the runner's
         _collect()
         return report.weights_bytes + report.arena_bytes
+
+    def _stays(self, level: int) -> bool:
+        """Whether the runner does, with all but the arena's memory."""
+        return level == 1 and self._started.runner.device.type == "cpu"
 
     def wake(self) -> None:
         started = self._started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from windowpane import __version__
 from windowpane.engine.engine import Engine
 from windowpane.server import errors, page, stats
+from windowpane.server.adapters import LoadBody, UnloadBody, load_adapter, unload_adapter
 from windowpane.server.auth import ADMIN, Access, ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
@@ -118,7 +120,7 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", summary="The served model, by each of its names")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+        return {"object": "list", "data": [_model(service, name) for name in [*service.names, *service.adapters]]}
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -276,6 +278,14 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 
 def _add_administration(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/load_lora_adapter", summary="Serve an adapter from --lora-dir; for the admin key")
+    async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
+        return await load_adapter(service, body, service.lora_dir)
+
+    @app.post("/v1/unload_lora_adapter", summary="Serve an adapter no longer; for the admin key")
+    async def unload_lora_adapter(body: UnloadBody) -> dict[str, Any]:
+        return await unload_adapter(service, body)
+
     @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
     async def reset_prefix_cache() -> dict[str, int]:
         return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
@@ -312,12 +322,13 @@ async def _answered(answer: Any, service: Service) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "windowpane",
-        "root": service.name,
-        "parent": None,
+        "root": service.name if adapter is None else Path(adapter.path).name,
+        "parent": None if adapter is None else service.name,
         "max_model_len": service.max_model_len,
     }

@@ -231,6 +231,7 @@ def _job(
             priority=body.priority or 0,
             message_ends=prompt.message_ends,
             cache_salt=body.cache_salt or "",
+            adapter=service.adapter_of(body.model),
             grammar=grammar,
             thought_budget=thought_budget(service.parsers, body, prompt.text),
         )

@@ -129,6 +129,7 @@ def _job(
                 "prompt",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                adapter=service.adapter_of(body.model),
                 grammar=grammar,
             )
             answers.append(
@@ -158,7 +159,8 @@ class _Writer:
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         self._offsets = [0] * len(job.answers)
-        self._head = {"id": job.id, "object": "text_completion", "created": int(time.time()), "model": service.name}
+        self._head = {"id": job.id, "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gave_prompt = [not body.return_token_ids] * len(job.answers)
         # Most chunks hold nothing but text: these are put together from ready-made parts.

@@ -46,6 +46,7 @@ def _job(service: Service, body: EmbeddingsBody, several: Any, id: str, arrived:
             "input",
             priority=body.priority or 0,
             pooling=body.pooling or "last",
+            adapter=service.adapter_of(body.model),
         )
         answers.append(Answer(request, None))
     return Job(id, answers, False, arrived, body.user)
@@ -66,7 +67,7 @@ def _document(service: Service, body: EmbeddingsBody, job: Job) -> dict[str, Any
     return {
         "id": job.id,
         "object": "list",
-        "model": service.name,
+        "model": service.name_of(job),
         "data": data,
         "usage": {"prompt_tokens": counts["prompt_tokens"], "total_tokens": counts["prompt_tokens"]},
     }

@@ -110,7 +110,7 @@ class ResponsesWriter:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.name,
+            "model": self._service.name_of(self._job),
             "output": list(self._output.items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from windowpane.engine.accounts import Account
+from windowpane.engine.adapters import LoadedAdapter
 from windowpane.engine.engine import Engine, outside_vocabulary
 from windowpane.engine.sleep import Sleeper
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
@@ -73,6 +75,7 @@ class Service:
     sleeper: Sleeper | None = None
     asleep: bool = False  # or on its way there
     hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
+    lora_dir: Path | None = None
     _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
     _being_made: int = 0  # requests that have their places but are not submitted yet
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -122,11 +125,26 @@ class Service:
 
     # -- coming in -------------------------------------------------------------------------------------------------
 
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """By the names that clients call them."""
+        return {} if self.engine.adapters is None else self.engine.adapters.loaded
+
+    def adapter_of(self, name: str | None) -> int:
+        """The adapter of a request to this model; 0 is none."""
+        found = None if name is None else self.adapters.get(name)
+        return 0 if found is None else found.number
+
+    def name_of(self, job: Job) -> str:
+        """What an answer calls its model."""
+        adapter = job.requests[0].adapter
+        return next((found.name for found in list(self.adapters.values()) if found.number == adapter), self.name)
+
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name not in self.adapters:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; there is {', '.join(self.names)}",
+                f"the model {name!r} is not served here; there is {', '.join([*self.names, *self.adapters])}",
                 param="model",
                 code="model_not_found",
             )
