@@ -29,22 +29,26 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import machine_line
-from tests.server.hostile import Attack, attack
+from tests.server.hostile import ADMIN_KEY, Attack, attack
 from tests.tiny_model import TEMPLATE, make_model
 
 FLAGS = ["--load-format", "dummy", "--device", "cpu", "--port", "0", "--max-num-seqs", "16", "--log-level", "warning"]
 FLAGS += ["--kv-cache-memory-bytes", "16MiB", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+FLAGS += ["--reasoning-parser", "qwen3", "--enable-admin", "--admin-key", ADMIN_KEY]
 HANGS_S = 120.0  # many of the requests that came before may each take their few seconds
 ALONE_S = 3.0
 LAG = "windowpane:event_loop_lag_seconds"
 
 
 class Served:
-    """A server process, and what it says of itself. `said` is its log."""
+    """A server process, and what it says of itself. `said` is its log.
 
-    def __init__(self, folder: Path) -> None:
+    `stacks`: it also says what ran when its event loop was late. Reading the frames of running threads may end it.
+    """
+
+    def __init__(self, folder: Path, *, stacks: bool = False) -> None:
         model = make_model(folder / "tiny", chat_template="{{ '!' if tools }}" + TEMPLATE)
-        command = [sys.executable, "-m", "bench.late", "serve", str(model), *FLAGS]
+        command = [sys.executable, "-m", "bench.late" if stacks else "windowpane", "serve", str(model), *FLAGS]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.said: list[str] = []
         self._up = threading.Event()
@@ -205,10 +209,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--lag-limit-s", type=float, default=0.1, help="a bound of the server's histogram")
-    parser.add_argument("--stacks", action="store_true", help="print what ran when the event loop was late")
+    parser.add_argument(
+        "--stacks", action="store_true", help="print what ran when the event loop was late; may end the server"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        served = Served(Path(folder))
+        served = Served(Path(folder), stacks=args.stacks)
         try:
             findings = fuzz(served, args.minutes * 60, args.clients, args.seed, args.lag_limit_s)
         finally:

@@ -3,8 +3,9 @@
     python -m bench.late serve MODEL [FLAGS]
 
 faulthandler writes them from a thread of its own that needs no interpreter lock, so that the thread which holds it is
-seen where it stands. Behind each come the seconds late and the processor seconds that the process had meanwhile: where
-these are few, the machine was busy with others.
+seen where it stands. On a busy machine this can end the process, because frames may change while they are read. Behind
+each come the seconds late and the processor seconds that the process had meanwhile: where these are few, the machine
+was busy with others.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ class Served:
     def __init__(self, model: Path) -> None:
         code = "import sys; from windowpane.cli.main import main; sys.exit(main())"
         flags = [part for name, value in FLAGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
-        command = [sys.executable, "-c", code, "serve", str(model), "--load-format", "dummy", "--port", "0", *flags]
-        self.process = subprocess.Popen(
-            [*command, "--max-queue", "4096", "--log-level", "warning"], stderr=subprocess.PIPE, text=True
-        )
+        # On the CPU, as the engine that it is compared with: on a card the made-up weights would be others.
+        flags += ["--device", "cpu", "--load-format", "dummy", "--max-queue", "4096", "--log-level", "warning"]
+        command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):

@@ -234,7 +234,7 @@ class TestResults:
         plan = make_plan(load(model), config, gpu="h200")
         sessions = built_in("chat", seed=3, hours=0.01, rate_per_s=0.5)
         together = run(plan, policy, sessions)
-        monkeypatch.setattr(Scheduler, "steady_steps", lambda _: (0, 0))
+        monkeypatch.setattr(Scheduler, "only_decodes", False)
         alone = run(plan, policy, sessions)
         for name in ("requests", "steps", "output_tokens", "cached_tokens", "recomputed_tokens", "preemptions"):
             assert getattr(together, name) == getattr(alone, name)

@@ -123,6 +123,16 @@ def on_gpu(spec: ModelSpec, dtype: str) -> ModelSpec:
     return spec.expanded()
 
 
+def check_host_memory(config: EngineConfig) -> None:
+    """Refuse a host tier that the machine has no memory for, before a byte is loaded."""
+    asked, free = config.offloading_bytes, free_memory_bytes()
+    if asked > free:
+        raise ConfigError(
+            f"--kv-offloading-size {config.kv_offloading_size} is {format_bytes(asked)}, and {format_bytes(free)} of "
+            f"host memory are free; the most is --kv-offloading-size {free // 2**30}"
+        )
+
+
 def free_memory_bytes() -> int:
     """Memory that this process could still take, by the kernel's estimate and the container's limit."""
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -57,6 +57,7 @@ class Arena:
         self.pages_per_slab = [layout.pages_per_slab(g) for g in layout.groups]
         self.used_pages = [0] * len(layout.groups)
         self.held_slabs = [0] * len(layout.groups)
+        self._page_bytes = [g.page_bytes for g in layout.groups]
         self._slab_units = layout.slab_units
         self._owner = np.full(num_slabs, FREE, dtype=np.int32)
         self._used = np.zeros(num_slabs, dtype=np.int32)
@@ -97,11 +98,15 @@ class Arena:
 
     def gap_bytes(self, group: int) -> int:
         """What `compact` could win back: stranded bytes without the remainders."""
-        return self.gap_pages(group) * self.layout.groups[group].page_bytes
+        return self.gap_pages(group) * self._page_bytes[group]
 
     def available_pages(self, group: int) -> int:
         """Pages that `take` could hand out now, without moving anything."""
         return self.free_slabs * self.pages_per_slab[group] + self.gap_pages(group)
+
+    def has_page(self, group: int) -> bool:
+        """Whether `take_one` could hand out a page now."""
+        return bool(self._free_slabs or self._gaps[group])
 
     def slab_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Per slab, the group that holds it (FREE where none does) and how many of its pages are taken."""
@@ -126,8 +131,19 @@ class Arena:
             return fresh
         return np.concatenate([np.array(taken, dtype=np.int32), fresh, np.array(more, dtype=np.int32)])
 
-    def take_one(self, group: int, cursor: Cursor) -> int:
-        """`take` for a single page, without array overhead: this is what a decoding sequence does."""
+    def take_packed(self, group: int, pages: int) -> Offsets:
+        """`take`, with the gaps of others first and no more fresh slabs than there have to be."""
+        taken: list[int] = []
+        for slab in list(self._gaps[group]):
+            if len(taken) == pages:
+                break
+            taken += self._take_gaps(group, slab, pages - len(taken))
+        fresh = self._take_fresh(group, pages - len(taken), Cursor())
+        self.used_pages[group] += pages
+        return np.concatenate([np.array(taken, dtype=np.int32), fresh])
+
+    def take_one(self, group: int, cursor: Cursor, tag: int = 0) -> int:
+        """`take` and `tag` for a single page, without array overhead: this is what a decoding sequence does."""
         gaps = self._gaps[group]
         slab = cursor.slab
         if slab not in gaps:
@@ -140,20 +156,18 @@ class Arena:
                 slab = cursor.slab = next(iter(gaps))
             else:
                 raise ArenaFull(f"1 page of {self.layout.groups[group].name} asked, 0 available")
-        index = gaps[slab].pop()
-        if not gaps[slab]:
+        free_pages = gaps[slab]
+        index = free_pages.pop()
+        if not free_pages:
             del gaps[slab]
         self._used[slab] += 1
+        self._tags[slab, index] = tag
         self.used_pages[group] += 1
         return slab * self._slab_units + index * self.page_units[group]
 
     def tag(self, group: int, offsets: Offsets, tags: NDArray[np.int64]) -> None:
         """Write a number on each of these pages. It stays with the page when `compact` moves it."""
         self._tags[self._places(group, offsets)] = tags
-
-    def tag_one(self, group: int, offset: int, tag: int) -> None:
-        slab, within = divmod(offset, self._slab_units)
-        self._tags[slab, within // self.page_units[group]] = tag
 
     def tag_of_one(self, group: int, offset: int) -> int:
         slab, within = divmod(offset, self._slab_units)
@@ -240,15 +254,18 @@ class Arena:
         gaps = self._gaps[group]
         if self.gap_pages(group) < self.pages_per_slab[group]:
             return []
-        victim = max(gaps, key=lambda slab: len(gaps[slab]))
+        slabs, free_pages = list(gaps), list(map(len, gaps.values()))
+        at = free_pages.index(max(free_pages))
+        victim = slabs[at]
         free_indexes = set(gaps.pop(victim))  # gone from the gaps, so that no target lies in the slab being emptied
         kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]
         targets: list[int] = []
         # The fullest first: as few slabs as possible are left partly filled, and shared between takers.
-        for slab in sorted(gaps, key=lambda slab: len(gaps[slab])):
+        for i in sorted(range(len(slabs)), key=free_pages.__getitem__):
             if len(targets) == len(kept):
                 break
-            targets += self._take_gaps(group, slab, len(kept) - len(targets))
+            if i != at:
+                targets += self._take_gaps(group, slabs[i], len(kept) - len(targets))
         self.tag(group, np.array(targets, dtype=np.int32), self._tags[victim, kept])
         self._used[victim] = 0
         self._owner[victim] = FREE

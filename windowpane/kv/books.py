@@ -29,10 +29,19 @@ class ReservationError(Exception):
 
 
 class Books:
-    """Pages of all groups and who may have them. They move pages and give up restore points; lengths are not theirs."""
+    """Pages of all groups and who may have them. They give up restore points and, if they may, move pages together;
+    lengths are not theirs.
+    """
 
     def __init__(
-        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int
+        self,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        rollback_tokens: int,
+        *,
+        moves_pages: bool = True,
     ) -> None:
         groups = range(len(layout.groups))
         self.layout = layout
@@ -52,6 +61,8 @@ class Books:
         self.outgoing: dict[Place, Ids] = {}
         # Ring columns whose page moved in that step: the device's tables do not have the new offset yet.
         self.moved_columns: set[Place] = set()
+        self.transit: dict[int, list[Ids]] = {}  # shared pages by group that a transfer holds, by its number
+        self._moves_pages = moves_pages
         self.log = ChangeLog(len(layout.groups))
         self.moved_pages = 0
         self.evictions = 0
@@ -125,13 +136,12 @@ class Books:
             self.fill(g, slot, np.array([column]), [column] if late else ())
             return
         self.spend(g, slot, 1)
-        while not arena.available_pages(g):
+        while not arena.has_page(g):
             self.make_room()
         while wins_slab and not arena.free_slabs and self._compact_any():
             pass
-        offset = arena.take_one(g, self.cursors[g][slot])
+        offset = arena.take_one(g, self.cursors[g][slot], slot * table.columns + column)
         table.entries[slot, column, 0] = offset
-        arena.tag_one(g, offset, slot * table.columns + column)
         table.filled[slot] += 1
         if late:
             self.log.entries(g, slot, np.array([column]), late=True)
@@ -142,8 +152,22 @@ class Books:
 
     def hold(self, g: int, ids: Ids) -> None:
         """A sequence, or a step in flight, holds these shared pages."""
-        self.live_pages[g] += int(np.count_nonzero(self.shared[g].slots[ids] == 0))
-        self._recount(g, ids, slots=1)
+        shared = self.shared[g]
+        holders = shared.slots[ids]
+        shared.slots[ids] = holders + 1
+        if len(unheld := ids[holders == 0]):
+            self.live_pages[g] += len(unheld)
+            self._count_freeable(g, unheld[shared.point_counts[unheld] == 1], -1)
+
+    def send(self, number: int, pages: list[Ids]) -> None:
+        """A transfer between tiers reads or writes these shared pages, by group, until it has landed."""
+        self.transit[number] = pages
+        for g, ids in enumerate(pages):
+            self.hold(g, ids)
+
+    def land(self, number: int) -> None:
+        for g, ids in enumerate(self.transit.pop(number)):
+            self.let_go(g, ids)
 
     def let_go(self, g: int, ids: Ids) -> None:
         """One holder less: a page that restore points keep becomes cached, any other is free."""
@@ -151,10 +175,13 @@ class Books:
         if len(ids) == 1:
             self._let_go_one(g, int(ids[0]))
             return
-        self._recount(g, ids, slots=-1)
-        unheld = ids[shared.slots[ids] == 0]
-        self.live_pages[g] -= len(unheld)
-        self._free_shared(g, unheld[shared.point_counts[unheld] == 0])
+        holders = shared.slots[ids] - 1
+        shared.slots[ids] = holders
+        if len(unheld := ids[holders == 0]):
+            self.live_pages[g] -= len(unheld)
+            points = shared.point_counts[unheld]
+            self._count_freeable(g, unheld[points == 1], 1)
+            self._free_shared(g, unheld[points == 0])
 
     def _let_go_one(self, g: int, i: int) -> None:
         """`let_go` for one page, without arrays: what a sequence that slides past shared pages does."""
@@ -188,7 +215,12 @@ class Books:
             self._free_numbers += range(2 * count - 1, count - 1, -1)
         point.number = self._free_numbers.pop()
         for g, ids in enumerate(point.pages):
-            self._recount(g, ids, points=1, number=point.number)
+            shared = self.shared[g]
+            points, unheld = shared.point_counts[ids], shared.slots[ids] == 0
+            self._count_freeable(g, ids[(points == 1) & unheld], -1)  # another one keeps them too from now on
+            shared.point_counts[ids] = points + 1
+            shared.point_numbers[ids] ^= point.number
+            self._count_freeable(g, ids[(points == 0) & unheld], 1)
         self.points[point] = None
         point.last_used = self.clock
 
@@ -208,28 +240,20 @@ class Books:
             points, holders = shared.point_counts[ids] - 1, shared.slots[ids]
             shared.point_counts[ids] = points
             shared.point_numbers[ids] ^= point.number
-            if len(alone := ids[(points == 1) & (holders == 0)]):
-                np.add.at(self._freeable_bytes, shared.point_numbers[alone], self.layout.groups[g].page_bytes)
-            self._free_shared(g, ids[(points == 0) & (holders == 0)])
+            unheld, last = holders == 0, points == 0
+            self._count_freeable(g, ids[(points == 1) & unheld], 1)
+            self._free_shared(g, ids[last & unheld])
             if self.tables[g].is_ring:
-                self._give_back(g, ids[(points == 0) & (holders == 1)])
+                self._give_back(g, ids[last & (holders == 1)])
         self._freeable_bytes[point.number] = 0
         self._free_numbers.append(point.number)
         self.on_drop(point)
 
-    def _recount(self, g: int, ids: Ids, *, slots: int = 0, points: int = 0, number: int = 0) -> None:
-        """Change how many hold or keep these pages, and with it what giving up each restore point would free."""
-        shared, page_bytes = self.shared[g], self.layout.groups[g].page_bytes
-        # A page that loses a holder had one, and a page that gains one has one: neither is only cached then.
-        if slots >= 0 and len(alone := shared.cached_by_one(ids)):
-            np.subtract.at(self._freeable_bytes, shared.point_numbers[alone], page_bytes)
-        if slots:
-            shared.slots[ids] += slots
-        if points:
-            shared.point_counts[ids] += points
-            shared.point_numbers[ids] ^= number
-        if slots <= 0 and len(alone := shared.cached_by_one(ids)):
-            np.add.at(self._freeable_bytes, shared.point_numbers[alone], page_bytes)
+    def _count_freeable(self, g: int, ids: Ids, sign: int) -> None:
+        """One restore point keeps each of these pages and nobody holds it: giving that point up frees more, or less."""
+        if len(ids):
+            page_bytes = sign * self.layout.groups[g].page_bytes
+            np.add.at(self._freeable_bytes, self.shared[g].point_numbers[ids], page_bytes)
 
     def _free_shared(self, g: int, ids: Ids) -> None:
         if len(ids):
@@ -265,6 +289,47 @@ class Books:
         self.evictions += 1
         self.drop(victim)
 
+    def give_way(self, demand: Sequence[int]) -> bool:
+        """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
+
+        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
+        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
+        """
+        pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
+        if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
+            return False
+        for point in list(self.points):
+            if self.can_reserve(demand):
+                break
+            if not point.pending and self._pins(point):
+                self.evictions += 1
+                self.drop(point)
+        return self.can_reserve(demand)
+
+    def _pinned_by_one(self, g: int) -> int:
+        """Window pages that one running sequence would have to itself if restore points were given up."""
+        if not self.tables[g].is_ring:
+            return 0
+        shared = self.shared[g]
+        pinned = (shared.slots == 1) & (shared.point_counts > 0)
+        for point in self.points:
+            if point.pending:
+                pinned[point.pages[g]] = False
+        for pages in self.transit.values():
+            pinned[pages[g]] = False
+        for place, ids in self.outgoing.items():
+            if place[0] == g:
+                pinned[ids] = False
+        return int(np.count_nonzero(pinned))
+
+    def _pins(self, point: RestorePoint) -> bool:
+        """Whether this restore point keeps a window page that exactly one running sequence holds."""
+        for g, table in enumerate(self.tables):
+            shared, ids = self.shared[g], point.pages[g]
+            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
+                return True
+        return False
+
     def victim(self) -> RestorePoint | None:
         """The restore point that saves the fewest recomputed tokens per byte that giving it up would free.
 
@@ -277,7 +342,7 @@ class Books:
             self._next_victims.pop()
         freeable_bytes = self._freeable_bytes.tolist()
         freeable = (point for point in self.points if freeable_bytes[point.number] and not point.pending)
-        weighed = sorted(islice(freeable, CANDIDATES), key=self._score)
+        weighed = sorted(islice(freeable, CANDIDATES), key=lambda p: self._score(p, freeable_bytes[p.number]))
         if weighed:
             self._next_victims = weighed[CANDIDATES // 4 - 1 :: -1]
             return weighed[0]
@@ -286,10 +351,14 @@ class Books:
 
     def score(self, point: RestorePoint) -> float | None:
         """Tokens saved per byte and age; None where giving it up frees nothing."""
-        return self._score(point) if self._freeable_bytes[point.number] else None
-
-    def _score(self, point: RestorePoint) -> float:
         freeable_bytes = int(self._freeable_bytes[point.number])
+        return self._score(point, freeable_bytes) if freeable_bytes else None
+
+    def freeable_bytes(self, points: Iterable[RestorePoint]) -> int:
+        """What giving up each of these alone would free, added up."""
+        return int(self._freeable_bytes[[point.number for point in points]].sum())
+
+    def _score(self, point: RestorePoint, freeable_bytes: int) -> float:
         return self.worth(point) / freeable_bytes / (1 + self.clock - point.last_used)
 
     def _has_cached_page(self, point: RestorePoint) -> bool:
@@ -297,6 +366,8 @@ class Books:
 
     def _compact_any(self) -> int:
         """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+        if not self._moves_pages:
+            return 0
         groups = range(len(self.tables))
         for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
             moves = self.arena.compact(g)
@@ -324,22 +395,30 @@ class Books:
         self.moved_pages += len(moves)
         self.log.copies += moves
         table = self.tables[g]
-        targets = np.array([m.target for m in moves], dtype=np.int32)
-        tags = self.arena.tags(g, targets)
-        for place, target in zip(tags.tolist(), targets.tolist(), strict=True):
+        shared = []
+        tags = self.arena.tags(g, np.array([m.target for m in moves], dtype=np.int32))
+        for place, move in zip(tags.tolist(), moves, strict=True):
             if place >= 0:
-                slot, column = table.place_page(place, target)
+                slot, column = table.place_page(place, move.target)
                 self._log_moved(g, slot, column)
-        if (shared := tags < 0).any():
-            sources = np.array([m.source for m in moves], dtype=np.int32)
-            self._move_shared(g, -1 - tags[shared], sources[shared], targets[shared])
+            else:
+                shared.append((-1 - place, move.source, move.target))
+        if shared:
+            ids, sources, targets = np.array(shared).T
+            self._move_shared(g, ids, sources.astype(np.int32), targets.astype(np.int32))
 
     def _move_shared(self, g: int, ids: Ids, sources: Offsets, targets: Offsets) -> None:
-        self.shared[g].offsets[ids] = targets
-        for slot, columns in self.tables[g].rewrite(sources, targets):
+        shared = self.shared[g]
+        shared.offsets[ids] = targets
+        held = shared.slots[ids] > 0  # the others stand in no table: only restore points keep them
+        if not held.any():
+            return
+        for slot, columns in self.tables[g].rewrite(sources[held], targets[held]):
             for column in columns.tolist():
                 self._log_moved(g, slot, column)
         moved = set(ids.tolist())
+        if any(not moved.isdisjoint(pages[g].tolist()) for pages in self.transit.values()):
+            self.log.settle()
         for place, outgoing in self.outgoing.items():
             if place[0] == g and not moved.isdisjoint(outgoing.tolist()):
                 self.log.moved_read(place)
@@ -407,6 +486,9 @@ class Books:
             if point.pending:
                 for offset in self.shared[g].offsets[point.pages[g]].tolist():
                     held[offset] = held.get(offset, 0) + 1
+        for pages in self.transit.values():
+            for offset in self.shared[g].offsets[pages[g]].tolist():
+                held[offset] = held.get(offset, 0) + 1
         return held
 
     def _count_kept(self, g: int) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """A tree of token sequences: which known sequences begin as a new one does, and how far.
 
 An edge holds the tokens between two nodes; a node is where sequences part or where a value is kept. Tokens are compared
-as arrays, so a lookup costs a memory comparison per edge, and two different sequences never pass for the same.
+as bytes, so a lookup costs a memory comparison per edge, and two different sequences never pass for the same.
 
     root ── "You are a" ──┬── "poet. …"    ● value
                           └── "lawyer. …"  ● value
@@ -9,6 +9,7 @@ as arrays, so a lookup costs a memory comparison per edge, and two different seq
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -17,19 +18,24 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 V = TypeVar("V")
+TOKEN_BYTES = 4
 
 
 class Node(Generic[V]):
     """The end of an edge: the sequence of `end` tokens that leads here, and the value kept for it, if any."""
 
-    __slots__ = ("children", "end", "parent", "tokens", "value")
+    __slots__ = ("children", "edge", "end", "parent", "value")
 
-    def __init__(self, parent: Node[V] | None, tokens: Tokens) -> None:
+    def __init__(self, parent: Node[V] | None, edge: bytes) -> None:
         self.parent = parent
-        self.tokens = tokens
-        self.end: int = len(tokens) + (parent.end if parent is not None else 0)
+        self.edge = edge  # tokens since the parent, as int32
+        self.end: int = len(edge) // TOKEN_BYTES + (parent.end if parent is not None else 0)
         self.children: dict[int, Node[V]] = {}
         self.value: V | None = None
+
+    @property
+    def first_token(self) -> int:
+        return int.from_bytes(self.edge[:TOKEN_BYTES], sys.byteorder, signed=True)
 
     def path(self) -> Iterator[Node[V]]:
         """This node and those above it, the root excepted."""
@@ -58,35 +64,37 @@ class PrefixTree(Generic[V]):
         node = self._roots.get(key)
         if node is None:
             return 0, None
+        known = tokens.astype(np.int32, copy=False).tobytes()
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
                 break
-            common = _common(child.tokens, tokens[node.end :])
-            if common < len(child.tokens):
-                return node.end + common, child
+            if not known.startswith(child.edge, TOKEN_BYTES * node.end):
+                return node.end + _common(child.edge, known[TOKEN_BYTES * node.end :]), child
             node = child
         return node.end, node
 
     def insert(self, key: Hashable, tokens: Tokens) -> Node[V]:
         """The node of this sequence, made if need be. One that gets no value has to be `remove`d again."""
         node = self._roots.get(key) or self._new_root(key)
+        known = tokens.astype(np.int32, copy=False).tobytes()
         while node.end < len(tokens):
-            rest = tokens[node.end :]
-            child = node.children.get(int(rest[0]))
+            first = int(tokens[node.end])
+            child = node.children.get(first)
             if child is None:
-                child = Node(node, rest.copy())  # a slice would keep the whole prompt alive
-                node.children[int(rest[0])] = child
+                child = node.children[first] = Node(node, known[TOKEN_BYTES * node.end :])
                 return child
-            common = _common(child.tokens, rest)
-            node = child if common == len(child.tokens) else self._split(child, common)
+            if known.startswith(child.edge, TOKEN_BYTES * node.end):
+                node = child
+            else:
+                node = self._split(child, _common(child.edge, known[TOKEN_BYTES * node.end :]))
         return node
 
     def remove(self, node: Node[V]) -> None:
         """Forget a node's value, and the tokens that only led to it."""
         node.value = None
         while node.parent is not None and node.value is None and not node.children:
-            del node.parent.children[int(node.tokens[0])]
+            del node.parent.children[node.first_token]
             node = node.parent
         if node.parent is None:
             if not node.children:
@@ -94,37 +102,41 @@ class PrefixTree(Generic[V]):
         elif node.value is None and len(node.children) == 1:
             self._merge(node)
 
+    def key_of(self, root: Node[V]) -> Hashable:
+        """The key that the sequences from this root are under."""
+        return self._keys[root]
+
     def __len__(self) -> int:
         """Nodes, roots excepted."""
         return sum(1 for root in self._roots.values() for node in root.below()) - len(self._roots)
 
     def _new_root(self, key: Hashable) -> Node[V]:
-        root: Node[V] = Node(None, np.zeros(0, dtype=np.int32))
+        root: Node[V] = Node(None, b"")
         self._roots[key], self._keys[root] = root, key
         return root
 
     def _split(self, child: Node[V], at: int) -> Node[V]:
         """A new node in the middle of an edge."""
         assert child.parent is not None
-        middle = Node(child.parent, child.tokens[:at].copy())
-        child.parent.children[int(middle.tokens[0])] = middle
-        child.tokens = child.tokens[at:].copy()
+        middle = Node(child.parent, child.edge[: TOKEN_BYTES * at])
+        child.parent.children[middle.first_token] = middle
+        child.edge = child.edge[TOKEN_BYTES * at :]
         child.parent = middle
-        middle.children[int(child.tokens[0])] = child
+        middle.children[child.first_token] = child
         return middle
 
     def _merge(self, node: Node[V]) -> None:
         """Make one edge of the two at a node where nothing is kept and nothing parts."""
         assert node.parent is not None
         (child,) = node.children.values()
-        child.tokens = np.concatenate([node.tokens, child.tokens])
+        child.edge = node.edge + child.edge
         child.parent = node.parent
-        node.parent.children[int(child.tokens[0])] = child
+        node.parent.children[child.first_token] = child
 
 
-def _common(a: Tokens, b: Tokens) -> int:
-    """Leading tokens that are equal."""
+def _common(a: bytes, b: bytes) -> int:
+    """Leading tokens that are equal, of two that differ or of which one begins with the other."""
     most = min(len(a), len(b))
-    differs = a[:most] != b[:most]
+    differs = np.frombuffer(a[:most], np.int32) != np.frombuffer(b[:most], np.int32)
     first = int(differs.argmax()) if most else 0
-    return first if most and differs[first] else most
+    return first if most and differs[first] else most // TOKEN_BYTES

@@ -32,6 +32,8 @@ class PageTable:
         self.grows = isinstance(group.retention, Full)
         self.is_ring = isinstance(group.retention, Window | Chunk)
         self.columns = group.max_pages(max_model_len, rollback_tokens) // group.stripes
+        # The oldest token that a position sees, for groups that keep past tokens.
+        self._first_visible = getattr(group.retention, "first_visible", None)
         # Growing tables are large and mostly untouched: zeros cost no memory until a row is used, and `filled` says
         # how far it is. Kernels read the entries of whole tiles, so rows end with a whole one.
         width = _whole_tiles(self.columns, self.block_tokens) if self.grows else self.columns
@@ -93,9 +95,8 @@ class PageTable:
 
     def _is_held(self, position: int, length: int) -> bool:
         """Whether a sequence of `length` tokens, or what a rollback leaves of it, can be asked for this token."""
-        retention = self.group.retention
-        assert not isinstance(retention, State | Cross)
-        return retention.first_visible(max(0, length - self.rollback_tokens)) <= position
+        assert self._first_visible is not None
+        return bool(self._first_visible(max(0, length - self.rollback_tokens)) <= position)
 
     def held_columns(self, length: int) -> Columns:
         """Columns that hold what a sequence of `length` tokens can still be asked for, oldest block first.

@@ -9,7 +9,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from windowpane.kv.changes import NO_CHANGES, ChangeLog, Changes, Place
 from windowpane.kv.manager import KVManager
@@ -19,6 +18,7 @@ from windowpane.kv.tables import Columns, PageTable
 from windowpane.plan.hardware import Gpu
 from windowpane.plan.planner import Sizing
 from windowpane.schedule.batch import Batch
+from windowpane.schedule.coasting import Coasting
 from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import RequestTooLong, Scheduler
 from windowpane.simulate.cost import CostModel, cost_model
@@ -26,6 +26,7 @@ from windowpane.simulate.policies import Policy
 from windowpane.simulate.traffic import ANSWER_TOKEN, Session
 
 MOST_SAMPLES = 1000
+COAST_STEPS = 64  # whose times are computed ahead: about as many as there are between two arrivals
 
 
 @dataclass(slots=True)
@@ -157,15 +158,8 @@ class Simulation:
         result, scheduler = self.result, self.scheduler
         while self._arrivals or scheduler.has_work:
             self._take_arrivals()
-            steady, endless = scheduler.steady_steps()
-            if steady > 1:
-                self._coast(steady)
+            if scheduler.only_decodes and self._coast():
                 continue
-            if endless:
-                slots = scheduler.decode_alone(ANSWER_TOKEN)
-                if len(slots):
-                    self._decoded(slots)
-                    continue
             batch = scheduler.schedule()
             if batch is None:
                 if self._arrivals:
@@ -229,53 +223,66 @@ class Simulation:
         for request in scheduler.commit(np.full(sampled, ANSWER_TOKEN, dtype=np.int64)):
             self._answered(request)
 
-    def _decoded(self, slots: NDArray[np.int64]) -> None:
-        """A step in which only these sequences got a token each."""
-        kv_bytes, kv_flops = self.cost.decode_kv(self.scheduler.manager.lengths[slots])
-        self._pass(len(slots), 0, len(slots), float(kv_bytes), float(kv_flops))
-
     def _pass(self, decoding: int, prefilling: int, sampled: int, kv_bytes: float, kv_flops: float) -> None:
         """Let the time of one step pass, and count it."""
-        scheduler, result = self.scheduler, self.result
         seconds = float(self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops))
         self._now_s += seconds
+        self.result.computed_tokens += prefilling
+        self.result.output_tokens += sampled - decoding
+        self._count(seconds, decoding, [seconds])
+
+    def _count(self, busy_s: float, decoding: int, seconds: list[float]) -> None:
+        """Count steps with so many decoding rows that took `seconds` each and are over now."""
+        scheduler, result, steps = self.scheduler, self.result, len(seconds)
         running = len(scheduler.running)
-        result.steps += 1
-        result.computed_tokens += prefilling + decoding
-        result.output_tokens += sampled
-        result.busy_seconds += seconds
-        result.running_seconds += seconds * running
+        result.steps += steps
+        result.computed_tokens += steps * decoding
+        result.output_tokens += steps * decoding
+        result.busy_seconds += busy_s
+        result.running_seconds += busy_s * running
         result.most_running = max(result.most_running, running)
         if decoding:
-            result.step_s.append(seconds)
-            result.step_rows.append(decoding)
+            result.step_s.extend(seconds)
+            result.step_rows.extend([decoding] * steps)
         if self._now_s >= result.samples.next_s:
             result.samples.take(self._now_s, scheduler.manager, running, len(scheduler.waiting))
 
-    def _coast(self, steps: int) -> None:
-        """Steps in which every running sequence only gets its next token, up to the next arrival or sample."""
-        scheduler, result = self.scheduler, self.result
-        manager, slots = scheduler.manager, scheduler.decoding_slots
-        lengths = manager.lengths[slots] + np.arange(1, steps + 1)[:, None]
-        rows = len(slots)
-        seconds = self.cost.seconds(rows, 0, rows, *self.cost.decode_kv(lengths))
-        times = self._now_s + np.cumsum(seconds)
-        until = min(result.samples.next_s, self._arrivals[0][0] if self._arrivals else np.inf)
-        steps = min(steps, int(np.searchsorted(times, until)) + 1)  # the step in which it happens is the last
-        scheduler.run_steady(steps, ANSWER_TOKEN)
-        busy = float(times[steps - 1]) - self._now_s
-        self._now_s = float(times[steps - 1])
-        running = len(scheduler.running)
-        result.steps += steps
-        result.computed_tokens += steps * rows
-        result.output_tokens += steps * rows
-        result.busy_seconds += busy
-        result.running_seconds += busy * running
-        result.most_running = max(result.most_running, running)
-        result.step_s.extend(seconds[:steps].tolist())
-        result.step_rows.extend([rows] * steps)
-        if self._now_s >= result.samples.next_s:
-            result.samples.take(self._now_s, manager, running, 0)
+    def _coast(self) -> int:
+        """Steps in which every running sequence only gets its next token, up to the next arrival; returns how many."""
+        coasting = Coasting(self.scheduler, ANSWER_TOKEN)
+        if not coasting.steps:
+            return 0
+        arrival_s = self._arrivals[0][0] if self._arrivals else np.inf
+        most, rows = min(coasting.steps, max(COAST_STEPS, coasting.calm_steps)), len(coasting.slots)
+        lengths = coasting.lengths + np.arange(1, most + 1)[:, None]
+        seconds = self.cost.seconds(rows, 0, rows, *self.cost.decode_kv(lengths)).tolist()
+        while self._now_s < arrival_s and coasting.done < most:
+            done, calm = coasting.done, coasting.calm_steps
+            if done + calm > most:
+                break
+            if calm > 1:
+                ends_s = self._ends_of(seconds[done : done + calm], min(self.result.samples.next_s, arrival_s))
+                coasting.pass_steps(len(ends_s))
+                busy_s = ends_s[-1] - self._now_s
+                self._now_s = ends_s[-1]
+            else:
+                if not coasting.step():
+                    break
+                busy_s = seconds[done]
+                self._now_s += busy_s
+            self._count(busy_s, rows, seconds[done : coasting.done])
+        coasting.close()
+        return coasting.done
+
+    def _ends_of(self, seconds: list[float], event_s: float) -> list[float]:
+        """When each of these steps ends, up to the one in which the event is."""
+        ends_s, busy_s = [], 0.0
+        for step_s in seconds:
+            busy_s += step_s
+            ends_s.append(self._now_s + busy_s)
+            if ends_s[-1] >= event_s:
+                break
+        return ends_s
 
     def _answered(self, request: Request) -> None:
         asked, result = self._asked.pop(request), self.result
