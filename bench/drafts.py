@@ -1,13 +1,14 @@
 """Tokens a second with drafts and without, in turn, on the same engine.
 
     python3 -m bench.drafts                                        # the embedded models and prompt lookup, on a CPU
-    python3 -m bench.drafts --model gemma-4-31b --device cuda --rate 0.85 --requests 1 16 128 --new-tokens 256
+    python3 -m bench.drafts --model gemma-4-31b --device cuda --rate 0.85 --assistant --requests 1 16 128
 
 Without `--rate`, ten prompts that ask for an edit (answers repeat most of them) and ten of plain prose are answered
 one by one, drafted by prompt lookup. With `--rate`, weights and prompts are random, and each draft is taken for right
-with that probability whatever the model samples, which gives steps their shapes and nothing else a meaning; drafts cost
-no time of their own. `--eager` verifies all of them, where the engine would choose how many are worth it. Rates count
-from a round's first token on; the last line is JSON.
+with that probability whatever the model samples, which gives steps their shapes and nothing else a meaning. Drafts cost
+no time of their own, unless an `--assistant` of the shape of Gemma 4 31B's (4 layers of width 1,024) makes as many
+beside them. `--eager` verifies all of them, where the engine would choose how many are worth it. Rates count from a
+round's first token on; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,8 +27,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.known_drafts import Eager, KnownAnswers
+from bench.known_drafts import Eager, KnownAnswers, Overheard
 from bench.machine import machine_line
+from windowpane import models
+from windowpane.drafts.drafter import Drafter
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import Speculator
 from windowpane.engine import engine as engine_module
@@ -57,6 +61,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="*", default=[1], help="at once, with --rate")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, with --rate")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--assistant", action="store_true", help="with --rate: an assistant drafts, and is timed")
     given = parser.parse_args()
     results = rated(given) if given.rate is not None else [r for name in _names(given) for r in texts(name, given)]
     table = Table("model", "load", "plain, tok/s", "drafts, tok/s", "×", "accepted", "drafted", "tokens a step")
@@ -102,7 +107,10 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
         return int(wrong[0]) if len(wrong) else len(proposed)
 
     engine_module.accepted = taken_for_right  # type: ignore[attr-defined]
-    any_tokens = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
+    any_tokens: Drafter = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
+    if given.assistant:
+        assert started.runner.drafter is not None
+        any_tokens = Overheard(started.runner.drafter, any_tokens)
     rng, params = np.random.default_rng(3), SamplingParams(max_tokens=given.new_tokens, temperature=0, ignore_eos=True)
     kind, found = Eager if given.eager else Speculator, []
     for count in given.requests:
@@ -114,9 +122,28 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _start(model: str, given: argparse.Namespace, drafts: int, **flags: Any) -> Started:
-    config = {"method": "ngram", "num_speculative_tokens": drafts}
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": drafts}
     shared = {"device": given.device, "speculative_config": config, "enable_prefix_caching": False}
-    return start(model, {**shared, **flags})
+    if not given.assistant:
+        return start(model, {**shared, **flags})
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(assistant_config(model)))
+        config |= {"method": "mtp", "model": directory}
+        return start(model, {**shared, **flags})
+
+
+def assistant_config(target: str) -> dict[str, Any]:
+    """An assistant for this Gemma 4, of the shape of 31B's."""
+    spec = models.load(target)
+    text = dict(spec.text.fields) | {
+        "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4, "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False, "use_double_wide_mlp": False,
+    }  # fmt: skip
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "text_config": text,
+        "backbone_hidden_size": spec.hidden_size,
+    }  # fmt: skip
 
 
 def compare(

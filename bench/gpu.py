@@ -6,7 +6,8 @@ Each figure is the median of `--runs` rounds, beside the share of the memory roo
 cannot avoid to read (weights once, the past that each sequence sees) over the time, against what a plain sum over
 4 GiB reads. The workload `prefill` is 16 prompts of 32,768 tokens. With several KV formats, those after the first are
 told beside it. Experts are chosen uniformly at random (`bench.uniform_routing`). `--trace` adds where the time of one
-decoding step goes, kernel by kernel. The last line is JSON.
+decoding step goes, kernel by kernel. `--adapters 16` measures each workload once more, with requests over so many
+random adapters in turn, and prints the share of the rate without. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from bench.random_adapters import random_adapter
 from bench.timing import exclusive_times
 from bench.uniform_routing import distinct_experts, route_uniformly
 from windowpane.engine.accounts import accounts
@@ -32,6 +35,7 @@ from windowpane.schedule.request import Request, SamplingParams
 
 GIB = 2**30
 SHORT_TOKENS = 4096  # the longest sequence of b1 and serve
+ADAPTER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_WORKLOADS = {**WORKLOADS, "prefill": Workload("prefill", 16, (32_768, 32_768), (1, 1))}
 
 
@@ -67,6 +71,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of the workload prefill")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument("--adapters", type=int, default=0, help="also with requests over so many adapters in turn")
+    parser.add_argument("--adapter-rank", type=int, default=16)
+    parser.add_argument("--adapter-targets", nargs="*", default=ADAPTER_TARGETS, help="modules that they change")
     parser.add_argument("--own-routing", action="store_true", help="experts as random weights choose them")
     given = parser.parse_args()
     if not given.own_routing:
@@ -103,6 +110,9 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     longest = 66_560 if turns else ALL_WORKLOADS["prefill"].longest if prefill else SHORT_TOKENS
     flags |= {"max_model_len": longest, "enable_prefix_caching": turns, "kv_cache_dtype": kv_cache_dtype}
     flags["mamba_ssm_cache_dtype"] = given.mamba_ssm_cache_dtype
+    if given.adapters:
+        flags |= {"enable_lora": True, "max_loras": given.adapters, "max_lora_rank": given.adapter_rank}
+        flags["lora_target_modules"] = given.adapter_targets
     started = start(name, {**flags, **case.flags})
     torch.cuda.synchronize()
     found: dict[str, Any] = {"model": name, "kv_cache_dtype": kv_cache_dtype}
@@ -120,6 +130,10 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     started.engine.runner = CountingRunner(started)
     for workload in given.workload or ("b1", "serve"):
         found[workload] = _rounds(started, workload, case, given, roof)
+        if given.adapters:
+            found[f"{workload} adapted"] = _rounds(started, workload, case, given, roof, know_adapters(started, given))
+            share = found[f"{workload} adapted"]["rate"] / found[workload]["rate"]
+            print(f"  {workload}, {given.adapters} adapters of rank {given.adapter_rank}: {share:.3f} of its rate")
     found["peak_bytes"] = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()
     print(f"  peak {found['peak_bytes'] / GIB:.2f} GiB allocated, {reserved / GIB:.2f} reserved")
@@ -131,7 +145,19 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     return found
 
 
-def _rounds(started: Started, workload: str, case: Case, given: argparse.Namespace, roof: float) -> dict[str, Any]:
+def know_adapters(started: Started, given: argparse.Namespace) -> list[int]:
+    """The numbers of random adapters, made when they are first asked for."""
+    adapters, held = started.engine.adapters, started.runner.adapters
+    assert adapters is not None and held is not None
+    if not adapters.loaded:
+        for seed in range(given.adapters):
+            adapters.add(str(seed), "random", random_adapter(held, seed))
+    return [adapter.number for adapter in adapters.loaded.values()]
+
+
+def _rounds(
+    started: Started, workload: str, case: Case, given: argparse.Namespace, roof: float, adapters: Sequence[int] = (0,)
+) -> dict[str, Any]:
     timings: list[Timing] = []
     for run in range(given.runs):
         described = ALL_WORKLOADS[workload]
@@ -142,7 +168,10 @@ def _rounds(started: Started, workload: str, case: Case, given: argparse.Namespa
         if workload == "turns" and case.turns is not None:
             sessions, length = case.turns
             described = replace(described, requests=sessions, input_tokens=(length, length))
-        rounds = described.rounds(started.spec.vocab_size, seed=run)
+        rounds = list(described.rounds(started.spec.vocab_size, seed=run))
+        for requests in rounds:
+            for i, request in enumerate(requests):
+                request.adapter = adapters[i % len(adapters)]
         timings += [run_round(started.engine, requests) for requests in rounds]
     if workload == "turns":
         return _turns(timings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from windowpane.drafts.drafter import Asking
+from windowpane.drafts.drafter import Asking, Drafter, waits_for_step
 from windowpane.drafts.speculator import Speculator
 from windowpane.schedule.request import Request, Tokens
 
@@ -42,6 +42,27 @@ class KnownAnswers:
 
     def forget(self, request: Request) -> None:
         self._answers.pop(request, None)
+
+
+class Overheard:
+    """Asks a model for drafts, notes what it says behind how many of a request's tokens, and passes on others."""
+
+    is_free = False
+
+    def __init__(self, model: Drafter, others: Drafter) -> None:
+        self._model, self._others = model, others
+        self.said: dict[tuple[str, int], list[int]] = {}
+
+    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
+        said = self._model.propose(asking)
+        if not waits_for_step(asking):
+            for a, tokens in zip(asking, said, strict=True):
+                self.said[a.request.id, a.request.known_tokens] = tokens.tolist()
+        return self._others.propose(asking)
+
+    def forget(self, request: Request) -> None:
+        self._model.forget(request)
+        self._others.forget(request)
 
 
 class Eager(Speculator):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.kv.test_layout import layout_of
 from windowpane.engine import engine as engine_module
+from windowpane.engine import sent_step as sent_step_module
 from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.caches import TokenCache
@@ -335,13 +336,13 @@ class TestOverlapping:
         engine.add(first)
         engine.step()
         engine.add(second)
-        read = engine_module._HostCopy.array
+        read = engine_module.HostCopy.array
 
         def unhappy(copy: Any) -> Any:
-            monkeypatch.setattr(engine_module._HostCopy, "array", read)
+            monkeypatch.setattr(engine_module.HostCopy, "array", read)
             raise RuntimeError("the device is unhappy")
 
-        monkeypatch.setattr(engine_module._HostCopy, "array", unhappy)
+        monkeypatch.setattr(engine_module.HostCopy, "array", unhappy)
         while engine.has_work:
             engine.step()
         assert [r.finish_reason for r in (first, second)] == [FinishReason.FAILED] * 2
@@ -410,9 +411,10 @@ class TestTimes:
                 return self.over - earlier.over
 
         monkeypatch.setattr(engine.runner, "forward", timed)
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: clocks.host))
+        for module in (engine_module, sent_step_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clocks.host))
         if not host_waits:
-            monkeypatch.setattr(engine_module, "_Moment", DeviceMoment)
+            monkeypatch.setattr(engine_module, "Moment", DeviceMoment)
         pace = SimpleNamespace(tokens=lambda: 23, observe=lambda _decoding, tokens, s: told.append((tokens, s)))
         engine.scheduler.pace = pace
         run(engine, request("first", range(40)), request("second", range(90), max_tokens=3))

@@ -347,3 +347,33 @@ class TestDrafts:
 def plan_accounts(llm: LLM) -> list[Any]:
     report = RankReport(llm.plan.sizing.weights_bytes, llm.plan.capacity.arena_bytes, None)
     return accounts(llm.plan, [report])
+
+
+class TestHostTier:
+    def test_chats_beyond_the_arena_go_on_where_they_were(self, model: Path) -> None:
+        """Six chats of more than 200 tokens in 640 KiB of KV, with 64 MiB of host memory beside it."""
+        tight = {**FLAGS, "kv_cache_memory_bytes": 5 * 2**17, "max_model_len": 512}
+        prompts = [f"chat {index}: " + "abcdefghij" * 20 for index in range(6)]
+        plain = LLM(model, **tight)
+        for overlapped in (False, True):
+            llm = LLM(model, **tight, kv_offloading_size="64MiB", async_scheduling=overlapped)
+            first = llm.generate(prompts, GREEDY)
+            longer = [completion.prompt_token_ids + completion.token_ids for completion in first]
+            second, without = llm.generate(longer, GREEDY), plain.generate(longer, GREEDY)
+            assert [c.token_ids for c in second] == [c.token_ids for c in without]
+            tier = llm.engine.scheduler.tier
+            assert tier is not None and tier.stats.fetches > 0 and tier.stats.fetched_bytes > 0
+            assert sum(c.cached_tokens for c in second) > sum(c.cached_tokens for c in without)
+            tier.check_integrity()
+            llm.engine.manager.check_idle()
+
+    def test_sizes_are_gib_or_have_a_unit(self, model: Path) -> None:
+        with pytest.raises(
+            ConfigError, match=r"--kv-offloading-size 9999999 is .* of host memory are free; the most is"
+        ):
+            LLM(model, **FLAGS, kv_offloading_size=9_999_999)
+        with pytest.raises(ConfigError, match=r"--kv-offloading-size: unknown unit 'miles'"):
+            LLM(model, **FLAGS, kv_offloading_size="3 miles")
+        with pytest.raises(ConfigError, match="--no-enable-prefix-caching leaves none; leave one out"):
+            LLM(model, **FLAGS, kv_offloading_size=0.01, enable_prefix_caching=False)
+        assert LLM(model, **FLAGS, kv_offloading_size=0).engine.scheduler.tier is None

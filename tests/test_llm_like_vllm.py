@@ -238,6 +238,6 @@ def test_names_are_vllms_but_for_these() -> None:
     chat = set(signature(LLM.chat).parameters)
     assert chat - {"self", "tool_choice"} == {
         *("messages", "sampling_params", "tools", "chat_template_kwargs"),
-        *("add_generation_prompt", "continue_final_message"),
+        *("add_generation_prompt", "continue_final_message", "lora_request"),
     }
-    assert list(signature(LLM.generate).parameters)[1:] == ["prompts", "sampling_params"]
+    assert list(signature(LLM.generate).parameters)[1:] == ["prompts", "sampling_params", "lora_request"]

@@ -231,11 +231,11 @@ def test_tenants_never_share_a_page(mix):
         assert first.cached_tokens == 0
     ask(engine, [*prompt, 1, 2, 3], cache_salt="b")
     points = {salt: set() for salt in ("a", "b")}
-    for salt, root in engine.scheduler.restoring.points._tree._roots.items():
+    for key, root in engine.scheduler.restoring.points.index._tree._roots.items():
         for node in root.below():
             if node.value is not None:
                 for g in range(len(manager.tables)):
-                    points[salt] |= {(g, int(o)) for o in manager.point_offsets(node.value, g)}
+                    points[key.partition(":")[2]] |= {(g, int(o)) for o in manager.point_offsets(node.value, g)}
     assert points["a"]
     assert points["b"]
     assert not points["a"] & points["b"]

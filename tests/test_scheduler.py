@@ -18,6 +18,7 @@ from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
+from windowpane.kv.tier import HostTier
 from windowpane.schedule.batch import Batch, PromptChunk, accepted
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler
@@ -85,6 +86,12 @@ class Engine:
         for chunk in batch.chunks:
             known = self.scheduler.running[chunk.slot].tokens(0, chunk.start)
             self.known[batch.step, chunk.slot] = tuple(known.tolist())
+        for transfer in batch.changes.transfers:
+            if transfer.to_host:
+                tier = self.scheduler.tier
+                history = tuple(tier.index.content(tier._transfers[transfer.number].spilled)[1].tolist())
+                hashes = [hash(history[:end]) for end in range(1, len(history) + 1)]
+                self.device.kept[transfer.number] = {*hashes, ("state", hashes[-1]), "encoder"}
         self.pending.append(batch)
 
     def _take_changes(self) -> Changes:
@@ -134,9 +141,19 @@ class Engine:
         for _ in range(limit):
             may_schedule = self.scheduler.steps_in_flight < self.most_in_flight
             if may_schedule and not self.schedule() and not self.scheduler.steps_in_flight:
-                break
+                if not self.device.under_way:
+                    break
+                self.land(len(self.device.under_way))
+                continue
             self.commit()
         assert not self.scheduler.has_work, "work is left but nothing can be scheduled"
+
+    def land(self, count: int) -> None:
+        """Finish transfers between tiers that have begun, in order among those to the host and among the others."""
+        begun = sorted(self.device.under_way.values(), key=lambda transfer: (transfer.to_host, transfer.number))
+        for transfer in begun[:count]:
+            self.device.finish(transfer.number)
+            self.scheduler.land([(transfer.number, 1e-3)])
 
     @property
     def most_in_flight(self) -> int:
@@ -184,8 +201,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         manager = KVManager(layout, max(1, whole * share // 100), slots, 120, rollback)
         points = RestorePoints(manager, hidden_rows=3) if self.keeps_restore_points else None
         budget = max(budget, slots * (1 + drafts))
-        self.engine = Engine(Scheduler(manager, budget, growth, points, draft_tokens=drafts))
+        tier = self.make_tier(points)
+        self.engine = Engine(Scheduler(manager, budget, growth, points, draft_tokens=drafts, tier=tier))
         self.requests: list[Request] = []
+
+    def make_tier(self, points: RestorePoints | None) -> HostTier | None:
+        return None
 
     @rule(
         prompt=st.lists(st.integers(100, 110), min_size=1, max_size=60),

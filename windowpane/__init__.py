@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from windowpane.engine.adapters import LoRARequest
     from windowpane.engine.llm import LLM, Stream
     from windowpane.schedule.request import FinishReason, SamplingParams, TokenLogprobs
     from windowpane.text.answer import Completion, RequestFailed, ToolCall
@@ -16,6 +17,7 @@ __all__ = [
     "LLM",
     "Completion",
     "FinishReason",
+    "LoRARequest",
     "RequestFailed",
     "SamplingParams",
     "Stream",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 _HOMES = dict.fromkeys(("LLM", "Stream"), "windowpane.engine.llm")
+_HOMES["LoRARequest"] = "windowpane.engine.adapters"
 _HOMES |= dict.fromkeys(("Completion", "RequestFailed", "ToolCall"), "windowpane.text.answer")
 _HOMES |= dict.fromkeys(("FinishReason", "SamplingParams", "TokenLogprobs"), "windowpane.schedule.request")
 

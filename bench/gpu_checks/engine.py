@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.known_drafts import Eager, KnownAnswers
-from tests.running.small_models import CONFIGS, QUANTIZED, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
+from bench.known_drafts import Eager, KnownAnswers, Overheard
+from bench.random_adapters import engine_adapters
+from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
@@ -21,13 +22,20 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Routes
 from windowpane.lowering.gpu.chaining import ChainedLayer
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
+from windowpane.models import ModelSpec, from_config
+from windowpane.models.adapters import AdapterRoom
+from windowpane.models.drafters import drafter_for
 from windowpane.runners.cuda import CudaRunner
 from windowpane.runners.plain import Runner
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import Scheduler
+from windowpane.weights import load_weights
 
+ASSISTED = ("gemma4 K = V", "gemma4 everything")
 RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
+ADAPTED = ("llama", "gemma4 everything", "gemma4 int4", "qwen3 experts", "gpt-oss", "qwen3-next", "falcon-h1")
 ROUTED = ("qwen3 experts", "gpt-oss", "gemma4 experts", "glm 4.5")
 
 Checks = list[tuple[str, Callable[[], str]]]
@@ -35,6 +43,7 @@ Checks = list[tuple[str, Callable[[], str]]]
 NAMES = (*CONFIGS, *QUANTIZED)
 
 NEW_TOKENS = 48
+ADAPTER_RANK = 3
 TEACHER_TOKENS = 1024
 FEW_TEACHER_TOKENS = 128  # where plain torch is slow
 MOST_KL = 1e-3
@@ -46,7 +55,8 @@ CLEAR = 4.0  # times the plain path's rounding noise
 class Setting:
     """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too.
 
-    `drafts`: so many at most, of which some are wrong.
+    `drafts`: so many at most, of which some are wrong; with an `assistant` there is one beside the model. `adapters`:
+    requests have so many in turn, and none.
     """
 
     fused: bool = True
@@ -56,6 +66,8 @@ class Setting:
     kv_cache_dtype: str = "auto"
     routes: bool = False
     drafts: int = 0
+    adapters: int = 0
+    assistant: bool = False
 
 
 def checks() -> Checks:
@@ -65,12 +77,14 @@ def checks() -> Checks:
         *((f"engine bf16: {name}", partial(teacher_forced, name, FEW_TEACHER_TOKENS)) for name in WIDE_QUANTIZED),
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
         *((f"engine routes: {name}", partial(greedy_equals_reference, name, routes=True)) for name in ROUTED),
+        *((f"engine adapters: {name}", partial(greedy_equals_reference, name, adapters=2)) for name in ADAPTED),
+        *((f"engine assistant: {name}", partial(assistant_equals_reference, name)) for name in ASSISTED),
     ]
 
 
-def greedy_equals_reference(name: str, *, routes: bool = False) -> str:
+def greedy_equals_reference(name: str, *, routes: bool = False, adapters: int = 0) -> str:
     """Greedy tokens of mixed prompts in float32: plain torch, and every way the fused path can run."""
-    expected = run(name, Setting(fused=False, overlapped=False, routes=routes))
+    expected = run(name, Setting(fused=False, overlapped=False, routes=routes, adapters=adapters))
     settings = [
         Setting(),
         Setting(graphs=False),
@@ -81,11 +95,52 @@ def greedy_equals_reference(name: str, *, routes: bool = False) -> str:
         Setting(drafts=8, graphs=False, overlapped=False),
     ]
     for setting in settings:
-        got = run(name, replace(setting, routes=routes), answers=expected)
+        got = run(name, replace(setting, routes=routes, adapters=adapters), answers=expected)
         if got != expected:
             where = [(i, _first_difference(a, b)) for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
             raise AssertionError(f"{setting}: request and place of the first difference {where}")
     return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
+
+
+def assistant_equals_reference(
+    name: str, device: str = "cuda", lengths: tuple[int, ...] = (1, 5, 130), new_tokens: int = NEW_TOKENS
+) -> str:
+    """What an assistant drafts in float32, beside drafts of which some are right: plain torch, and the fused path."""
+    answers = run(name, Setting(fused=False, overlapped=False), device, lengths, new_tokens)
+    found = []
+    ways = [Setting(fused=False, overlapped=False), Setting(graphs=False, overlapped=False)]
+    ways += [Setting(), Setting(chunk_tokens=17)] if device == "cuda" else []
+    for setting in ways:
+        setting = replace(setting, drafts=3, assistant=True)
+        engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
+        runner = engine.runner
+        assert isinstance(runner, Runner | CudaRunner) and runner.drafter is not None
+        known = KnownAnswers(lambda request: answers[int(request.id)])
+        overheard = Overheard(runner.drafter, known)
+        engine.speculator = Eager(overheard, setting.drafts)
+        if greedy(engine, lengths, new_tokens) != answers:
+            raise AssertionError(f"{setting}: tokens differ")
+        found.append(overheard.said)
+    compared = 0
+    for said in found[1:]:
+        for at in said.keys() & found[0].keys():
+            drafts = list(zip(said[at], found[0][at], strict=False))
+            compared += len(drafts)
+            if any(a != b for a, b in drafts):
+                raise AssertionError(f"request {at[0]} behind {at[1]} tokens: {said[at]}, plain torch {found[0][at]}")
+    if compared < new_tokens:
+        raise AssertionError(f"only {compared} drafts could be compared")
+    return f"{compared} drafts"
+
+
+def assistant_of(name: str) -> ModelSpec:
+    """A small assistant for this model, which reads the same KV heads."""
+    target = spec_of(name)
+    own = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "num_kv_shared_layers": 0, "hidden_size": 32}
+    own |= {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "enable_moe_block": False}
+    fields = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}
+    fields |= {"text_config": {**CONFIGS[name], **own}, "backbone_hidden_size": target.hidden_size}
+    return from_config(fields, "assistant")
 
 
 def restored_equals_cold(name: str) -> str:
@@ -177,6 +232,10 @@ def greedy(engine: Engine, lengths: Sequence[int], new_tokens: int) -> list[list
         Request(str(i), p, SamplingParams(max_tokens=new_tokens - i, temperature=0, return_routed_experts=routes))
         for i, p in enumerate(prompts)
     ]
+    if engine.adapters is not None:
+        numbers = [0, *(loaded.number for loaded in engine.adapters.loaded.values())]
+        for i, request in enumerate(requests):
+            request.adapter = numbers[i % len(numbers)]
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -196,12 +255,20 @@ def _engine(
     runner, manager = make_runner(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
         kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts,
+        assistant=setting.assistant, adapters=setting.adapters,
     )  # fmt: skip
+    adapter_slots = AdapterSlots(setting.adapters) if setting.adapters else None
+    adapters = None
+    if adapter_slots is not None and runner.adapters is not None:
+        adapters = engine_adapters(runner.adapters, adapter_slots, setting.adapters)
     points = RestorePoints(manager) if restoring else None
     budget = max(setting.chunk_tokens, slots * (1 + setting.drafts))
-    scheduler = Scheduler(manager, budget, growth_tokens=32, restore_points=points, draft_tokens=setting.drafts)
+    scheduler = Scheduler(
+        manager, budget, growth_tokens=32, restore_points=points, draft_tokens=setting.drafts,
+        adapter_slots=adapter_slots,
+    )  # fmt: skip
     sampler = Sampler(spec_of(name).vocab_size, device)
-    return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped)
+    return Engine(scheduler, runner, sampler, async_scheduling=setting.overlapped, adapters=adapters)
 
 
 def make_runner(
@@ -217,6 +284,8 @@ def make_runner(
     kv_cache_dtype: str = "auto",
     routes: bool = False,
     drafts: int = 0,
+    adapters: int = 0,
+    assistant: bool = False,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name).with_routes() if routes else spec_of(name)
     stored = str(dtype).removeprefix("torch.")
@@ -224,15 +293,19 @@ def make_runner(
     layout = plan_layout([*spec.caches, *((spec.routes,) if spec.routes else ())], formats, stored)
     rollback = rollback_for(drafts, layout)
     slabs = (slots + 1) * Capacity(layout, 0, rollback).slabs_for(1, length)
-    weights = weights_of(name, dtype, device)
+    weights, own = weights_of(name, dtype, device), None
+    if assistant:
+        drafter = assistant_of(name)
+        spec = spec.with_drafter(drafter_for(spec, drafter))
+        own = load_weights(None, drafter, dtype=dtype, device=device, load_format="dummy", seed=3)
     manager = KVManager(layout, slabs, slots, length, rollback)
     args = (spec, weights, layout, slabs, slots, length)
+    common = {"device": device, "dtype": dtype, "rollback_tokens": rollback, "drafter_weights": own}
+    common["adapter_room"] = AdapterRoom(adapters, ADAPTER_RANK) if adapters else None
     if fused:
-        runner: Runner | CudaRunner = CudaRunner(
-            *args, device=device, dtype=dtype, rollback_tokens=rollback, use_graphs=graphs, use_hopper=hopper
-        )
+        runner: Runner | CudaRunner = CudaRunner(*args, **common, use_graphs=graphs, use_hopper=hopper)
     else:
-        runner = Runner(*args, device=device, dtype=dtype, rollback_tokens=rollback)
+        runner = Runner(*args, **common)
     runner.arena.fill_(0xFF)  # whatever is read before it is written is NaN
     return runner, manager
 

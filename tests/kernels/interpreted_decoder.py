@@ -3,7 +3,8 @@ names of models, between semicolons, and of a KV format where it is not the acti
 
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
-to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts.
+to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts;
+with `assisted`, an assistant's are compared. With `adapted`, two of three requests have an adapter each.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ TINY |= {
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
-CHAINED, UNCHAINED, ROUTED, DRAFTED = " chained", " unchained", " routed", " drafted"
+CHAINED, UNCHAINED, ROUTED, DRAFTED, ADAPTED = " chained", " unchained", " routed", " drafted", " adapted"
+ASSISTED = " assisted"
 
 
 def main() -> None:
@@ -139,16 +141,25 @@ def main() -> None:
 
 
 def check(name: str, kv_cache_dtype: str) -> None:
-    suffixes = (CHAINED, UNCHAINED, ROUTED, DRAFTED)
-    is_chained, is_unchained, routes, drafts = (name.endswith(suffix) for suffix in suffixes)
-    name = name.removesuffix(CHAINED).removesuffix(UNCHAINED).removesuffix(ROUTED).removesuffix(DRAFTED)
+    suffixes = (CHAINED, UNCHAINED, ROUTED, DRAFTED, ADAPTED)
+    if name.endswith(ASSISTED):
+        name = name.removesuffix(ASSISTED)
+        CONFIGS[name] = TINY[name]
+        engine.assistant_equals_reference(name, "cpu", (1, 13), 8)
+        return
+    is_chained, is_unchained, routes, drafts, adapted = (name.endswith(suffix) for suffix in suffixes)
+    for suffix in suffixes:
+        name = name.removesuffix(suffix)
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = TINY[name]
     chains: list[Links] = []
     if is_chained or is_unchained:
         chain_in_torch(chains)
     if is_unchained:
         engine.CudaRunner = partial(CudaRunner, use_chain=False)
-    settings = [Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype, routes) for fused in (False, True)]
+    settings = [
+        Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype, routes, adapters=2 * adapted)
+        for fused in (False, True)
+    ]
     found = [run(name, settings[0], "cpu", LENGTHS, NEW_TOKENS)]
     fused = replace(settings[1], drafts=3) if drafts else settings[1]
     found.append(run(name, fused, "cpu", LENGTHS, NEW_TOKENS, answers=found[0]))

@@ -13,10 +13,18 @@ CHAINED = ("gemma4 int4 chained", "gemma4 int4 unchained")
 EXPERTS = ("gemma4 experts routed", "gpt-oss mxfp4")  # others: `interpreted_decoder NAME`, and on a GPU
 
 
-DRAFTED = ("gemma4 drafted",)  # a window, K = V and shared KV; states take drafts as chunks: "qwen3.5 drafted"
+DRAFTED = (
+    "gemma4 drafted",
+    "gemma4 assisted",
+)  # a window, K = V and shared KV; states take drafts as chunks: "qwen3.5 drafted"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", "gemma4 int4", *CHAINED, *EXPERTS, *DRAFTED])
+ADAPTED = ("gemma4 int4 adapted", "gpt-oss adapted")  # a latent and packed weights; experts
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma4", "llama int4", "gemma4 int4", *CHAINED, *EXPERTS, *DRAFTED, *ADAPTED]
+)
 def test_greedy_tokens_equal_the_plain_decoders(name):
     run_interpreted("tests.kernels.interpreted_decoder", name)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from windowpane.kv.changes import Changes, Tail
+from windowpane.kv.changes import Changes, PageTransfer, Tail
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Cross, State
@@ -25,9 +25,19 @@ class Device:
         self.writing = [table.entries.copy() for table in manager.tables]
         self.tails: tuple[Tail, ...] = ()
         self.given_up: set[tuple[int, int]] = set()
+        self.host: dict[tuple[int, int], dict[int, object]] = {}  # the same in the host's arena
+        self.under_way: dict[int, PageTransfer] = {}
+        self.kept: dict[int, set[object]] = {}  # by transfer to the host: what the rows of its point hold
+        self._sources: dict[int, list[dict[int, object]]] = {}  # what each transfer found when it began
 
     def apply(self, changes: Changes, given_up: set[tuple[int, int]]) -> None:
-        """Copy pages in order, then update exactly the table entries that are said to have changed."""
+        """Copy pages in order, then update exactly the table entries that are said to have changed, and begin
+        transfers.
+        """
+        assert self.under_way.keys().isdisjoint(changes.landed), "a step was told of a transfer that has not landed"
+        if changes.settle:
+            for number in list(self._sources):
+                self._transfer(number)
         for move in changes.copies:
             self.rows[move.group, move.target] = dict(self.rows.get((move.group, move.source), {}))
         for update in changes.entries + changes.moved_reads:
@@ -36,6 +46,36 @@ class Device:
             self.writing[update.group][update.slots, update.columns] = update.offsets
         self.tails = changes.tails
         self.given_up = given_up
+        for transfer in changes.transfers:
+            self.under_way[transfer.number] = transfer
+            sources = self._sources[transfer.number] = []
+            for group, on_device, on_host in _pages(transfer):
+                if transfer.to_host:
+                    sources.append(dict(self.rows.get((group, on_device), {})))
+                else:
+                    sources.append(dict(self.host[group, on_host]))
+                    self.rows[group, on_device] = {}  # half of it may have arrived
+
+    def finish(self, number: int) -> None:
+        """A transfer is over, unless a step had to wait for it before."""
+        if number in self._sources:
+            self._transfer(number)
+        del self.under_way[number]
+
+    def _transfer(self, number: int) -> None:
+        """Copy at the last possible moment: what a page holds must not have changed since the transfer began."""
+        transfer = self.under_way[number]
+        for (group, on_device, on_host), before in zip(_pages(transfer), self._sources.pop(number), strict=True):
+            if transfer.to_host:
+                # The sequence that left a point goes on in its last page, behind the rows that the point keeps.
+                now, kept = self.rows.get((group, on_device), {}), self.kept[number]
+                before = {row: content for row, content in before.items() if content[1] in kept}
+                assert before.items() <= now.items(), "a page changed while it was spilled"
+                self.host[group, on_host] = dict(now)
+            else:
+                assert self.host[group, on_host] == before, "a page of the host changed while it was fetched"
+                assert self.rows[group, on_device] == {}, "a page was written while it was fetched"
+                self.rows[group, on_device] = dict(before)
 
     def after_step(self, changes: Changes) -> None:
         for update in changes.late:
@@ -99,6 +139,14 @@ class Device:
             if fresh:
                 self.rows[g, offset] = {}
             self.rows.setdefault((g, offset), {})[row] = (stripe, content)
+
+
+def _pages(transfer: PageTransfer) -> list[tuple[int, int, int]]:
+    return [
+        (group, on_device, on_host)
+        for group, device_offsets, host_offsets in transfer.pages
+        for on_device, on_host in zip(device_offsets.tolist(), host_offsets.tolist(), strict=True)
+    ]
 
 
 def given_up(changes: Changes, manager: KVManager) -> set[tuple[int, int]]:

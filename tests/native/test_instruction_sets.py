@@ -15,12 +15,14 @@ import torch
 from tests.native.test_experts import check_experts
 from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, chunk_step, through_format_cases
 from tests.native.test_packed import KINDS, packed
+from tests.native.test_repacked import MADE
 from tests.native.test_states import FAMILIES, check_states
 from windowpane.attention.mask import CAUSAL
 from windowpane.attention.scores import Scores
 from windowpane.kv.retention import Full
 from windowpane.lowering.cpu.attention import CAttention
 from windowpane.lowering.cpu.pages import FORMATS, CPages
+from windowpane.lowering.cpu.repacked import in_strips
 from windowpane.lowering.strips import Packed
 from windowpane.native import build
 
@@ -76,15 +78,16 @@ def test_rows_into_the_basis_of_their_format(library):
 
 
 def test_packed_weights_get_the_same_sums(library):
-    for kind in KINDS:
-        weight, _ = packed(kind, 24, 512)
-        x = torch.randn(11, 512, generator=torch.Generator().manual_seed(4))
-        inputs, out = torch.empty(11 * 512 * 2, dtype=torch.uint8), torch.empty(11, 24)
+    torch.manual_seed(4)
+    for weight in [*(packed(kind, 24, 512)[0] for kind in KINDS), *(in_strips(make()[0]) for make in MADE.values())]:
+        outputs, inputs = weight.shape
+        x, out = torch.randn(11, inputs), torch.empty(11, outputs)
+        quantized = torch.empty(11 * weight.form.held_inputs * 2, dtype=torch.uint8)
         long, address = ctypes.c_long, lambda t: ctypes.c_void_p(t.data_ptr())
-        library.quantize_rows(address(x), long(512), address(inputs), long(11), long(512), 1)
         parts = (Packed * 1)(weight.described)
+        library.quantize_rows(address(x), long(inputs), address(quantized), long(11), parts, 1)
         library.packed_product(
-            parts, long(1), address(inputs), address(x), long(512), None, address(out), long(24), long(11), 1
+            parts, long(1), address(quantized), address(x), long(inputs), None, address(out), long(outputs), long(11), 1
         )
         ours = weight.linear(x)
         assert (out - ours).abs().max() <= 1e-5 * ours.abs().max()

@@ -74,3 +74,16 @@ def test_the_books_of_every_rank_are_the_plan(twin: Path, capsys: pytest.Capture
         started.close()
     said = capsys.readouterr().err
     assert "2 ranks of this CPU" in said and "rank 1" in said
+
+
+def test_each_rank_spills_and_fetches_its_own_part(twin: Path, alone: LLM) -> None:
+    tight = {**FLAGS, "kv_cache_memory_bytes": 2**19, "kv_offloading_size": "64MiB"}
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    prompts = [prompt(seed, 100) for seed in range(5)]
+    with LLM(twin, tensor_parallel_size=2, **tight) as llm:
+        first = llm.generate(prompts, greedy)
+        longer = [completion.prompt_token_ids + completion.token_ids for completion in first]
+        second, expected = llm.generate(longer, greedy), alone.generate(longer, greedy)
+        assert [c.token_ids for c in second] == [c.token_ids for c in expected]
+        tier = llm.engine.scheduler.tier
+        assert tier is not None and tier.stats.fetches > 0

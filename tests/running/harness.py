@@ -16,10 +16,12 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
+from windowpane.kv.tier import HostTier
 from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
 from windowpane.runners.plain import Runner
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import NO_TOKENS, accepted
 from windowpane.schedule.request import Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import Scheduler
@@ -39,10 +41,13 @@ class Knobs:
     kv_cache_dtype: str = "auto"
     poison: bool = True
     keep: bool = False  # restore points
+    host_room: float = 0.0  # of a host tier, as `room`; everything is spilled as soon as it is there
     one_by_one: bool = False
     message_ends: tuple[int, ...] = ()
     drafts: int = 0  # of a sequence in a step, where `guess` has so many: what may follow a request's known tokens
     guess: Callable[[Request, int], Tokens] | None = None
+    adapters: tuple[int, ...] = ()  # of each prompt, 0 for none
+    adapter_slots: int = 1
 
 
 @dataclass
@@ -73,7 +78,17 @@ def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], m
         device = torch.device("cpu")
         sizes = (layout, slabs, knobs.num_slots, length)
         rollback = rollback_for(knobs.drafts, layout)
-        return Runner(spec, weights, *sizes, device=device, dtype=torch.float32, rollback_tokens=rollback)
+        runner = Runner(
+            spec,
+            weights,
+            *sizes,
+            device=device,
+            dtype=torch.float32,
+            rollback_tokens=rollback,
+            host_slabs=host_slabs(layout, length, knobs),
+        )
+        runner.pages.host.memory.fill_(0xFF)
+        return runner
 
     return generate_by(make_runner, list(spec.caches), prompts, max_tokens, knobs)
 
@@ -93,12 +108,20 @@ def generate_by(
     manager = KVManager(layout, slabs, knobs.num_slots, longest, rollback)
     points = RestorePoints(manager) if knobs.keep else None
     budget = max(knobs.chunk_tokens, knobs.num_slots * (1 + knobs.drafts))
-    scheduler = Scheduler(manager, budget, knobs.growth_tokens, points, draft_tokens=knobs.drafts)
+    tier = None
+    if points is not None and knobs.host_room:
+        tier = HostTier(points, host_slabs(layout, longest, knobs), ahead=1.0)
+    slots = AdapterSlots(knobs.adapter_slots) if knobs.adapters else None
+    scheduler = Scheduler(
+        manager, budget, knobs.growth_tokens, points, draft_tokens=knobs.drafts, tier=tier, adapter_slots=slots
+    )
     runner = make_runner(layout, slabs, longest)
     requests = [
         Request(str(i), np.array(p), SamplingParams(max_tokens=max_tokens), message_ends=knobs.message_ends)
         for i, p in enumerate(prompts)
     ]
+    for request, adapter in zip(requests, knobs.adapters, strict=False):
+        request.adapter = adapter
     run = Run([r.output for r in requests], [[] for _ in requests], scheduler, runner, [0] * len(layout.groups))
     run.requests = requests
     for request in requests:
@@ -110,10 +133,18 @@ def generate_by(
     return run
 
 
+def host_slabs(layout: Layout, longest: int, knobs: Knobs) -> int:
+    return int(knobs.host_room * Capacity(layout, 0).slabs_for(1, longest))
+
+
 def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
     scheduler, runner = run.scheduler, run.runner
+    if scheduler.tier is not None:
+        scheduler.land(runner.landed())
     batch = scheduler.schedule(_drafts(scheduler, getattr(runner, "drafter", None), knobs))
-    assert batch is not None
+    if batch is None:
+        assert not scheduler.has_work, "work is left but nothing can be scheduled"
+        return
     run.peak_pages = [max(a, b) for a, b in zip(run.peak_pages, scheduler.manager.live_pages, strict=True)]
     slots = [*batch.decode_slots.tolist(), *(c.slot for c in batch.chunks if c.samples)]
     asking = [requests.index(scheduler.running[slot]) for slot in slots]
@@ -155,6 +186,7 @@ def poison_unheld(run: Run) -> None:
         page_units = manager.layout.groups[g].page_units
         pages = [table.page_offsets(slot) for slot in range(manager.num_slots)]
         pages += [manager.point_offsets(point, g) for point in manager.restore_points]
+        pages += [manager.books.shared[g].offsets[ids[g]] for ids in manager.books.transit.values()]
         # A state's snapshot is copied with the next step, even where its sequence has ended by then.
         pages.append(np.array([move.source for move in manager.books.log.copies if move.group == g], dtype=np.int64))
         for offset in np.concatenate(pages).tolist():

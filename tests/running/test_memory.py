@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from tests.running.harness import Knobs, generate, layout_of
 from tests.running.small_models import WINDOW, spec_of
 from tests.running.test_against_transformers import prompt
+from windowpane.device import heap
 from windowpane.device import pages as pages_module
 from windowpane.kv import arena as arena_module
 from windowpane.kv.capacity import Capacity
+from windowpane.runners.plain import LONG_PROMPT_TOKENS
 
 CANARY = 0xA5
 
@@ -71,3 +75,24 @@ def test_the_present_passes_through_the_kv_format():
     from_format = (whole - exact).abs().max()
     assert from_format > 1e-4
     assert (whole - chunked).abs().max() <= from_format / 5
+
+
+def test_memory_that_long_prompts_took_goes_back_to_the_system(monkeypatch):
+    given_back = []
+    monkeypatch.setattr(heap, "give_back", lambda: given_back.append(1))
+    for prompt_tokens, times in ((30, 0), (LONG_PROMPT_TOKENS, 1)):
+        generate("gemma3", [prompt(1, prompt_tokens)], 3, Knobs(block_tokens=16, poison=False))
+        assert len(given_back) == times
+
+
+def test_freed_memory_is_given_back():
+    blocks = [torch.ones(16 * 1024) for _ in range(1024)]  # of 64 KiB: the allocator keeps such
+    del blocks[:-1]
+    held = resident_bytes()
+    heap.give_back()
+    assert resident_bytes() < held - 32 * 2**20
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))) * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -108,3 +109,38 @@ def test_an_identical_prompt_runs_only_the_head(name):
     run = generate(name, [start, start], 1, knobs(4096))
     assert run.requests[1].cached_tokens == 90
     assert torch.equal(run.logits[0][0], run.logits[1][0])
+
+
+@pytest.mark.parametrize("name", [*MIXES, "qwen3-next", "gpt-oss"])
+def test_sessions_that_went_to_the_host_and_came_back(name):
+    """Everything is spilled at every step; three sessions on an arena that holds little more than one."""
+    first = [prompt(seed, 61) for seed in (1, 2, 3)]
+    answers = [alone(name, tuple(start), NEW_TOKENS).outputs[0] for start in first]
+    second = [start + answer + prompt(9, 9) for start, answer in zip(first, answers, strict=True)]
+    run = assert_as_without(name, first + second, knobs(33, room=2.0, host_room=12.0))
+    assert [r.cached_tokens for r in run.requests] == [0] * 3 + [61 + NEW_TOKENS - 1] * 3
+    assert run.scheduler.tier is not None and run.scheduler.tier.stats.fetches >= 2
+
+
+@pytest.mark.parametrize("name", ["gemma3", "falcon-h1"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head"])
+def test_coded_pages_come_back_as_they_went(name, kv_cache_dtype):
+    first = [prompt(seed, 61) for seed in (1, 2, 3)]
+    plain = Knobs(chunk_tokens=33, block_tokens=16, kv_cache_dtype=kv_cache_dtype, one_by_one=True)
+    again = first + [start + prompt(9, 9) for start in first]
+    without = generate(name, again, NEW_TOKENS, plain)
+    run = generate(name, again, NEW_TOKENS, replace(plain, keep=True, room=2.0, host_room=12.0))
+    assert run.outputs == without.outputs
+    assert run.scheduler.tier is not None and run.scheduler.tier.stats.fetches >= 2
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_preempted_requests_are_swapped(name):
+    prompts = [prompt(seed, 10) for seed in range(1, 7)]
+    swapping = Knobs(chunk_tokens=64, block_tokens=16, room=2.2, growth_tokens=4, keep=True, host_room=20.0)
+    run = generate(name, prompts, 70, swapping)
+    assert run.scheduler.preemptions > 0 and run.scheduler.tier is not None
+    assert run.scheduler.tier.stats.fetches > 0
+    for output, start in zip(run.outputs, prompts, strict=True):
+        expected = alone(name, tuple(start), 70).outputs[0]
+        assert output[:8] == expected[:8]

@@ -245,6 +245,21 @@ class TestTools:
                 text += part.function.arguments or ""
         assert (name, json.loads(text), reasons[-1]) == ("weather", arguments, "tool_calls")
 
+    def test_only_allowed_tools_are_told_and_called(self, calling: Running) -> None:
+        other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+        named = {"type": "function", "function": {"name": "weather"}}
+
+        def allowed(mode: str) -> Any:
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+
+        alone = ask(calling, tools=[WEATHER]).usage.prompt_tokens
+        assert ask(calling, tools=[other, WEATHER], tool_choice=allowed("auto")).usage.prompt_tokens == alone
+        fields: Any = {"tools": [other, WEATHER], "tool_choice": allowed("required"), "parallel_tool_calls": False}
+        (made,) = ask(
+            calling, max_completion_tokens=400, temperature=1, seed=1, logit_bias=no_thoughts(calling), **fields
+        ).choices
+        assert [call.function.name for call in made.message.tool_calls] == ["weather"]
+
     def test_a_model_that_calls_nothing_answers(self, calling: Running) -> None:
         (choice,) = ask(calling, tools=[WEATHER]).choices
         assert choice.message.tool_calls is None and choice.finish_reason == "length"
@@ -279,6 +294,16 @@ class TestTools:
             ({"tool_choice": "required"}, "no tools"),
             ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among"),
             ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "format"),
+            (
+                {
+                    "tools": [WEATHER],
+                    "tool_choice": {
+                        "type": "allowed_tools",
+                        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "x"}}]},
+                    },
+                },
+                "not among",
+            ),
             ({"tools": [{"type": "web_search"}]}, "tools.0"),
             ({"functions": [{"name": "f"}]}, "use tools instead"),
         ],

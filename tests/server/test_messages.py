@@ -160,7 +160,21 @@ class TestThinking:
             client(server).messages.create(**fields(max_tokens=1))
             assert seen == ["N"]
             with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
-                client(server).messages.create(**fields(thinking={"type": "adaptive"}))
+                client(server).messages.create(**fields(thinking={"type": "enabled", "budget_tokens": 1}))
+
+    def test_what_coding_agents_send_and_asks_for_nothing_may_be_sent(self, server: Running) -> None:
+        """Of Claude Code 2.1.197, to a model that neither thinks nor knows of effort."""
+        keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        body = {"model": "tiny", "messages": USER, "max_tokens": 2, "thinking": {"type": "adaptive"}}
+        body |= {"context_management": keep, "output_config": {"effort": "high"}}
+        assert server.http.post("/v1/messages?beta=true", json=body).status_code == 200
+        for field, asks in (
+            ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "x"}]}),
+            ("output_config", {"effort": "low"}),
+        ):
+            refused = server.http.post("/v1/messages", json={**body, field: asks})
+            assert refused.status_code == 400, field
+        assert server.http.head("/").status_code == 200
 
 
 @pytest.mark.parametrize(

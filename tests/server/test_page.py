@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ CONTRAST = """element => {
   const front = light(getComputedStyle(element).color);
   return (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
 }"""
+AXES = """() => [...document.querySelectorAll(".chart")].map((chart) => [
+  chart.getBoundingClientRect().x,
+  ...[...chart.querySelectorAll("text")].map((text) => text.getBoundingClientRect()),
+])"""
 MAP_PIXELS = "() => document.getElementById('map-canvas').toDataURL()"
 
 
@@ -388,3 +393,85 @@ def test_everything_has_a_name(page: Page, server: ServerProcess) -> None:
     assert {role for role, _ in met} >= named | {"status", "main", "banner", "rowheader", "columnheader"}
     assert page.locator("h1").count() == 1
     assert page.locator("html").get_attribute("lang") == "en"
+
+
+class TestRequests:
+    def test_the_life_of_one_is_opened_by_a_click_and_can_be_cancelled(self, page: Page, server: ServerProcess) -> None:
+        with Load(server, 1):
+            page.locator("#sequences tr").first.click()
+            dialog = page.get_by_role("dialog", name=re.compile("^cmpl-"))
+            expect(dialog).to_contain_text("decode")
+            expect(dialog.locator("dd").nth(3)).to_have_text(re.compile(r"^\d+ tokens? in .* per second$"))
+            name = dialog.get_by_role("heading").text_content()
+            dialog.get_by_role("button", name="Cancel this request").click()
+            expect(dialog).to_contain_text("Cancelled.")
+            expect(page.locator("#request-state")).to_have_text("cancelled")
+            expect(dialog.get_by_role("button", name="Cancel this request")).to_be_hidden()
+            dialog.get_by_role("button", name="Close").click()
+        assert "abort" in [event["what"] for event in server.ask("/stats/history")["events"] if event["id"] == name]
+
+    def test_those_that_ended_and_refusals_are_listed(self, page: Page, server: ServerProcess) -> None:
+        server.ask("/v1/completions", {"prompt": "one", "max_tokens": 3, "ignore_eos": True})
+        with pytest.raises(OSError, match="404"):
+            server.ask("/v1/nothing")
+        rows = page.locator("#events tr")
+        expect(rows.filter(has_text="refused 404").first).to_be_visible()
+        expect(rows.filter(has_text="cut at its limit").first).to_be_visible()
+        page.locator("#events-scroll").focus()
+        page.keyboard.press("ArrowDown")  # to the first that can be opened
+        page.keyboard.press("Enter")
+        expect(page.locator("#request-life")).to_contain_text("3 tokens in")
+        page.keyboard.press("Escape")
+        expect(page.locator("#request-dialog")).to_be_hidden()
+
+
+class TestTrends:
+    def test_have_axes_and_what_the_server_measured(self, page: Page, server: ServerProcess) -> None:
+        server.ask("/v1/completions", {"prompt": "one", "max_tokens": 30, "ignore_eos": True})
+        for chart, unit in (("speed", r"\d"), ("ttft", r"\d m?s"), ("memory", r"\d MiB")):
+            svg = page.locator(f"#{chart}-trend")
+            expect(svg).to_have_attribute("aria-label", re.compile(rf"last 15 minutes.*{unit}"))
+            expect(svg).to_contain_text("now")
+            expect(svg.locator("text").nth(2)).to_have_text(re.compile(unit))
+        group = server.ask("/stats/history")["groups"][0]
+        expect(page.locator("#memory-trend")).to_have_attribute("aria-label", re.compile(rf"{group} .*of 1\.00 MiB"))
+
+
+def test_facts_of_the_model_are_planned_beside_measured(page: Page, server: ServerProcess) -> None:
+    expect(page.locator("#facts-note")).to_have_text(re.compile(r"float32 · context 512$"))
+    rows = page.get_by_role("table", name="Planned and measured bytes").locator("tbody tr")
+    for row, account in zip(rows.all(), server.ask("/stats")["model"]["accounts"], strict=True):
+        expect(row.get_by_role("rowheader")).to_have_text(account["name"])
+        planned, measured = row.locator("td.number").all_text_contents()
+        assert planned == measured
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
+def test_nothing_is_cut_off(browser: Browser, server: ServerProcess, width: int, height: int, theme: Any) -> None:
+    is_phone = width < 720
+    size = {"width": width, "height": height}
+    with browser.new_context(viewport=size, is_mobile=is_phone, color_scheme=theme) as context, Load(server, 12):
+        page = opened(context.new_page(), server)
+        expect(page.locator("#sequences tr")).to_have_count(12)
+        expect(page.locator("#speed-trend text").first).to_be_visible()
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        wide = "e => e.scrollWidth - e.clientWidth"
+        for id in ("use-note", "speed-note", "max-tokens", "temperature", "sequences-scroll", "events-scroll", "ask"):
+            assert page.locator(f"#{id}").evaluate(wide) <= 0, id
+        # Whole rows: what is left of the region under its heading is a multiple of a row's height.
+        rest = page.locator("#sequences-scroll").evaluate(
+            "e => (e.clientHeight - e.querySelector('thead').offsetHeight) % e.querySelector('tbody tr').offsetHeight"
+        )
+        assert rest == 0, "half a row at the end"
+        # Names of the axes lie inside their pictures and beside each other.
+        for left, *texts in page.evaluate(AXES):
+            assert min(text["x"] for text in texts) >= left, "a name of an axis is cut off"
+            below = sorted((t["x"], t["right"]) for t in texts if t["y"] == max(text["y"] for text in texts))
+            assert len(below) >= 2 and all(one[1] <= other[0] for one, other in pairwise(below))
+        if is_phone:
+            expect(page.locator("#slab")).not_to_contain_text("arrow keys")
+            empty = page.locator("#log").bounding_box()
+            assert empty is not None and empty["height"] < 20, "an empty chat box"
+        page.get_by_text("What these words mean").click()
+        expect(page.locator(".words")).to_contain_text("Stranded")

@@ -132,7 +132,8 @@ class TestTools:
     def test_a_call_and_its_result_go_round(self, calling: Running) -> None:
         fields: dict[str, Any] = {"tools": [WEATHER], "max_output_tokens": 400, "extra_body": quiet(calling)}
         fields["extra_body"]["temperature"] = 1
-        answer = ask(calling, tool_choice="required", parallel_tool_calls=False, **fields)
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+        answer = ask(calling, tool_choice=allowed, parallel_tool_calls=False, **fields)
         (call,) = answer.output
         assert (answer.status, call.type, call.name) == ("completed", "function_call", "weather")
         city = json.loads(call.arguments)["city"]

@@ -18,17 +18,20 @@ from hypothesis import strategies as st
 
 from tests.kv.test_layout import gemma_4_31b, layout_of
 from tests.test_engine import engine_for, request
+from windowpane.engine.accounts import Account
 from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Full, Window
 from windowpane.schedule.request import FinishReason
 from windowpane.server import stats
-from windowpane.server.meter import HISTORY_S, Meter
-from windowpane.server.stats import ModelFacts, _Feed, snapshot
+from windowpane.server.job import Times
+from windowpane.server.journal import KEPT, Journal
+from windowpane.server.meter import BUCKET_S, HISTORY_S, TREND_S, Meter
+from windowpane.server.stats import ModelFacts, _Feed, history, snapshot
 
 DOC = Path(__file__).parents[2] / "docs" / "stats.md"
-MODEL = ModelFacts("tiny", 1000, has_chat_template=True)
+MODEL = ModelFacts("tiny", 1000, True, "this CPU", "float32", (Account("  full", 2, (2, 3), "1 layers, float32"),))
 CACHES = [
     TokenCache(0, Full(), 1, 64, 64),
     TokenCache(1, Window(64), 1, 64, 96),
@@ -245,11 +248,9 @@ class TestRates:
         meter.arrived(done, clock.now)
         meter.arrived(gone, clock.now)
         clock.now += 3
-        assert meter.age_s(done) == meter.age_s(gone) == 3
         meter.stepped([TokenOutput(done, 1, None, FinishReason.LENGTH, 0)])
         meter.ended(gone)
         meter.ended(gone)
-        assert meter.age_s(done) is meter.age_s(gone) is None
         assert meter.document()["finished_requests"] == 2
         assert not meter._arrivals
         assert not meter._waiting_for_first
@@ -268,7 +269,52 @@ class TestRates:
         for _ in range(500):
             meter.stepped([])
             clock.now += 1
-        assert len(meter._seconds) <= HISTORY_S + 1
+        assert len(meter._seconds) <= TREND_S + 1
+
+
+class TestHistory:
+    def test_trends_are_of_the_last_quarter_of_an_hour(self) -> None:
+        clock = Clock()
+        clock.now = 5000.0
+        meter, engine = Meter(clock), engine_for(False, length=150)
+        one = request("one", range(40), max_tokens=3)
+        meter.arrived(one, clock.now - 0.25)
+        engine.add(one)
+        while engine.has_work:
+            meter.stepped(engine.step())
+            meter.remember(engine)
+            clock.now += BUCKET_S
+        trends = meter.trends(len(engine.manager.layout.groups))
+        assert {len(trends[name]) for name in ("output_tokens_per_s", "ttft_ms")} == {TREND_S // BUCKET_S}
+        assert trends["output_tokens_per_s"][-4:] == [0.1, 0.1, 0.1, 0.0]
+        assert trends["ttft_ms"][-4:] == [250, None, None, None]
+        held = [engine.manager.group_bytes(g) for g in range(len(engine.manager.layout.groups))]
+        assert [group[-1] for group in trends["held_bytes"]] == [h.live + h.cached for h in held]
+        assert all(len(group) == TREND_S // BUCKET_S and group[0] == 0 for group in trends["held_bytes"])
+        clock.now += 2 * TREND_S
+        later = meter.trends(len(held))
+        assert not any(later["output_tokens_per_s"])
+        assert [group[0] for group in later["held_bytes"]] == [h.live + h.cached for h in held], "nothing changed it"
+
+    def test_the_journal_has_the_life_of_what_ended_and_forgets_the_oldest(self) -> None:
+        journal, one = Journal(), request("one", range(10))
+        one.cached_tokens, one.drafted_tokens, one.accepted_tokens = 4, 6, 5
+        one.output.extend([1, 2, 3])
+        journal.ended(one, FinishReason.STOP, Times(10.0, 11.0, 11.5, 13.5, 13.5))
+        journal.preempted(one)
+        journal.refused("POST /v1/completions", "429 queue_full")
+        refused, preempted, ended = journal.document()
+        assert (refused["what"], refused["id"], refused["error"]) == (
+            *("refused", "POST /v1/completions"),
+            "429 queue_full",
+        )
+        assert (preempted["what"], preempted["id"], preempted["life"]) == ("preempted", "one", None)
+        assert ended["what"] == "stop" and ended["error"] is None
+        assert [ended["life"][part] for part in ("queued_s", "prefilled_s", "decoded_s")] == [1.0, 0.5, 2.0]
+        assert (ended["life"]["drafted_tokens"], ended["life"]["accepted_tokens"]) == (6, 5)
+        for _ in range(2 * KEPT):
+            journal.preempted(one)
+        assert len(journal.document()) == KEPT
 
 
 class TestFeed:
@@ -334,7 +380,7 @@ class TestFeed:
             return {"left": left}
 
         app = FastAPI()
-        app.include_router(stats.router(get_snapshot))
+        app.include_router(stats.router(get_snapshot, get_snapshot))
         client = TestClient(app, raise_server_exceptions=False)
         assert client.get("/stats").json() == {"left": 2}
         stream = client.get("/stats", headers={"Accept": "text/event-stream"})
@@ -349,7 +395,11 @@ def test_every_field_is_documented() -> None:
     engine.step()
     document = take(engine)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
-    documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", DOC.read_text(), re.MULTILINE))
+    journal = Journal()
+    journal.preempted(request("two", [1]))
+    past = history(engine, Meter(), journal)
+    cells = re.findall(r"^\| (`[a-z_0-9]+`(?:, `[a-z_0-9]+`)*) \|", DOC.read_text(), re.MULTILINE)
+    documented = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     fields: set[str] = set()
 
     def collect(value: Any) -> None:
@@ -360,4 +410,5 @@ def test_every_field_is_documented() -> None:
             collect(inner)
 
     collect(document)
+    collect(past)
     assert fields == documented

@@ -118,6 +118,10 @@ KvCacheMemoryBytes = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
+KvOffloadingSize = Annotated[
+    str | None,
+    typer.Option(metavar="GIB", help="Host memory for restore points, over all ranks.", rich_help_panel=MEMORY),
+]
 KvCacheDtype = Annotated[
     str | None, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
 ]
@@ -139,6 +143,16 @@ EnableReturnRoutedExperts = Annotated[
         help="Keep which experts tokens visit, for requests that ask.",
         rich_help_panel=MEMORY,
     ),
+]
+
+EnableLora = Annotated[
+    bool, typer.Option("--enable-lora", help="Make room for adapters (LoRA).", rich_help_panel=MEMORY)
+]
+MaxLoras = Annotated[int | None, typer.Option(help="Adapters on the device at a time (1).", rich_help_panel=MEMORY)]
+MaxLoraRank = Annotated[int | None, typer.Option(help="The highest rank of an adapter (16).", rich_help_panel=MEMORY)]
+LoraTargetModules = Annotated[
+    list[str] | None,
+    typer.Option(help="Modules that adapters may change, as in q_proj (all).", rich_help_panel=MEMORY),
 ]
 
 MaxModelLen = Annotated[
@@ -241,7 +255,12 @@ class SimulateFlags(FlagSet):
 class PlanFlags(SimulateFlags):
     fit: Fit = None
     swa_full: SwaFull = False
+    kv_offloading_size: KvOffloadingSize = None
     enable_return_routed_experts: EnableReturnRoutedExperts = False
+    enable_lora: EnableLora = False
+    max_loras: MaxLoras = None
+    max_lora_rank: MaxLoraRank = None
+    lora_target_modules: LoraTargetModules = None
     async_scheduling: AsyncScheduling = None
     speculative_config: SpeculativeConfig = None
 

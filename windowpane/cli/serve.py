@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,7 +48,9 @@ def serve(
     ] = None,
     enable_admin: Annotated[
         bool,
-        typer.Option("--enable-admin", help="Serve /reset_prefix_cache, for --admin-key.", rich_help_panel=SERVER),
+        typer.Option(
+            "--enable-admin", help="Serve /reset_prefix_cache and the like, for --admin-key.", rich_help_panel=SERVER
+        ),
     ] = False,
     admin_key: Annotated[
         str | None,
@@ -79,9 +82,25 @@ def serve(
     root_path: Annotated[
         str, typer.Option(help="The path that a proxy serves this server under.", rich_help_panel=SERVER)
     ] = "",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send a span per request there, as in http://127.0.0.1:4318/v1/traces (the `otel` extra).",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="An adapter to serve; may be given again.", rich_help_panel=SERVER),
+    ] = None,
+    lora_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where /v1/load_lora_adapter may load adapters from.", rich_help_panel=SERVER),
     ] = None,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; more are turned away.", rich_help_panel=SERVER)
@@ -148,6 +167,7 @@ def serve(
         if config is not None:  # see `cli.words`, which puts the flags of one file in its place
             raise UserError(f"--config {config}: one file is read; put all flags into it")
         from windowpane.plan.sizes import parse_bytes
+        from windowpane.server.adapters import parse_modules
         from windowpane.server.auth import Access
         from windowpane.server.run import ServerOptions
         from windowpane.server.run import serve as run_server
@@ -168,6 +188,7 @@ def serve(
                 allow_credentials=allow_credentials,
             ),
             root_path=root_path.rstrip("/"),
+            otlp_traces_endpoint=otlp_traces_endpoint,
             tls=_tls(ssl_certfile, ssl_keyfile),
             uvicorn_log_level=uvicorn_log_level,
             served_model_names=tuple(served_model_name or ()),
@@ -177,6 +198,8 @@ def serve(
             limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
             special_tokens_in_content=allow_special_tokens_in_content,
             generation_config=generation_config,
+            lora_modules=parse_modules(lora_modules or []),
+            lora_dir=lora_dir,
             shutdown_timeout_s=shutdown_timeout,
         )
         return run_server(model, {**flags.given(), "seed": seed}, options)

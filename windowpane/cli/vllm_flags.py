@@ -9,7 +9,8 @@ from __future__ import annotations
 
 _ALWAYS_CHUNKED = "prompts are always cut into chunks; --max-num-batched-tokens and --max-itl-ms say how large"
 _NO_DRAFTS = 'use --speculative-config, as in {"method": "ngram", "num_speculative_tokens": 4}'
-_NO_LORA = "adapters are not run here; merge the adapter into the model's weights and serve those"
+_PLAIN_LORA = "adapters have one form here: A and B of every projection, in the compute dtype; leave it out"
+_NO_PROMPT_ADAPTERS = "prompt adapters are not run here; LoRA adapters are (--enable-lora)"
 _TEXT_ONLY = "only text is served here; leave it out"
 _NO_PIPELINE = "ranks are tensor parallel alone; use --tensor-parallel-size"
 _NO_DATA_PARALLEL = "start one server per replica, each with its own --port, behind a load balancer"
@@ -18,7 +19,7 @@ _ONE_HOST = "all ranks run on one host; use --tensor-parallel-size"
 _PROXY = "put a reverse proxy in front of the server"
 _FIXED_COMPILATION = "kernels are compiled ahead; --enforce-eager runs steps without CUDA graphs"
 _ARENA = "layers keep pages of their own size in one arena; leave it out"
-_NO_OFFLOAD = "weights and KV stay on the device; use --kv-cache-dtype, --fit or a quantized checkpoint"
+_NO_OFFLOAD = "weights stay on the device; use --kv-cache-dtype, --fit, --kv-offloading-size or a quantized checkpoint"
 _FROM_CHECKPOINT = "the checkpoint's own config decides; leave it out"
 _NO_PLUGINS = "code from outside is not loaded; leave it out"
 _REQUEST_FIELD = "it is a field of the request here (docs/server.md)"
@@ -151,7 +152,6 @@ INSTEAD: dict[str, str] = {
     "--disable-log-stats": "figures are not logged: GET /metrics has them",
     "--aggregate-engine-logging": "there is one engine; leave it out",
     "--show-hidden-metrics-for-version": _METRICS,
-    "--otlp-traces-endpoint": _METRICS,
     "--collect-detailed-traces": _METRICS,
     "--kv-cache-metrics": _METRICS,
     "--kv-cache-metrics-sample": _METRICS,
@@ -173,8 +173,7 @@ INSTEAD: dict[str, str] = {
     "--prefix-match-unit": _RESTORE_POINTS,
     "--swa-bounded-replay": _RESTORE_POINTS,
     "--cpu-offload-gb": _NO_OFFLOAD,
-    "--kv-offloading-size": _NO_OFFLOAD,
-    "--kv-offloading-backend": _NO_OFFLOAD,
+    "--kv-offloading-backend": "--kv-offloading-size alone decides; leave it out",
     "--offload-backend": _NO_OFFLOAD,
     "--cpu-offload-params": _NO_OFFLOAD,
     "--offload-group-size": _NO_OFFLOAD,
@@ -324,27 +323,22 @@ INSTEAD: dict[str, str] = {
     "--dbo-decode-token-threshold": _NO_EXPERT_PARALLEL,
     "--dbo-prefill-token-threshold": _NO_EXPERT_PARALLEL,
     # Adapters.
-    "--enable-lora": _NO_LORA,
-    "--lora-modules": _NO_LORA,
-    "--enable-lora-bias": _NO_LORA,
-    "--max-loras": _NO_LORA,
-    "--max-lora-rank": _NO_LORA,
-    "--max-cpu-loras": _NO_LORA,
-    "--lora-extra-vocab-size": _NO_LORA,
-    "--lora-dtype": _NO_LORA,
-    "--lora-target-modules": _NO_LORA,
-    "--enable-mixed-moe-lora-format": _NO_LORA,
-    "--enable-moe-shared-loras": _NO_LORA,
-    "--long-lora-scaling-factors": _NO_LORA,
-    "--fully-sharded-loras": _NO_LORA,
-    "--default-mm-loras": _NO_LORA,
-    "--enable-tower-connector-lora": _NO_LORA,
-    "--specialize-active-lora": _NO_LORA,
-    "--qlora-adapter-name-or-path": _NO_LORA,
-    "--enable-prompt-adapter": _NO_LORA,
-    "--prompt-adapters": _NO_LORA,
-    "--max-prompt-adapters": _NO_LORA,
-    "--max-prompt-adapter-token": _NO_LORA,
+    "--enable-lora-bias": _PLAIN_LORA,
+    "--max-cpu-loras": "every adapter that is loaded stays on the host until it is unloaded; leave it out",
+    "--lora-extra-vocab-size": _PLAIN_LORA,
+    "--lora-dtype": _PLAIN_LORA,
+    "--enable-mixed-moe-lora-format": _PLAIN_LORA,
+    "--enable-moe-shared-loras": _PLAIN_LORA,
+    "--long-lora-scaling-factors": _PLAIN_LORA,
+    "--fully-sharded-loras": _PLAIN_LORA,
+    "--default-mm-loras": _TEXT_ONLY,
+    "--enable-tower-connector-lora": _TEXT_ONLY,
+    "--specialize-active-lora": _PLAIN_LORA,
+    "--qlora-adapter-name-or-path": "use --enable-lora and --lora-modules NAME=PATH",
+    "--enable-prompt-adapter": _NO_PROMPT_ADAPTERS,
+    "--prompt-adapters": _NO_PROMPT_ADAPTERS,
+    "--max-prompt-adapters": _NO_PROMPT_ADAPTERS,
+    "--max-prompt-adapter-token": _NO_PROMPT_ADAPTERS,
     # Images and sound.
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--enable-mm-embeds": _TEXT_ONLY,
@@ -382,8 +376,11 @@ KEPT = (
     *("--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins", "--api-key"),
     *("--async-scheduling", "--chat-template", "--config", "--download-dir", "--dtype", "--enable-auto-tool-choice"),
     *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
-    *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format"),
+    *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes"),
+    *("--kv-offloading-size", "--load-format"),
     *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
+    *("--enable-lora", "--lora-modules", "--lora-target-modules", "--max-lora-rank", "--max-loras"),
+    "--otlp-traces-endpoint",
     *("--reasoning-parser", "--revision", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout"),
     *("--ssl-certfile", "--ssl-keyfile", "--tensor-parallel-size", "--tool-call-parser", "--uvicorn-log-level"),
 )

@@ -7,7 +7,12 @@ from typing import Any
 
 from windowpane.cli.errors import UserError
 
-LISTS = ("--api-key", "--served-model-name")  # take several words after one flag
+LISTS = (
+    "--api-key",
+    "--served-model-name",
+    "--lora-modules",
+    "--lora-target-modules",
+)  # take several words after one flag
 JSON_LISTS = ("--allowed-origins", "--allowed-methods", "--allowed-headers")
 NO_FORMS = ("--enable-prefix-caching", "--async-scheduling", "--enable-layer-chain")  # switches that are on unless told
 

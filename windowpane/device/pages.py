@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from windowpane.device import codecs
+from windowpane.device.host_pages import HostPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.caches import RouteCache, StateCache, TokenCache
 from windowpane.kv.changes import Changes, Tail
@@ -35,7 +36,10 @@ PAGES_AT_ONCE = 256  # of routed experts, on their way to the host: what is gath
 
 
 class KVPages:
-    """All pages of one device, addressed by layer. Sizes and `rollback_tokens` are those of the manager."""
+    """All pages of one device, addressed by layer. Sizes and `rollback_tokens` are those of the manager.
+
+    `host_slabs` is how many slabs of host memory there are beside the arena.
+    """
 
     def __init__(
         self,
@@ -45,11 +49,13 @@ class KVPages:
         max_model_len: int,
         device: torch.device,
         rollback_tokens: int = 0,
+        host_slabs: int = 0,
     ) -> None:
         self.layout = layout
         self.rollback_tokens = rollback_tokens
         self.device = device
         self.arena = _zeros(num_slabs * layout.slab_bytes, device)
+        self.host = HostPages(layout, host_slabs, self.arena)
         tables = [PageTable(g, num_slots, max_model_len, rollback_tokens) for g in layout.groups]
         self.columns = [max(t.columns, 1) for t in tables]
         # A window of one token keeps nothing and has no columns; it still gets one, so that reading it reads nothing.
@@ -98,6 +104,7 @@ class KVPages:
         self.tails = {}
         for tail in changes.tails:
             self.tails.setdefault((tail.group, tail.slot), []).append(tail)
+        self.host.wait(changes)
         for move in changes.copies:
             page_bytes = self.layout.groups[move.group].page_bytes
             source, target = move.source * OFFSET_UNIT_BYTES, move.target * OFFSET_UNIT_BYTES
@@ -106,6 +113,7 @@ class KVPages:
             self.reading[update.group][update.slots, update.columns] = update.offsets
         for update in (*changes.entries, *changes.late):
             self.writing[update.group][update.slots, update.columns] = update.offsets
+        self.host.begin(changes.transfers)
 
     def after_step(self, changes: Changes) -> None:
         for update in changes.late:

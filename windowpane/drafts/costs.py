@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 FOLLOW = 0.3  # weight of the latest step in the moving averages
-FIRST_GUESS = 0.05  # of a plain step, for each draft before any was measured: low, so that it is measured
+# Of a sequence's share of a plain step, for each draft before any was measured: low, so that some are.
+FIRST_GUESS = 0.05
 OUTLIER = 4.0  # extra plain steps' time beyond which a measurement is doubted (a kernel was compiled, say) …
 DOUBTS = 3  # … so many times
 
@@ -26,7 +27,7 @@ class StepCosts:
 
     def extra(self, sequences: int, drafts: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds that so many drafts add to a step of so many sequences, one of which was measured without."""
-        guess = FIRST_GUESS * self._plain[sequences.bit_length()]
+        guess = FIRST_GUESS * self._plain[sequences.bit_length()] / sequences
         known = self._extra.get(sequences.bit_length())
         return drafts.astype(np.float64) * guess if known is None else known.at(drafts)
 

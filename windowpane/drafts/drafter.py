@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from windowpane.schedule.request import Request, Tokens
 
 
@@ -53,3 +55,13 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """The request is over."""
+
+
+def waits_for_step(asking: Sequence[Asking]) -> bool:
+    """Whether a step is in flight, which hides what a model would go on from."""
+    return any(a.request.known_tokens <= a.length for a in asking)
+
+
+def made_up(asking: Sequence[Asking]) -> list[Tokens]:
+    """What a model says then: that there would be drafts."""
+    return [np.zeros(a.most, dtype=np.int32) for a in asking]

@@ -22,7 +22,7 @@ TRUST = 2.0  # drafts of its own after which a request counts as much as all req
 FADE = 0.9  # weight of what was measured before, at each measurement
 WORTH = 1.02  # tokens a second that a step with drafts must promise over one without
 REFRESH = 64  # steps with drafts after which one without is measured again
-TRY_AGAIN = 64  # steps after which a drafter that is not free is tried with one draft
+TRY_AGAIN = 128  # steps without drafts after which costs and chances are measured again, with one for each request
 
 
 @dataclass(slots=True)
@@ -70,9 +70,7 @@ class Speculator:
         plain = self.costs.plain(sequences)
         if plain is None or not asking or self._verified_steps >= REFRESH:
             return {}
-        if self.costs.extra(sequences, np.array([1]))[0] * sequences >= plain:
-            return {}  # a draft that is sure to be accepted would cost more than a token does
-        if not self.drafter.is_free and not self._is_worth_asking(asking, sequences, plain):
+        if not self._is_worth_asking(asking, sequences, plain):
             return {}
         proposed = self.drafter.propose(asking)
         if self.drafter.is_free:
@@ -123,9 +121,16 @@ class Speculator:
                 self._unverified[request] = request.known_tokens, tokens
 
     def _is_worth_asking(self, asking: Sequence[Asking], sequences: int, plain: float) -> bool:
-        """Whether drafts would pay if all that may be asked for were proposed, or it is time to try again."""
+        """Whether drafts would pay if all that may be asked for were proposed, or it is time to try again.
+
+        A free drafter is asked wherever drafts that are sure to be accepted would pay.
+        """
         if self._plain_steps >= TRY_AGAIN:
             return True
+        if self.drafter.is_free:
+            counts = np.arange(1, sum(a.most for a in asking) + 1)
+            rates = (sequences + counts) / (plain + self.costs.extra(sequences, counts))
+            return bool(rates.max() >= WORTH * sequences / plain)
         whole = [np.zeros(a.most, dtype=np.int32) for a in asking]
         return bool(np.any(self._choose(asking, whole, sequences, plain)))
 
@@ -147,7 +152,7 @@ class Speculator:
         if rates[best] < WORTH * sequences / plain:
             if self.drafter.is_free or self._plain_steps < TRY_AGAIN:
                 return [0] * len(asking)
-            best = 0
+            best = min(len(asking), len(order)) - 1
         chosen = order[: best + 1] // likely.shape[1]
         counted: list[int] = np.bincount(chosen, minlength=len(asking)).tolist()
         return counted

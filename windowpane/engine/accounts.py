@@ -48,6 +48,10 @@ def accounts(plan: Plan, reports: Sequence[RankReport]) -> list[Account]:
         ),
         Account("KV arena", plan.capacity.arena_bytes, arena_bytes, f"{count} × {length:,} tokens, each:"),
     ]
+    if plan.sizing.adapter_bytes:
+        config, held = plan.sizing.config, tuple(r.adapter_bytes for r in reports)
+        note = f"{config.max_loras} of rank {config.max_lora_rank}"
+        rows.insert(1, Account("adapters", plan.sizing.adapter_bytes, held, note))
     activations = tuple(r.activation_bytes for r in reports if r.activation_bytes is not None)
     if activations and plan.budget is not None:
         rows.insert(1, Account("activations", plan.budget.activation_bytes, activations, "of the largest step"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windowpane.models.ggml import StoredTypes
+from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import weight_bytes
 from windowpane.plan.config import ConfigError, EngineConfig
@@ -78,7 +79,7 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
             raise ConfigError(
                 f"--dtype {dtype}: CPUs compute in float32 here, other types are far slower; leave it out"
             )
-        return make_plan(_on_cpu(spec, dtype), config, gpu="cpu")
+        return make_plan(on_cpu(spec, dtype), config, gpu="cpu")
     import torch
 
     if isinstance(spec.quantization, StoredTypes):
@@ -92,15 +93,20 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
     return replace(plan, device=Device(card.name, card.total_memory, (card.major, card.minor)))
 
 
-def _on_cpu(spec: ModelSpec, dtype: str) -> ModelSpec:
-    """Weights of a GGUF file stay as they are stored where kernels can read them, unless float32 is asked for."""
-    if not isinstance(spec.quantization, StoredTypes):
+def on_cpu(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """Weights of a GGUF file stay as they are stored where kernels can read them, unless float32 is asked for. Those of
+    other checkpoints stay packed either way, and are multiplied exactly where it is.
+    """
+    quantized = spec.quantization
+    if quantized is None or (isinstance(quantized, Quantization) and dtype == "float32"):
         return spec
     if dtype == "float32":
         return spec.expanded()
     from windowpane.native import build
 
     why_not = build.why_not()
+    if isinstance(quantized, Quantization):
+        return replace(spec, quantization=replace(quantized, rounds_inputs=why_not is None))
     if why_not is None:
         return spec
     return replace(spec.expanded(), notes=(*spec.notes, f"weights are expanded to float32: {why_not}"))
@@ -115,6 +121,16 @@ def on_gpu(spec: ModelSpec, dtype: str) -> ModelSpec:
             f"to {format_bytes(expanded_bytes)}, and --device cpu runs it as it is"
         )
     return spec.expanded()
+
+
+def check_host_memory(config: EngineConfig) -> None:
+    """Refuse a host tier that the machine has no memory for, before a byte is loaded."""
+    asked, free = config.offloading_bytes, free_memory_bytes()
+    if asked > free:
+        raise ConfigError(
+            f"--kv-offloading-size {config.kv_offloading_size} is {format_bytes(asked)}, and {format_bytes(free)} of "
+            f"host memory are free; the most is --kv-offloading-size {free // 2**30}"
+        )
 
 
 def free_memory_bytes() -> int:

@@ -6,6 +6,9 @@
 Overlapped, the device always has a step to work on while the host commits the one before: sampled tokens stay on the
 device, where the next step finds them, and reach the host late.
 
+With a host tier, pages are copied beside steps: each step begins with looking for copies that are over. Where nothing
+else is to be done than to wait for one, a step without rows carries the order, and steps return at once until then.
+
 With a speculator, a step may verify drafts: each of their places samples a token as it would without them, and those
 that equal their drafts save a step each. What is drafted hangs on the tokens before it, so such a step waits until no
 other is in flight, and none is sent off before it has landed. Steps overlap as ever while no drafts are worth that.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,13 +30,25 @@ from torch import Tensor
 from windowpane.device.transfer import to_device
 from windowpane.drafts.drafter import Asking
 from windowpane.drafts.speculator import Speculator
-from windowpane.engine.sampler import LOGPROB_ROWS, Sampler, TopLogprobs, top_logprobs
+from windowpane.engine.adapters import EngineAdapters
+from windowpane.engine.sampler import Sampler
+from windowpane.engine.sent_step import (
+    HostCopy,
+    HostLogprobs,
+    Moment,
+    Pooled,
+    SentStep,
+    prompt_logprobs,
+    wants_prompt_logprobs,
+)
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Routes
 from windowpane.runners.interrupts import interrupts_later
-from windowpane.schedule.batch import Batch, accepted
+from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs, Tokens
 from windowpane.schedule.scheduler import Scheduler
+
+COPY_POLL_S = 5e-4  # between looks at copies from the host, while nothing else is to be done
 
 
 class Output(Protocol):
@@ -53,6 +68,7 @@ class StepRunner(Protocol):
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Output: ...
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None: ...
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], RoutedExperts]: ...
+    def landed(self) -> list[tuple[int, float]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +104,16 @@ class Engine:
         *,
         async_scheduling: bool,
         speculator: Speculator | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
         self.async_scheduling = async_scheduling
         self.speculator = speculator
-        self._sent_steps: deque[_SentStep] = deque()
-        self._ended: _Moment | None = None  # of the step that landed last
+        self.adapters = adapters
+        self._sent_steps: deque[SentStep] = deque()
+        self._ended: Moment | None = None  # of the step that landed last
         self._decoded_at: float | None = None  # when a step that only decoded landed, if it was the last one
         self._routed_slots: dict[Request, int] = {}  # of requests that sampled in that step and want routed experts
 
@@ -117,6 +135,7 @@ class Engine:
         self._check_tokens(request)
         self._check_routes(request)
         _check_grammar(request)
+        self._check_adapter(request)
         self.scheduler.check(request)
 
     def queue(self, request: Request) -> None:
@@ -124,6 +143,9 @@ class Engine:
         request.matcher = request.grammar.matcher() if request.grammar is not None else None
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # nothing predicts the first token
+        if self.adapters is not None:
+            self._check_adapter(request)  # it may have been removed since the request was made
+            self.adapters.queued(request)
         self.scheduler.queue(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -185,7 +207,15 @@ class Engine:
     def _schedule(self, drafts: dict[int, Tokens]) -> bool:
         """Send the next step off, if there is one to send."""
         with interrupts_later():
+            if self.adapters is not None:
+                self.adapters.sweep()
+            tier = self.scheduler.tier
+            if tier is not None and tier.in_transit and (landed := self.runner.landed()):
+                self.scheduler.land(landed)
             batch = self.scheduler.schedule(drafts)
+            if batch is None and tier is not None and tier.in_transit and not self._sent_steps:
+                time.sleep(COPY_POLL_S)
+                return False
             if batch is None:
                 if self.scheduler.has_work and not self._sent_steps:
                     raise RuntimeError("work is left but nothing can be scheduled: the scheduler is stuck")
@@ -201,10 +231,10 @@ class Engine:
             raise
         return True
 
-    def _send_off(self, batch: Batch) -> _SentStep:
+    def _send_off(self, batch: Batch) -> SentStep:
         """From here on the step is either landed or failed, whatever happens: the scheduler waits for it."""
         running = self.scheduler.running
-        sent = _SentStep(
+        sent = SentStep(
             sampling=[running[slot] for slot in batch.sampling_slots.tolist()],
             touched=[running[slot] for slot in _touched_slots(batch) if slot in running],
             slots=batch.sampling_slots,
@@ -222,30 +252,30 @@ class Engine:
         return sent
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, sent: _SentStep) -> None:
+    def _run(self, batch: Batch, sent: SentStep) -> None:
         running = self.scheduler.running
-        wanting = {c.slot: c for c in batch.chunks if _wants_prompt_logprobs(running[c.slot], c.start)}
+        wanting = {c.slot: c for c in batch.chunks if wants_prompt_logprobs(running[c.slot], c.start)}
         pooling = [c for c in batch.chunks if running[c.slot].pooling is not None]
         output = self.runner.forward(batch, all_logits_slots=frozenset([*wanting, *(c.slot for c in pooling)]))
-        sent.pooled = [_Pooled.of(running[c.slot], c.start, output.prompt_hidden[c.slot]) for c in pooling]
+        sent.pooled = [Pooled.of(running[c.slot], c.start, output.prompt_hidden[c.slot]) for c in pooling]
         for slot, chunk in wanting.items():
             logits_of = output.prompt_logits[slot]
-            sent.prompt_logprobs.append(_prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
+            sent.prompt_logprobs.append(prompt_logprobs(running[slot], chunk.start, len(chunk.tokens), logits_of))
         if not sent.sampling:
-            sent.ended = _Moment(output.logits.device)
+            sent.ended = Moment(output.logits.device)
             return
         positions = _sampled_positions(batch)
         masks, drafted = self._masks(sent, positions), sent.drafts_before_rows() if sent.drafts else None
         sampled = self.sampler.sample(output.logits, sent.row_requests(), positions, masks, drafted)
         if not sent.drafts:  # else it is not known yet which token is a sequence's last one
             self.runner.take_sampled(to_device(sent.slots, sampled.tokens.device), sampled.tokens)
-        sent.ended = _Moment(sampled.tokens.device)
-        sent.tokens = _HostCopy(sampled.tokens)
+        sent.ended = Moment(sampled.tokens.device)
+        sent.tokens = HostCopy(sampled.tokens)
         if sampled.logprobs is not None:
-            sent.logprobs = _HostLogprobs(sampled.logprobs)
+            sent.logprobs = HostLogprobs(sampled.logprobs)
             sent.logprob_rows = sampled.logprob_rows
 
-    def _masks(self, sent: _SentStep, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
+    def _masks(self, sent: SentStep, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
         """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.
 
         A mask needs every token before it. `forward` did without, and has the device busy while we wait for them here.
@@ -306,7 +336,7 @@ class Engine:
         return outputs
 
     @torch.inference_mode()
-    def _settle_drafts(self, sent: _SentStep, tokens: NDArray[np.int64], counts: Sequence[int]) -> None:
+    def _settle_drafts(self, sent: SentStep, tokens: NDArray[np.int64], counts: Sequence[int]) -> None:
         """Tell everybody which tokens of a step with drafts count, before another step is put together."""
         assert self.speculator is not None
         last = []
@@ -322,6 +352,8 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self.sampler.forget(request)
+        if self.adapters is not None:
+            self.adapters.ended(request)
         if self.speculator is not None:
             self.speculator.forget(request)
 
@@ -337,20 +369,25 @@ class Engine:
             start = request.params.routed_experts_prompt_start
             request.read_routes = self.runner.read_routes(slot, start, request.known_tokens - 1)
 
-    def _take_time(self, sent: _SentStep) -> None:
+    def _take_time(self, sent: SentStep) -> None:
         """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
         before, self._ended = self._ended, sent.ended
-        if self.scheduler.pace is not None and sent.tokens is not None:
-            self.scheduler.pace.observe(sent.decoding, sent.prompt_tokens, sent.seconds(before))
+        pace, tier = self.scheduler.pace, self.scheduler.tier
+        if sent.tokens is not None and (pace is not None or tier is not None):
+            seconds = sent.seconds(before)
+            if pace is not None:
+                pace.observe(sent.decoding, sent.prompt_tokens, seconds)
+            if tier is not None:
+                tier.speeds.computed(sent.prompt_tokens, seconds)
         if self.speculator is not None:
             now, landed = time.perf_counter(), self._decoded_at
             self._decoded_at = None if sent.prompt_tokens or not sent.decoding else now
             if self._decoded_at is not None:
                 # From landing to landing: a step with drafts has to be worth the time of the host before it too.
-                seconds = None if landed is None else now - landed
-                self.speculator.stepped(sent.decoding, sum(map(len, sent.drafts)), seconds)
+                between = None if landed is None else now - landed
+                self.speculator.stepped(sent.decoding, sum(map(len, sent.drafts)), between)
 
-    def _fail(self, sent: _SentStep, error: BaseException) -> list[TokenOutput]:
+    def _fail(self, sent: SentStep, error: BaseException) -> list[TokenOutput]:
         """A step raised: nothing that its sequences hold can be trusted, so they end and give it back.
 
         Nor can restore points: the step may have been about to write or move any of them. A step that was sent off
@@ -387,6 +424,10 @@ class Engine:
                 f"{len(request.prompt)} tokens"
             )
 
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter and (self.adapters is None or not self.adapters.is_known(request.adapter)):
+            raise ValueError(f"request {request.id}: adapter {request.adapter} is not loaded, or no longer")
+
     def _check_tokens(self, request: Request) -> None:
         """Numbers outside the vocabulary would read past the end of a table on the device."""
         vocab_size, params = self.sampler.vocab_size, request.params
@@ -401,181 +442,6 @@ class Engine:
         for what, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > vocab_size:
                 raise ValueError(f"request {request.id}: {what} {count} exceeds the vocabulary of {vocab_size:,}")
-
-
-@dataclass(slots=True)
-class _SentStep:
-    """A step on its way: who samples in it, whose memory it touches, and where its results will be."""
-
-    sampling: list[Request]
-    touched: list[Request]
-    slots: NDArray[np.int64]  # of those that sample
-    drafts: list[Tokens]  # of those that sample; empty where none has any
-    decoding: int
-    prompt_tokens: int
-    follows: bool  # another step was on its way when this one was sent off
-    routed_slots: dict[Request, int]  # of those that sample and want routed experts
-    sent_at: float = field(default_factory=lambda: time.perf_counter())
-    ended: _Moment | None = None
-    tokens: _HostCopy | None = None
-    logprobs: _HostLogprobs | None = None
-    logprob_rows: Sequence[int] = ()
-    prompt_logprobs: list[_PromptLogprobs] = field(default_factory=list)
-    pooled: list[_Pooled] = field(default_factory=list)
-    error: BaseException | None = field(default_factory=lambda: RuntimeError("the step was never run"))
-    stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
-    matchers_advanced: bool = False
-
-    def seconds(self, before: _Moment | None) -> float:
-        """How long it took, now that its tokens are here; `before` is when the step before it ended."""
-        if self.ended is not None and self.ended.at is not None:
-            return self.ended.at - self.sent_at
-        if self.ended is not None and self.follows and before is not None:
-            return self.ended.seconds_since(before)
-        return time.perf_counter() - self.sent_at
-
-    def advance_matchers(self) -> None:
-        """Tell the sampled tokens to the grammars of their requests, once; waits for them."""
-        if self.tokens is not None and not self.matchers_advanced:
-            self.matchers_advanced = True
-            if any(r.matcher is not None for r in self.sampling):
-                tokens = self.tokens.array()
-                for request, row, n in zip(self.sampling, self.first_rows(), self.count_emitted(tokens), strict=True):
-                    if request.matcher is not None and request not in self.stuck:
-                        for token in tokens[row : row + n].tolist():
-                            request.matcher.accept(token)
-
-    def read_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Logprobs by row; those of prompts go to their requests."""
-        for prompt in self.prompt_logprobs:
-            prompt.store()
-        for pooled in self.pooled:
-            pooled.store()
-        if self.logprobs is None or self.tokens is None:
-            return {}
-        tokens, requests = self.tokens.array(), self.row_requests()
-        counts = [requests[row].params.logprobs or 0 for row in self.logprob_rows]
-        read = self.logprobs.read([int(tokens[row]) for row in self.logprob_rows], counts)
-        return dict(zip(self.logprob_rows, read, strict=True))
-
-    # -- rows: a sequence has one, and one for each of its drafts ----------------------------------------------------
-
-    def row_requests(self) -> list[Request]:
-        """Whose each row is."""
-        if not self.drafts:
-            return self.sampling
-        return [r for r, drafts in zip(self.sampling, self.drafts, strict=True) for _ in range(1 + len(drafts))]
-
-    def first_rows(self) -> Sequence[int]:
-        if not self.drafts:
-            return range(len(self.sampling))
-        counts = [0, *(1 + len(drafts) for drafts in self.drafts[:-1])]
-        rows: list[int] = np.cumsum(counts).tolist()
-        return rows
-
-    def drafts_before_rows(self) -> dict[int, Tokens]:
-        """The drafts that each row takes for granted, by row."""
-        rows = zip(self.first_rows(), self.drafts, strict=False)
-        return {row + count: drafts[:count] for row, drafts in rows for count in range(1, len(drafts) + 1)}
-
-    def count_emitted(self, tokens: NDArray[np.int64]) -> list[int]:
-        """How many tokens each sequence gains: its accepted drafts, and the token behind them."""
-        if not self.drafts:
-            return [1] * len(self.sampling)
-        rows = zip(self.first_rows(), self.drafts, strict=True)
-        return [1 + accepted(tokens[row : row + len(drafts)].tolist(), drafts) for row, drafts in rows]
-
-
-class _Moment:
-    """When a device has done all that it was sent so far. By its own clock if it has one: the host may notice late,
-    while it sends off the next step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.at: float | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-        else:
-            self.at = time.perf_counter()
-
-    def seconds_since(self, earlier: _Moment) -> float:
-        """Once both are over, on a device with a clock."""
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-class _HostCopy:
-    """A tensor on its way to the host; `array` waits for it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._landed: torch.Event | None = None
-        if tensor.device.type == "cuda":
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-            self._landed = torch.Event(tensor.device)
-            self._landed.record()
-            tensor = host
-        self._tensor = tensor
-
-    def array(self) -> NDArray[np.int64]:
-        if self._landed is not None:
-            self._landed.synchronize()
-        array: NDArray[np.int64] = self._tensor.cpu().numpy()
-        return array
-
-
-class _HostLogprobs:
-    def __init__(self, logprobs: TopLogprobs) -> None:
-        self.rows = len(logprobs.chosen)
-        self._parts = [_HostCopy(t) for t in (logprobs.chosen, logprobs.top, logprobs.top_tokens)]
-
-    def read(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-        """One entry per row: its token, and as many of the likeliest as that row asked for."""
-        columns = zip(tokens, counts, *(part.array().tolist() for part in self._parts), strict=True)
-        return [
-            TokenLogprobs(token, chosen, tuple(zip(top_tokens[:count], top[:count], strict=True)))
-            for token, count, chosen, top, top_tokens in columns
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptLogprobs:
-    """Logprobs of prompt tokens from `start` on."""
-
-    request: Request
-    start: int
-    slices: list[_HostLogprobs]
-
-    def store(self) -> None:
-        """Add to the request what it does not have yet: a preempted one computes its prompt again, in other chunks."""
-        known = self.request.prompt_logprobs
-        start = self.start
-        for logprobs in self.slices:
-            tokens = self.request.prompt[start : start + logprobs.rows].tolist()
-            if start <= len(known) < start + logprobs.rows:
-                counts = [self.request.params.prompt_logprobs or 0] * len(tokens)
-                known += logprobs.read(tokens, counts)[len(known) - start :]
-            start += logprobs.rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Pooled:
-    """What a chunk from `start` on adds to its request's embedding."""
-
-    request: Request
-    start: int
-    part: _HostCopy
-
-    @classmethod
-    def of(cls, request: Request, start: int, hidden: Tensor) -> _Pooled:
-        rows = hidden.float()
-        return cls(request, start, _HostCopy(rows.sum(0) if request.pooling == "mean" else rows[-1]))
-
-    def store(self) -> None:
-        """A preempted request computes its prompt again, from the beginning."""
-        request, part = self.request, self.part.array().astype(np.float32)
-        adds = request.pooled is not None and self.start > 0 and request.pooling == "mean"
-        request.pooled = request.pooled + part if adds and request.pooled is not None else part
 
 
 def _outputs(request: Request, before: int, row: int, logprobs: dict[int, TokenLogprobs]) -> Iterator[TokenOutput]:
@@ -611,28 +477,6 @@ def _check_grammar(request: Request) -> None:
             f"request {request.id}: its grammar ends with the stop tokens {sorted(request.grammar.stop_ids)}, but not "
             "all of them end the request; leave ignore_eos out"
         )
-
-
-def _wants_prompt_logprobs(request: Request, start: int) -> bool:
-    """Whether a chunk that begins at `start` predicts prompt tokens whose logprobs are wanted."""
-    return request.params.prompt_logprobs is not None and start < len(request.prompt) - 1
-
-
-def _prompt_logprobs(
-    request: Request, start: int, tokens: int, logits_of: Callable[[slice], Tensor]
-) -> _PromptLogprobs:
-    """Of the prompt tokens that a chunk of so many from `start` on predicts, in slices of rows to bound memory.
-
-    The logits of token i predict token i + 1.
-    """
-    targets = request.prompt[start + 1 : start + 1 + tokens].astype(np.int64)
-    slices = []
-    for first in range(0, len(targets), LOGPROB_ROWS):
-        some = targets[first : first + LOGPROB_ROWS]
-        logits = logits_of(slice(first, first + len(some)))
-        count = request.params.prompt_logprobs or 0
-        slices.append(_HostLogprobs(top_logprobs(logits, to_device(some, logits.device), count)))
-    return _PromptLogprobs(request, start + 1, slices)
 
 
 def _touched_slots(batch: Batch) -> list[int]:

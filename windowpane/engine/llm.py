@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from windowpane.engine.adapters import LoRARequest
 from windowpane.engine.progress import busy
 from windowpane.engine.start import start
 from windowpane.schedule.request import Pooling, Request, SamplingParams
@@ -60,6 +61,7 @@ class LLM:
         self.plan: Plan = started.plan
         self._text_source = started.text_source
         self._answers: dict[Request, Answer] = {}
+        self._loaded_adapters: dict[int, tuple[LoRARequest, int]] = {}  # with their numbers, by lora_int_id
         self._names = count()
         self._engine_lock = threading.RLock()  # streams may be read by several threads
 
@@ -94,14 +96,18 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Completion]:
         """Answer all prompts together; one completion each, in order.
 
         A prompt is text, token ids (a list, an array or a tensor), or chat messages. `sampling_params` are one for all,
-        or one per prompt.
+        or one per prompt, and so is `lora_request`, an adapter (with `enable_lora=True`).
         """
         several = [self._rendered(prompt) for prompt in _several(prompts)]
-        return self._answered(several, _one_each(sampling_params, len(several)))
+        adapters = self._adapters(lora_request, len(several))
+        adapted = [replace(prompt, adapter=adapter) for prompt, adapter in zip(several, adapters, strict=True)]
+        return self._answered(adapted, _one_each(sampling_params, len(several)))
 
     def chat(
         self,
@@ -113,6 +119,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> Completion:
         """Answer the last of `messages` (`{"role": …, "content": …}`), by the model's own chat template.
 
@@ -128,6 +135,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
         )
+        prompt = replace(prompt, adapter=self._adapters(lora_request, 1)[0])
         return self._answered([prompt], [sampling_params or SamplingParams()])[0]
 
     def stream(
@@ -137,6 +145,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str = "auto",
+        lora_request: LoRARequest | None = None,
     ) -> Stream:
         """Answer one prompt piece by piece: iterate for the text (`for` or `async for`), then read `completion`.
 
@@ -149,6 +158,7 @@ class LLM:
         if tools and not _is_chat(one):
             raise ValueError("tools are for chats; give messages")
         rendered = self._rendered(one, tools=tools, tool_choice=tool_choice)
+        rendered = replace(rendered, adapter=self._adapters(lora_request, 1)[0])
         return Stream(self, rendered, self._submit(rendered, params))
 
     def embed(
@@ -194,6 +204,26 @@ class LLM:
         made = chat_prompt(self._chat_template, self.tokenizer, prompt, tools=tools, **settings)
         return _Rendered(made.token_ids, made, list(tools or ()), tool_choice)
 
+    def _adapters(self, asked: LoRARequest | Sequence[LoRARequest | None] | None, prompts: int) -> list[int]:
+        """The number of each prompt's adapter, loaded when it is first asked for; 0 for none."""
+        each = [asked] * prompts if asked is None or isinstance(asked, LoRARequest) else list(asked)
+        if len(each) != prompts:
+            raise ValueError(f"{prompts} prompts and {len(each)} lora_requests; give one for all, or one per prompt")
+        with self._engine_lock:
+            return [0 if one is None else self._adapter(one) for one in each]
+
+    def _adapter(self, asked: LoRARequest) -> int:
+        adapters = self.engine.adapters
+        if adapters is None:
+            raise ValueError("lora_request needs an engine with adapters: LLM(enable_lora=True, max_loras=…)")
+        known = self._loaded_adapters.get(asked.lora_int_id)
+        if known is None:
+            known = asked, adapters.load(f"{asked.lora_int_id}: {asked.lora_name}", asked.lora_path).number
+            self._loaded_adapters[asked.lora_int_id] = known
+        if known[0] != asked:
+            raise ValueError(f"lora_int_id {asked.lora_int_id} is {known[0]}; give {asked.lora_name!r} another number")
+        return known[1]
+
     def _answered(self, prompts: Sequence[_Rendered], each: Sequence[SamplingParams]) -> list[Completion]:
         pairs = list(zip(prompts, each, strict=True))
         submitted = (self._submit(prompt, own.for_choice(i)) for prompt, own in pairs for i in range(own.n))
@@ -230,6 +260,7 @@ class LLM:
             message_ends=chat.message_ends if chat is not None and caches else (),
             grammar=grammar,
             pooling=pooling,
+            adapter=prompt.adapter,
         )
         parser = self._parser(prompt)
         kept = () if parser is None or tokenizer is None else kept_special_ids(tokenizer, parser.markers)
@@ -294,6 +325,7 @@ class _Rendered:
     chat: ChatPrompt | None = None
     tools: list[Mapping[str, Any]] = field(default_factory=list)
     tool_choice: str = "auto"
+    adapter: int = 0
 
 
 class Stream:

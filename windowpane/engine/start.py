@@ -10,19 +10,23 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windowpane.engine.accounts import print_accounts
-from windowpane.engine.devices import resolve_config, resolve_devices, resolve_plan
+from windowpane.engine.devices import check_host_memory, resolve_config, resolve_devices, resolve_plan
 from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
+from windowpane.kv.tier import HostTier
 from windowpane.models.spec import ModelSpec
+from windowpane.models.tensors import ONLY_RANK
 from windowpane.plan.planner import Plan
+from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.scheduler import Scheduler
 
@@ -92,6 +96,7 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
         spec, source = find_model(model, options)
         spec, drafter_source = find_drafter(spec, config.drafting, options)
 
+    from windowpane.engine.adapters import EngineAdapters
     from windowpane.engine.engine import Engine
     from windowpane.engine.sampler import Sampler
     from windowpane.models.running import runnable
@@ -99,23 +104,44 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     runnable(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     runnable(spec, on_gpu=devices[0].type == "cuda")
-    if spec.drafter is not None and (len(devices) > 1 or devices[0].type == "cuda"):
-        raise ValueError("--speculative-config: models draft on one CPU so far; use method 'ngram' or --device cpu")
+    if spec.drafter is not None:
+        if len(devices) > 1:
+            raise ValueError("--speculative-config: models draft on one device so far; use method 'ngram'")
+        if devices[0].type == "cuda" and spec.drafter.decoder.caches:
+            raise ValueError(
+                "--speculative-config: on a GPU, models draft that keep nothing of their own (Gemma 4's assistants); "
+                "use method 'ngram' or --device cpu"
+            )
     config = resolve_config(config, flags, devices)
+    check_host_memory(config)
     plan = resolve_plan(spec, config, devices, options.dtype)
     config = plan.sizing.config  # --fit may ask for more sequences
     assert plan.capacity is not None
     sizes = (plan.capacity.num_slabs, config.max_num_seqs, plan.max_model_len)
     manager = KVManager(plan.sizing.layout, *sizes, plan.sizing.rollback_tokens)
     points = RestorePoints(manager) if config.enable_prefix_caching else None
+    tier = None
+    if points is not None and plan.sizing.host.num_slabs:
+        tier = HostTier(points, plan.sizing.host.num_slabs)
     pace = Pace(config.max_itl_ms / 1e3) if config.max_itl_ms else None
+    slots = AdapterSlots(config.max_loras) if config.enable_lora else None
     scheduler = Scheduler(
-        manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens
-    )
-    ranks = start_ranks(_job(plan, options, source, drafter_source), devices, console)
+        manager, config.batched_tokens, restore_points=points, pace=pace, draft_tokens=config.draft_tokens,
+        tier=tier, adapter_slots=slots,
+    )  # fmt: skip
+    job = _job(plan, options, source, drafter_source)
+    ranks = start_ranks(job, devices, console)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
     speculator = None if config.drafting is None else _speculator(config.drafting, ranks.own)
-    engine = Engine(scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator)
+    adapters = None
+    if slots is not None and ranks.own.adapters is not None:
+        place = ONLY_RANK if ranks.workers is None else ranks.workers.group.place
+        read = partial(job.read_adapter, runner=ranks.own, place=place)
+        adapters = EngineAdapters(ranks.own.adapters, slots, read, ranks.workers)
+    engine = Engine(
+        scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator,
+        adapters=adapters,
+    )  # fmt: skip
     if console is not None:
         print_accounts(console, plan, ranks.reports)
     return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
@@ -146,10 +172,12 @@ def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source:
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
         rollback_tokens=plan.sizing.rollback_tokens,
+        host_slabs=plan.sizing.host.num_slabs,
         drafter_source=drafter_source,
         use_graphs=not config.enforce_eager,
         use_chain=config.enable_layer_chain,
-        need_bytes=plan.capacity.arena_bytes + plan.budget.weights_bytes + plan.budget.activation_bytes,
+        need_bytes=plan.capacity.arena_bytes + plan.budget.before_kv_bytes - plan.budget.runtime_bytes,
+        adapter_room=config.adapter_room,
         calibration=_calibration(plan, source, options.load_format),
     )
 

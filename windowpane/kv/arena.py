@@ -131,6 +131,17 @@ class Arena:
             return fresh
         return np.concatenate([np.array(taken, dtype=np.int32), fresh, np.array(more, dtype=np.int32)])
 
+    def take_packed(self, group: int, pages: int) -> Offsets:
+        """`take`, with the gaps of others first and no more fresh slabs than there have to be."""
+        taken: list[int] = []
+        for slab in list(self._gaps[group]):
+            if len(taken) == pages:
+                break
+            taken += self._take_gaps(group, slab, pages - len(taken))
+        fresh = self._take_fresh(group, pages - len(taken), Cursor())
+        self.used_pages[group] += pages
+        return np.concatenate([np.array(taken, dtype=np.int32), fresh])
+
     def take_one(self, group: int, cursor: Cursor, tag: int = 0) -> int:
         """`take` and `tag` for a single page, without array overhead: this is what a decoding sequence does."""
         gaps = self._gaps[group]

@@ -29,10 +29,19 @@ class ReservationError(Exception):
 
 
 class Books:
-    """Pages of all groups and who may have them. They move pages and give up restore points; lengths are not theirs."""
+    """Pages of all groups and who may have them. They give up restore points and, if they may, move pages together;
+    lengths are not theirs.
+    """
 
     def __init__(
-        self, layout: Layout, num_slabs: int, num_slots: int, max_model_len: int, rollback_tokens: int
+        self,
+        layout: Layout,
+        num_slabs: int,
+        num_slots: int,
+        max_model_len: int,
+        rollback_tokens: int,
+        *,
+        moves_pages: bool = True,
     ) -> None:
         groups = range(len(layout.groups))
         self.layout = layout
@@ -52,6 +61,8 @@ class Books:
         self.outgoing: dict[Place, Ids] = {}
         # Ring columns whose page moved in that step: the device's tables do not have the new offset yet.
         self.moved_columns: set[Place] = set()
+        self.transit: dict[int, list[Ids]] = {}  # shared pages by group that a transfer holds, by its number
+        self._moves_pages = moves_pages
         self.log = ChangeLog(len(layout.groups))
         self.moved_pages = 0
         self.evictions = 0
@@ -147,6 +158,16 @@ class Books:
         if len(unheld := ids[holders == 0]):
             self.live_pages[g] += len(unheld)
             self._count_freeable(g, unheld[shared.point_counts[unheld] == 1], -1)
+
+    def send(self, number: int, pages: list[Ids]) -> None:
+        """A transfer between tiers reads or writes these shared pages, by group, until it has landed."""
+        self.transit[number] = pages
+        for g, ids in enumerate(pages):
+            self.hold(g, ids)
+
+    def land(self, number: int) -> None:
+        for g, ids in enumerate(self.transit.pop(number)):
+            self.let_go(g, ids)
 
     def let_go(self, g: int, ids: Ids) -> None:
         """One holder less: a page that restore points keep becomes cached, any other is free."""
@@ -268,6 +289,47 @@ class Books:
         self.evictions += 1
         self.drop(victim)
 
+    def give_way(self, demand: Sequence[int]) -> bool:
+        """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
+
+        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
+        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
+        """
+        pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
+        if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
+            return False
+        for point in list(self.points):
+            if self.can_reserve(demand):
+                break
+            if not point.pending and self._pins(point):
+                self.evictions += 1
+                self.drop(point)
+        return self.can_reserve(demand)
+
+    def _pinned_by_one(self, g: int) -> int:
+        """Window pages that one running sequence would have to itself if restore points were given up."""
+        if not self.tables[g].is_ring:
+            return 0
+        shared = self.shared[g]
+        pinned = (shared.slots == 1) & (shared.point_counts > 0)
+        for point in self.points:
+            if point.pending:
+                pinned[point.pages[g]] = False
+        for pages in self.transit.values():
+            pinned[pages[g]] = False
+        for place, ids in self.outgoing.items():
+            if place[0] == g:
+                pinned[ids] = False
+        return int(np.count_nonzero(pinned))
+
+    def _pins(self, point: RestorePoint) -> bool:
+        """Whether this restore point keeps a window page that exactly one running sequence holds."""
+        for g, table in enumerate(self.tables):
+            shared, ids = self.shared[g], point.pages[g]
+            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
+                return True
+        return False
+
     def victim(self) -> RestorePoint | None:
         """The restore point that saves the fewest recomputed tokens per byte that giving it up would free.
 
@@ -292,6 +354,10 @@ class Books:
         freeable_bytes = int(self._freeable_bytes[point.number])
         return self._score(point, freeable_bytes) if freeable_bytes else None
 
+    def freeable_bytes(self, points: Iterable[RestorePoint]) -> int:
+        """What giving up each of these alone would free, added up."""
+        return int(self._freeable_bytes[[point.number for point in points]].sum())
+
     def _score(self, point: RestorePoint, freeable_bytes: int) -> float:
         return self.worth(point) / freeable_bytes / (1 + self.clock - point.last_used)
 
@@ -300,6 +366,8 @@ class Books:
 
     def _compact_any(self) -> int:
         """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+        if not self._moves_pages:
+            return 0
         groups = range(len(self.tables))
         for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
             moves = self.arena.compact(g)
@@ -349,6 +417,8 @@ class Books:
             for column in columns.tolist():
                 self._log_moved(g, slot, column)
         moved = set(ids.tolist())
+        if any(not moved.isdisjoint(pages[g].tolist()) for pages in self.transit.values()):
+            self.log.settle()
         for place, outgoing in self.outgoing.items():
             if place[0] == g and not moved.isdisjoint(outgoing.tolist()):
                 self.log.moved_read(place)
@@ -416,6 +486,9 @@ class Books:
             if point.pending:
                 for offset in self.shared[g].offsets[point.pages[g]].tolist():
                     held[offset] = held.get(offset, 0) + 1
+        for pages in self.transit.values():
+            for offset in self.shared[g].offsets[pages[g]].tolist():
+                held[offset] = held.get(offset, 0) + 1
         return held
 
     def _count_kept(self, g: int) -> dict[int, int]:

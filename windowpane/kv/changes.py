@@ -42,12 +42,24 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
+class PageTransfer:
+    """Pages to copy between the arena and the host's, beside steps: by group, their offsets in each."""
+
+    number: int
+    to_host: bool
+    pages: tuple[tuple[int, Offsets, Offsets], ...]  # group, offsets in the arena, offsets in the host's
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
-    """In order: copy pages, then update table entries.
+    """In order: copy pages, then update table entries and begin transfers.
 
     `late` updates replace a shared page that this step still reads: the step writes to the new page, but reads the old
     one, so tables for reading take them over only after it. `moved_reads` are such old pages that had to move within
     this very step: they concern tables for reading only, and at once. `tails` are written with the step's own tokens.
+
+    `transfers` begin once all earlier steps and the copies of this one are done, and go on beside it. The step itself
+    may read or write pages of earlier ones: those that have `landed`, or, where it has to `settle`, all of them.
     """
 
     copies: tuple[Move, ...] = ()
@@ -55,6 +67,9 @@ class Changes:
     late: tuple[TableUpdate, ...] = ()
     moved_reads: tuple[TableUpdate, ...] = ()
     tails: tuple[Tail, ...] = ()
+    transfers: tuple[PageTransfer, ...] = ()
+    landed: tuple[int, ...] = ()
+    settle: bool = False
 
 
 NO_CHANGES = Changes()
@@ -69,6 +84,9 @@ class ChangeLog:
         self._late = [_Places() for _ in range(num_groups)]
         self._moved_reads: set[Place] = set()
         self._tails: list[tuple[int, int, int, int, Ids]] = []
+        self._transfers: list[tuple[int, bool, Sequence[tuple[int, Ids, Offsets]]]] = []
+        self._landed: list[int] = []
+        self._settle = False
         self._empty = True
 
     def copy(self, group: int, sources: Iterable[int], targets: Iterable[int]) -> None:
@@ -92,6 +110,30 @@ class ChangeLog:
         self._empty = False
         self._tails.append((group, slot, start, stop, ids))
 
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self._transfers)
+
+    def transfer(self, number: int, pages: Sequence[tuple[int, Ids, Offsets]], *, to_host: bool) -> None:
+        """Begin to copy shared pages, by group, from or to these offsets in the host's arena."""
+        self._empty = False
+        self._transfers.append((number, to_host, pages))
+
+    def landed(self, number: int) -> None:
+        """The pages of this transfer may be read and written from now on."""
+        self._empty = False
+        self._landed.append(number)
+
+    def settle(self) -> None:
+        """The step moves or gives away pages of transfers that have not landed: it waits for them."""
+        self._empty = False
+        self._settle = True
+
+    def forget_transfers(self) -> None:
+        """Those that were not told yet shall not begin; the next step waits for all that have begun."""
+        self._transfers = []
+        self.settle()
+
     def close(
         self, tables: Sequence[PageTable], shared: Sequence[SharedPages], outgoing: Mapping[Place, Ids]
     ) -> Changes:
@@ -104,7 +146,14 @@ class ChangeLog:
             _drain(self._late, tables),
             tuple(_moved(place, shared[place[0]].offsets[outgoing[place]]) for place in self._moved_reads),
             tuple(_tail(tables[tail[0]], shared[tail[0]], *tail) for tail in self._tails),
+            tuple(
+                PageTransfer(number, to_host, tuple((g, shared[g].offsets[ids], offsets) for g, ids, offsets in pages))
+                for number, to_host, pages in self._transfers
+            ),
+            tuple(self._landed),
+            self._settle,
         )
+        self._transfers, self._landed, self._settle = [], [], False
         self.copies = []
         self._tails = []
         self._moved_reads.clear()

@@ -116,7 +116,7 @@ class KVManager:
             self.books.promise(slot, demand)
         else:
             length = resume.length if length is None else length
-            resumed = [self._resumed_part(g, resume, length) for g in range(len(self.tables))]
+            resumed = [self.resumed_part(g, resume, length) for g in range(len(self.tables))]
             for g, ids in enumerate(resumed):
                 self.books.hold(g, ids)  # taking pages may give up the restore point itself, but not these
             self._adopt(slot, tokens, resumed, length)
@@ -131,15 +131,26 @@ class KVManager:
             self.books.let_go(g, ids)
         self._reopen(slot)
 
+    def claim(self, slot: int, tokens: int, point: RestorePoint) -> None:
+        """Reserve what `start` from a pending point will need: the slot stays empty until `start_claimed`."""
+        self.reserved_tokens[slot] = tokens
+        self.books.promise(slot, self.start_demand(tokens, point))
+
+    def start_claimed(self, slot: int, point: RestorePoint) -> None:
+        """The pages of that point have arrived."""
+        tokens = self.reserved_tokens[slot]
+        self.release(slot)
+        self.start(slot, tokens, point)
+
     def start_demand(self, tokens: int, resume: RestorePoint | None = None, length: int | None = None) -> list[int]:
         """Pages per group that `start` needs: new ones, and those of the restore point that are only cached."""
         demand = self.demand(tokens)
         if resume is not None:
             length = resume.length if length is None else length
             for g, table in enumerate(self.tables):
-                ids = self._resumed_part(g, resume, length)
+                ids = self.resumed_part(g, resume, length)
                 if not table.is_ring:
-                    demand[g] -= len(self._shared_part(g, ids, length))
+                    demand[g] -= len(self.shared_part(g, ids, length))
                 demand[g] += int(np.count_nonzero(self.books.shared[g].slots[ids] == 0))
         return demand
 
@@ -340,22 +351,8 @@ class KVManager:
         return length
 
     def give_way(self, demand: Demand) -> bool:
-        """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
-
-        A sequence whose window page a restore point pins was promised another page in its place; giving the point up
-        returns that promise. Where giving up all of them would not be enough, none is given up and the answer is False.
-        """
-        books = self.books
-        pinned = [self._pinned_by_one(g) for g in range(len(self.tables))]
-        if not self.can_reserve([d - p for d, p in zip(demand, pinned, strict=True)]):
-            return False
-        for point in list(books.points):
-            if self.can_reserve(demand):
-                break
-            if not point.pending and self._pins(point):
-                books.evictions += 1
-                books.drop(point)
-        return self.can_reserve(demand)
+        """Give up restore points whose pages running sequences pin, until `demand` can be reserved: see `books`."""
+        return self.books.give_way(demand)
 
     def use_for_restoring(
         self, worth: Callable[[RestorePoint], float], on_drop: Callable[[RestorePoint], None]
@@ -535,29 +532,7 @@ class KVManager:
             for g, table in enumerate(self.tables)
         ]
 
-    def _pinned_by_one(self, g: int) -> int:
-        """Window pages that one running sequence would have to itself if restore points were given up."""
-        if not self.tables[g].is_ring:
-            return 0
-        shared = self.books.shared[g]
-        pinned = (shared.slots == 1) & (shared.point_counts > 0)
-        for point in self.books.points:
-            if point.pending:
-                pinned[point.pages[g]] = False
-        for place, ids in self.books.outgoing.items():
-            if place[0] == g:
-                pinned[ids] = False
-        return int(np.count_nonzero(pinned))
-
-    def _pins(self, point: RestorePoint) -> bool:
-        """Whether this restore point keeps a window page that exactly one running sequence holds."""
-        for g, table in enumerate(self.tables):
-            shared, ids = self.books.shared[g], point.pages[g]
-            if table.is_ring and ((shared.slots[ids] == 1) & (shared.point_counts[ids] >= 1)).any():
-                return True
-        return False
-
-    def _resumed_part(self, g: int, point: RestorePoint, length: int) -> Ids:
+    def resumed_part(self, g: int, point: RestorePoint, length: int) -> Ids:
         """Pages of a restore point that a sequence of `length` tokens can be asked for."""
         table, ids = self.tables[g], point.pages[g]
         if length == point.length or not (table.grows or table.is_ring):
@@ -571,7 +546,7 @@ class KVManager:
             first = self._held(g, length).start // block - self._held(g, point.length).start // block
         return ids[first * stripes : (first + columns) * stripes]
 
-    def _shared_part(self, g: int, resumed: Ids, length: int) -> Ids:
+    def shared_part(self, g: int, resumed: Ids, length: int) -> Ids:
         """The pages among them that it shares: all but a partly filled last one, and no state."""
         table = self.tables[g]
         if isinstance(table.group.retention, State):
@@ -585,7 +560,7 @@ class KVManager:
         self.lengths[slot] = length
         demand = self.demand(tokens)
         for g, table in enumerate(self.tables):
-            ids = self._shared_part(g, resumed[g], length)
+            ids = self.shared_part(g, resumed[g], length)
             books.hold(g, ids)
             columns = table.held_columns(length)[: len(ids) // table.group.stripes]
             if len(columns):
@@ -598,7 +573,7 @@ class KVManager:
         books.promise(slot, demand)
         for g, table in enumerate(self.tables):
             stripes = table.group.stripes
-            partly = table.held_columns(length)[len(self._shared_part(g, resumed[g], length)) // stripes :]
+            partly = table.held_columns(length)[len(self.shared_part(g, resumed[g], length)) // stripes :]
             if len(partly):
                 books.fill(g, slot, partly)
                 self._copy(g, books.shared[g].offsets[resumed[g][-stripes:]], table.entries[slot, partly[0]])

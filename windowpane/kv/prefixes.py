@@ -102,6 +102,10 @@ class PrefixTree(Generic[V]):
         elif node.value is None and len(node.children) == 1:
             self._merge(node)
 
+    def key_of(self, root: Node[V]) -> Hashable:
+        """The key that the sequences from this root are under."""
+        return self._keys[root]
+
     def __len__(self) -> int:
         """Nodes, roots excepted."""
         return sum(1 for root in self._roots.values() for node in root.below()) - len(self._roots)

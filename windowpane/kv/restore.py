@@ -7,17 +7,16 @@ place. Points are kept at the ends of messages, prompts and answers, and where t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
+from windowpane.kv.index import PointIndex
 from windowpane.kv.manager import KVManager
-from windowpane.kv.prefixes import Node, PrefixTree, Tokens
+from windowpane.kv.prefixes import Tokens
 from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.kv.sharing import RestorePoint
 
 HIDDEN_ROWS = 256  # final hidden states kept, one row each
-NEAREST = 32  # restore points below the place where a prompt parts that are asked whether they reach back to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,9 @@ class Hit:
 
     With `hidden_row`, not even the last token has to be computed. `branch` is how far the prompt is known beyond what
     can be resumed: a restore point there would serve the next request.
+
+    A point `on_host` has to be fetched first, and where there is no room for that, there is `instead`. With `arrives`
+    it is being fetched already: whoever waits for it can resume there.
     """
 
     length: int = 0
@@ -33,6 +35,9 @@ class Hit:
     hidden_row: int | None = None
     branch: int = 0
     miss: str | None = None
+    on_host: RestorePoint | None = None
+    instead: Hit | None = None
+    arrives: bool = False
 
 
 @dataclass(slots=True)
@@ -54,11 +59,13 @@ class RestorePoints:
 
     def __init__(self, manager: KVManager, hidden_rows: int = HIDDEN_ROWS) -> None:
         self.manager = manager
-        self._tree: PrefixTree[RestorePoint] = PrefixTree()
-        self._nodes: dict[RestorePoint, Node[RestorePoint]] = {}
+        self.index = PointIndex()
         self._free_hidden = list(range(hidden_rows - 1, -1, -1))
         self._queries = self._hits = 0
-        manager.use_for_restoring(self._worth, self._dropped)
+        # Whoever keeps copies of them hears of every one that is entered or given up.
+        self.on_add: Callable[[RestorePoint], None] = lambda point: None
+        self.on_drop: Callable[[RestorePoint], None] = lambda point: None
+        manager.use_for_restoring(self.index.worth, self._dropped)
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
@@ -67,24 +74,16 @@ class RestorePoints:
 
         `may_skip_last`: the last one too may be skipped where its final hidden state is kept.
         """
-        common, node = self._tree.match(key, tokens)
-        if node is None or common < MIN_PREFIX_TOKENS:
+        found = self.index.find(key, tokens)
+        common, point = found.common, found.exact
+        if common < MIN_PREFIX_TOKENS:
             return Hit(miss="no earlier request began with these tokens")
-        point = node.value if common == len(tokens) == node.end else None
         if may_skip_last and point is not None and point.hidden_row is not None and not point.pending:
             return Hit(len(tokens), point, point.hidden_row)
-        limit = min(common, len(tokens) - 1)
-        best = Hit()
-        for candidate in (*node.path(), *islice(node.below(), NEAREST)):
-            point = candidate.value
-            if point is None or point.pending:
-                continue
-            length = self.manager.longest_resume(point, limit)
-            if length > best.length:
-                best = Hit(length, point)
-        if best.length < MIN_PREFIX_TOKENS:
+        length, point = found.longest(len(tokens) - 1, self.manager.longest_resume)
+        if length < MIN_PREFIX_TOKENS:
             return Hit(branch=common, miss=f"{common} tokens are known, but no restore point was kept among them")
-        return Hit(best.length, best.point, branch=common if common > best.length else 0)
+        return Hit(length, point, branch=common if common > length else 0)
 
     def count(self, prompt_tokens: int, hit_tokens: int) -> None:
         """One request was admitted."""
@@ -100,8 +99,7 @@ class RestorePoints:
 
     def is_kept(self, key: str, tokens: Tokens) -> bool:
         """Whether there is a restore point at the end of exactly these tokens."""
-        common, node = self._tree.match(key, tokens)
-        return node is not None and common == node.end == len(tokens) and node.value is not None
+        return self.index.find(key, tokens).exact is not None
 
     def add(self, key: str, tokens: Tokens, point: RestorePoint, hidden_row: int | None = None) -> bool:
         """Enter a restore point at the end of these tokens.
@@ -109,18 +107,16 @@ class RestorePoints:
         One that is there already stays, and `point` is dropped, unless only the new one has its final hidden state.
         """
         assert len(tokens) == point.length
-        node = self._tree.insert(key, tokens)
-        earlier = node.value
+        earlier = self.index.find(key, tokens).exact
         if earlier is not None:
             if hidden_row is None or earlier.hidden_row is not None or earlier.pending:
                 self.give_back_hidden(hidden_row)
                 self.manager.drop(point)
                 return False
             self.manager.drop(earlier)
-            node = self._tree.insert(key, tokens)
         point.hidden_row = hidden_row
-        node.value = point
-        self._nodes[point] = node
+        self.index.put(key, tokens, point)
+        self.on_add(point)
         return True
 
     def is_worth_its_room(self, before: int, length: int) -> bool:
@@ -154,21 +150,11 @@ class RestorePoints:
 
     # -- what the books ask ----------------------------------------------------------------------------------------
 
-    def _worth(self, point: RestorePoint) -> float:
-        """Tokens that would be computed again without it: those since the restore point before it."""
-        node = self._nodes.get(point)
-        if node is None:
-            return point.length
-        before = node.parent
-        while before is not None and before.value is None:
-            before = before.parent
-        return node.end - (before.end if before is not None else 0)
-
     def _dropped(self, point: RestorePoint) -> None:
-        node = self._nodes.pop(point, None)
-        if node is not None:
+        if point in self.index:
+            self.index.remove(point)
             self.give_back_hidden(point.hidden_row)
-            self._tree.remove(node)
+            self.on_drop(point)
 
 
 def prompt_marks(ends: Sequence[int], branch: int, hit: int, prompt_tokens: int, *, one_only: bool) -> list[int]:

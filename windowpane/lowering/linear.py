@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from windowpane.attention.scores import Scores
+from windowpane.lowering.adapters import Adapters, LinearAdapter
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.packed import (
     JoinedWeight,
@@ -38,12 +39,14 @@ Weights = dict[str, torch.Tensor | PackedWeight | StripWeight]
 class Linear:
     """x · weightᵀ + bias. It is never changed: another order or basis gives another one.
 
-    `is_partial`: the inputs are split over ranks, so that their products are to be summed.
+    `is_partial`: the inputs are split over ranks, so that their products are to be summed. `adapter`: what is added to
+    its results, by the adapters that rows have.
     """
 
     weight: Weight
     bias: torch.Tensor | None = None
     is_partial: bool = False
+    adapter: LinearAdapter | None = None
 
     @property
     def outputs(self) -> int:
@@ -55,22 +58,27 @@ class Linear:
 
     def __getitem__(self, outputs: slice) -> Linear:
         """Some consecutive outputs, as views."""
-        return replace(self, weight=self.weight[outputs], bias=None if self.bias is None else self.bias[outputs])
+        bias, adapter = (None if one is None else one[outputs] for one in (self.bias, self.adapter))
+        return Linear(self.weight[outputs], bias, self.is_partial, adapter)  # type: ignore[arg-type]
 
     def with_outputs_permuted(self, order: torch.Tensor, count: int | None = None) -> Linear:
         """Every `len(order)` outputs (a head, say) in this order; only of the first `count` where that is given."""
         if count is not None and count < self.outputs:
             return joined(self[:count].with_outputs_permuted(order), self[count:])
         bias = None if self.bias is None else self.bias.view(-1, len(order))[:, order].reshape(-1)
-        return replace(self, weight=permute_outputs(self.weight, order), bias=bias)
+        adapter = None if self.adapter is None else self.adapter.with_outputs_permuted(order)
+        return replace(self, weight=permute_outputs(self.weight, order), bias=bias, adapter=adapter)
 
     def with_inputs_permuted(self, order: torch.Tensor) -> Linear:
         """A Linear for inputs of which every `len(order)` come in this order."""
-        return replace(self, weight=permute_inputs(self.weight, order))
+        adapter = None if self.adapter is None else self.adapter.with_inputs_permuted(order)
+        return replace(self, weight=permute_inputs(self.weight, order), adapter=adapter)
 
     def with_outputs_in(self, basis: torch.Tensor, first: int) -> Linear | None:
-        """Outputs from `first` on in another basis, head by head; None for packed weights, which cannot be changed."""
-        if not isinstance(self.weight, torch.Tensor):
+        """Outputs from `first` on in another basis, head by head; None for what cannot be changed: packed weights, and
+        those that adapters add to.
+        """
+        if not isinstance(self.weight, torch.Tensor) or self.adapter is not None:
             return None
         dim = len(basis)
         heads = self.weight[first:].view(-1, dim, self.inputs)
@@ -82,8 +90,8 @@ class Linear:
         return replace(self, weight=torch.cat([self.weight[:first], changed]), bias=bias)
 
     def with_inputs_in(self, basis: torch.Tensor) -> Linear | None:
-        """A Linear for inputs that come in another basis, head by head; None for packed weights."""
-        if not isinstance(self.weight, torch.Tensor):
+        """A Linear for inputs that come in another basis, head by head; None as for outputs."""
+        if not isinstance(self.weight, torch.Tensor) or self.adapter is not None:
             return None
         heads = self.weight.view(self.outputs, -1, len(basis))
         return replace(self, weight=(heads.float() @ basis).to(heads.dtype).view(self.weight.shape))
@@ -98,6 +106,7 @@ class ExpertLinear:
     weight: Weight
     experts: int
     bias: torch.Tensor | None = None
+    adapter: LinearAdapter | None = None
 
     @property
     def outputs(self) -> int:
@@ -107,12 +116,19 @@ class ExpertLinear:
         rows = slice(expert * self.outputs, (expert + 1) * self.outputs)
         return Linear(self.weight[rows], None if self.bias is None else self.bias[expert])
 
+    def of(self, expert: int, rows: torch.Tensor) -> Linear:
+        """An expert's, with what is added for these rows of the step."""
+        adapter = self.adapter
+        return self[expert] if adapter is None else replace(self[expert], adapter=adapter.of_expert(expert, rows))
+
 
 def joined(first: Linear, *others: Linear) -> Linear:
     """All outputs of one input, one after the other."""
     biases = [one.bias for one in (first, *others) if one.bias is not None]
     weight = stack([single for one in (first, *others) for single in _singles(one.weight)])
-    return replace(first, weight=weight, bias=torch.cat(biases) if biases else None)
+    adapters = [one.adapter for one in (first, *others) if one.adapter is not None]
+    adapter = adapters[0].joined(adapters[1:]) if adapters else None
+    return replace(first, weight=weight, bias=torch.cat(biases) if biases else None, adapter=adapter)
 
 
 def summed(
@@ -121,7 +137,7 @@ def summed(
     """A product whose inputs may be split over ranks: each computes a part of every sum. The bias counts once."""
     if group.place.ranks == 1 or not linear.is_partial:
         return product(x, linear)
-    out = group.all_reduce(product(x, Linear(linear.weight)))
+    out = group.all_reduce(product(x, replace(linear, bias=None)))
     return out if linear.bias is None else out + linear.bias
 
 
@@ -143,11 +159,13 @@ class Parameters:
 
     Tensors are taken out of `weights`, so that projections which are joined do not take their memory twice. Heads whose
     pairs of rotary dims lie otherwise are put into the one order that all lowerings rotate. `target`: where a drafter
-    has no weight of its own, it shares its target's.
+    has no weight of its own, it shares its target's. `adapters`: what rows may add to projections.
     """
 
-    def __init__(self, decoder: Decoder, weights: Weights, target: Parameters | None = None) -> None:
-        self._target = target
+    def __init__(
+        self, decoder: Decoder, weights: Weights, target: Parameters | None = None, adapters: Adapters | None = None
+    ) -> None:
+        self._target, self.adapters = target, adapters
         self._tensors = {name: weights.pop(name) for name in tensors_of(decoder) if target is None or name in weights}
         self._linears: dict[Projection, Linear] = {}
         self._experts: dict[ExpertProjection, ExpertLinear] = {}
@@ -169,7 +187,8 @@ class Parameters:
             weights = [self._tensors.pop(t.name) for t in projection.weights]
             biases = [self.tensor(t) for t in projection.biases]
             bias = torch.cat(biases) if biases else None
-            self._linears[projection] = Linear(stack(weights), bias, projection.splits_inputs)
+            adapter = self.adapters.of(projection) if self.adapters is not None else None
+            self._linears[projection] = Linear(stack(weights), bias, projection.splits_inputs, adapter)
         return self._linears[projection]
 
     def take_linear(self, projection: Projection) -> Linear:
@@ -185,12 +204,14 @@ class Parameters:
             weight: Weight = stack_in_experts(parts, experts)
             biases = [self.tensor(t) for t in projection.biases]
             bias = torch.cat(biases, dim=1) if biases else None
+            adapter = self.adapters.of(projection) if self.adapters is not None else None
             if projection.alternates:
                 outputs = len(weight) // experts
                 order = torch.arange(outputs, device=weight.device).view(-1, 2).t().flatten()
                 weight = permute_outputs(weight, order)
                 bias = None if bias is None else bias[:, order]
-            self._experts[projection] = ExpertLinear(weight, experts, bias)
+                adapter = None if adapter is None else adapter.with_outputs_permuted(order)
+            self._experts[projection] = ExpertLinear(weight, experts, bias, adapter)
         return self._experts[projection]
 
     def take_experts(self, projection: ExpertProjection) -> ExpertLinear:
@@ -198,6 +219,14 @@ class Parameters:
         found = self.experts(projection)
         del self._experts[projection]
         return found
+
+    def convert_weights(self, convert: Callable[[Projection | ExpertProjection, Weight, int], Weight]) -> None:
+        """Each projection's weight (of an expert, so many outputs) in another form; one at a time, as memory allows."""
+        for projection, linear in self._linears.items():
+            self._linears[projection] = replace(linear, weight=convert(projection, linear.weight, linear.outputs))
+        for of_experts, each_one in self._experts.items():
+            weight = convert(of_experts, each_one.weight, each_one.outputs)
+            self._experts[of_experts] = replace(each_one, weight=weight)
 
     def norm(self, norm: Norm | None) -> torch.Tensor | None:
         """The weight in float32, as norms are computed; None where there is none."""

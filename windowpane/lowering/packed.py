@@ -233,9 +233,9 @@ Weight = torch.Tensor | PackedWeight | StripWeight | JoinedWeight
 
 
 def strips_of(weight: Weight) -> tuple[StripWeight, ...]:
-    """The parts of a weight that is all strips, few enough for one product; else nothing."""
+    """The parts of a weight that is all strips of inputs in order, few enough for one product; else nothing."""
     parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
-    found = tuple(part for part in parts if isinstance(part, StripWeight))
+    found = tuple(part for part in parts if isinstance(part, StripWeight) and part.order is None)
     return found if len(found) == len(parts) <= MOST_PARTS else ()
 
 

@@ -1,7 +1,7 @@
-"""Weights as a GGUF file stores them, on a CPU: products and look-ups in compiled kernels, rows of inputs in 8 bits.
+"""Weights of few bits on a CPU: products and look-ups in compiled kernels, rows of inputs in 8 bits.
 
-`StripWeight` holds what `windowpane.models.ggml` describes. A decoder treats it as it treats a tensor [outputs,
-inputs].
+`StripWeight` holds what `windowpane.models.ggml` describes: a tensor of a GGUF file, or a quantized weight of another
+checkpoint. A decoder treats it as it treats a tensor [outputs, inputs].
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_long, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
 
-from windowpane.models.ggml import GGML_TYPES, STRIP_OUTPUTS, StripForm
+from windowpane.models.ggml import STRIP_OUTPUTS, StripForm
 from windowpane.native import build
 from windowpane.native.calls import address, function
 
@@ -27,15 +27,24 @@ class Packed(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("values", "scales")),
-        *((name, c_int64) for name in ("outputs", "inputs", "kind")),
+        *((name, c_int64) for name in ("outputs", "inputs", "columns", "kind", "scaled", "scaled_outputs")),
     )
+
+
+class Units(ctypes.Structure):
+    """`Units` in repack.c."""
+
+    _fields_ = (*((name, c_void_p) for name in ("units", "scales", "zeros")), ("scales_each", c_int64))
 
 
 @dataclass(frozen=True)
 class StripWeight:
+    """`order`: column j is input order[j]. None where columns are in order."""
+
     form: StripForm
     values: torch.Tensor
     scales: torch.Tensor
+    order: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, form: StripForm) -> StripWeight:
@@ -49,13 +58,22 @@ class StripWeight:
         start, stop, _ = outputs.indices(len(self))
         if start % STRIP_OUTPUTS or (stop % STRIP_OUTPUTS and stop != len(self)):
             raise IndexError(f"outputs {start} to {stop} cut through strips of {STRIP_OUTPUTS}")
-        form = StripForm(self.form.kind, stop - start, self.form.inputs)
-        before = StripForm(self.form.kind, start, self.form.inputs)
+        if start % self.form.scaled_outputs or (stop % self.form.scaled_outputs and stop != len(self)):
+            return self._with_scales_of_strips()[start:stop]
+        form, before = replace(self.form, outputs=stop - start), replace(self.form, outputs=start)
         return StripWeight(
             form,
             self.values[before.values_bytes : before.values_bytes + form.values_bytes],
             self.scales[before.scales_bytes : before.scales_bytes + form.scales_bytes],
+            self.order,
         )
+
+    def _with_scales_of_strips(self) -> StripWeight:
+        """Where several strips share scales, each gets its own."""
+        shared = self.scales.view(-(-len(self) // self.form.scaled_outputs), -1)
+        own = shared.repeat_interleave(self.form.scaled_outputs // STRIP_OUTPUTS, 0)[: self.form.strips]
+        form = replace(self.form, scaled_outputs=STRIP_OUTPUTS)
+        return StripWeight(form, self.values, own.flatten(), self.order)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,13 +85,16 @@ class StripWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+        return sum(t.nbytes for t in (self.values, self.scales, self.order) if t is not None)
 
     @cached_property
     def described(self) -> Packed:
         """Where it lies, for kernels; true as long as this object lives."""
         form = self.form
-        return Packed(self.values.data_ptr(), self.scales.data_ptr(), form.outputs, form.inputs, form.kind)
+        return Packed(
+            self.values.data_ptr(), self.scales.data_ptr(), form.outputs, form.held_inputs, form.inputs, form.kind,
+            form.scaled_inputs, form.scaled_outputs,
+        )  # fmt: skip
 
     def fill(self, first: int, rows: torch.Tensor) -> None:
         """Outputs from `first` on, whole strips, from rows of the file's bytes [outputs, row bytes]."""
@@ -81,33 +102,41 @@ class StripWeight:
         part = self[first : first + len(rows)]
         _kernels().repack(ctypes.byref(part.described), rows.data_ptr(), rows.shape[1], torch.get_num_threads())
 
+    def fill_from_units(self, units: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        """All outputs, whole strips, from what `windowpane.models.packing` describes."""
+        if self.form.scaled_outputs > 1:
+            self.scales.copy_(scales.contiguous().view(torch.uint8).flatten())
+        units, scales, zeros = units.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous()
+        source = Units(units.data_ptr(), scales.data_ptr(), address(zeros), scales.shape[1])
+        _kernels().repack_units(ctypes.byref(self.described), ctypes.byref(source), torch.get_num_threads())
+
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """float32 rows [which, inputs], exactly what the file means."""
         which = which.to(torch.int64).contiguous()
-        out = torch.empty(*which.shape, self.form.inputs)
+        out = torch.empty(*which.shape, self.form.held_inputs)
         count = which.numel()
         _kernels().rows(ctypes.byref(self.described), which.data_ptr(), out.data_ptr(), count, torch.get_num_threads())
-        return out
+        return out[..., : self.form.inputs]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole matrix."""
         return self.rows(torch.arange(len(self))).to(dtype)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return packed_linear(x, [self], bias)
+        return packed_linear(x if self.order is None else x.index_select(1, self.order), [self], bias)
 
 
 def packed_linear(x: torch.Tensor, parts: Sequence[StripWeight], bias: torch.Tensor | None) -> torch.Tensor:
-    """x [rows, inputs] · weightᵀ + bias for weights of one input, one above the other."""
+    """x [rows, inputs] · weightᵀ + bias for weights of one input, in one order, one above the other."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows, inputs = x.shape
+    rows = len(x)
     out = x.new_empty(rows, sum(map(len, parts)))
-    quantized = torch.empty(rows * inputs * _INPUTS_BYTES, dtype=torch.uint8)
+    quantized = torch.empty(rows * parts[0].form.held_inputs * _INPUTS_BYTES, dtype=torch.uint8)
     kernels, threads = _kernels(), torch.get_num_threads()
-    if any(GGML_TYPES[part.form.kind].scale_bytes for part in parts):
-        kernels.quantize(x.data_ptr(), x.stride(0), quantized.data_ptr(), rows, inputs, threads)
     described = (Packed * len(parts))(*(part.described for part in parts))
+    if any(part.form.rounds_inputs for part in parts):
+        kernels.quantize(x.data_ptr(), x.stride(0), quantized.data_ptr(), rows, described, threads)
     kernels.product(
         described, len(parts), quantized.data_ptr(), x.data_ptr(), x.stride(0), address(bias), out.data_ptr(),
         out.shape[1], rows, threads,
@@ -118,6 +147,7 @@ def packed_linear(x: torch.Tensor, parts: Sequence[StripWeight], bias: torch.Ten
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     repack: Callable[..., None]
+    repack_units: Callable[..., None]
     rows: Callable[..., None]
     quantize: Callable[..., None]
     product: Callable[..., None]
@@ -130,8 +160,9 @@ def _kernels() -> _Kernels:
     packed = ctypes.POINTER(Packed)
     return _Kernels(
         function(library, "repack", packed, c_void_p, c_long, c_int),
+        function(library, "repack_units", packed, ctypes.POINTER(Units), c_int),
         function(library, "packed_rows", packed, c_void_p, c_void_p, c_long, c_int),
-        function(library, "quantize_rows", c_void_p, c_long, c_void_p, c_long, c_long, c_int),
+        function(library, "quantize_rows", c_void_p, c_long, c_void_p, c_long, packed, c_int),
         function(
             library, "packed_product", packed, c_long, c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_long,
             c_int,

@@ -111,6 +111,9 @@ class CountingRunner:
     def take_sampled(self, slots: Tensor, tokens: Tensor) -> None:
         self._runner.take_sampled(slots, tokens)
 
+    def landed(self) -> list[tuple[int, float]]:
+        return self._runner.landed()
+
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         return self._runner.read_routes(slot, start, stop)
 

@@ -18,6 +18,10 @@ from windowpane.models.tensors import TensorSpec
 
 STRIP_OUTPUTS = 16
 F32 = 0
+MXFP4 = 39
+# Numbers in native/packed.h of what other checkpoints store: int4 around 8, int4 with zero points, and fp8 (E4M3).
+INT4, INT4_ZEROS, FP8 = 256, 257, 258
+_BITS = {INT4: 4, INT4_ZEROS: 4, FP8: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     20: GgmlType("IQ4_NL", 32, 18, 4, 256),
     23: GgmlType("IQ4_XS", 256, 136, 4, 160),
     30: GgmlType("BF16", 1, 2, 16),
-    39: GgmlType("MXFP4", 32, 17, 4, 128),
+    MXFP4: GgmlType("MXFP4", 32, 17, 4, 128),
 }
 
 
@@ -66,23 +70,44 @@ def ggml_type(number: int, tensor: str) -> GgmlType:
 
 @dataclass(frozen=True, slots=True)
 class StripForm:
-    """One weight in memory: strips of sixteen outputs, the last one padded. `kind` is ggml's number."""
+    """One weight in memory: strips of sixteen outputs, the last one padded. `kind` is ggml's number, or one beyond.
+
+    `padded_inputs` are held where that is more than `inputs`. Of kinds that are not ggml's, `scaled_inputs` share a
+    float32 scale, and so do `scaled_outputs`.
+    """
 
     kind: int
     outputs: int
     inputs: int
+    padded_inputs: int = 0
+    scaled_inputs: int = 0
+    scaled_outputs: int = 1
 
     @property
     def strips(self) -> int:
         return ceil_div(self.outputs, STRIP_OUTPUTS)
 
     @property
+    def held_inputs(self) -> int:
+        return self.padded_inputs or self.inputs
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Rows are multiplied in 8 bits; else as they are."""
+        return self.kind in (INT4, INT4_ZEROS) or (self.kind != FP8 and GGML_TYPES[self.kind].scale_bytes > 0)
+
+    @property
     def values_bytes(self) -> int:
-        return self.strips * STRIP_OUTPUTS * self.inputs * GGML_TYPES[self.kind].bits // 8
+        bits = _BITS.get(self.kind) or GGML_TYPES[self.kind].bits
+        return self.strips * STRIP_OUTPUTS * self.held_inputs * bits // 8
 
     @property
     def scales_bytes(self) -> int:
-        return self.strips * self.inputs * GGML_TYPES[self.kind].scale_bytes // 256
+        if self.kind not in _BITS:
+            return self.strips * self.held_inputs * GGML_TYPES[self.kind].scale_bytes // 256
+        scales = ceil_div(self.inputs, self.scaled_inputs)
+        zeros = ceil_div(scales, 8) if self.kind == INT4_ZEROS else 0  # eight to a word
+        return 4 * ceil_div(self.strips * STRIP_OUTPUTS, self.scaled_outputs) * (scales + zeros)
 
     def held_bytes(self, _compute_dtype: str) -> int:
         return self.values_bytes + self.scales_bytes

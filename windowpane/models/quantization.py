@@ -51,12 +51,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which weights are quantized and how, and what the checkpoint asks of the KV cache, if anything."""
+    """Which weights are quantized and how, and what the checkpoint asks of the KV cache, if anything.
+
+    `rounds_inputs`: CPUs multiply them with rows in 8 bits; else they are dequantized and multiplied in float32.
+    """
 
     method: str
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...]
     kv_cache_scheme: str | None = None
+    rounds_inputs: bool = False
 
     @property
     def scheme(self) -> str:

@@ -44,6 +44,8 @@ typedef struct {
 #define PIECE (4 * NR)      /* of outputs, a multiple of STRIP */
 #define LARGE_PIECE (64 * NR)
 
+INLINE int in_8_bits(const Weights *w) { return w->packed && !takes_floats(w->packed); }
+INLINE long groups_of(const Weights *w) { return w->packed->inputs / GROUP; }
 INLINE long smaller(const Experts *e) { return e->first.outputs / (e->activation == RELU2 ? 1 : 2); }
 
 /* Floats of scratch for so many visits. */
@@ -72,9 +74,10 @@ INLINE void activate(const Experts *e, const float *made, const float *bias, flo
     }
 }
 
-/* Some outputs of one expert for its rows: `from` are the rows of all visits, `quantized` the same in 8 bits. */
+/* Some outputs of one expert for its rows: `from` are the rows of all visits, `quantized` the same in 8 bits, `floats`
+ * the same side by side. */
 static void multiply_visits(const Weights *w, const Work *work, long first, long last, const float *const *from,
-                            const Inputs *quantized, float *out, float *mine) {
+                            const Inputs *quantized, const float *floats, float *out, float *mine) {
     if (w->panels) {
         const float *panels = w->panels + work->expert * rounded_up(w->outputs, NR) * w->inputs;
         product_block(from + work->first, work->count, panels, out + work->first * w->outputs, w->outputs, first, last,
@@ -83,7 +86,7 @@ static void multiply_visits(const Weights *w, const Work *work, long first, long
     }
     long strips = w->outputs / STRIP;
     for (long strip = first / STRIP; strip < last / STRIP; strip++)
-        strip_times(w->packed, work->expert * strips + strip, quantized, 0, 0, 0,
+        strip_times(w->packed, work->expert * strips + strip, quantized, floats, w->inputs, 0,
                     out - work->expert * w->outputs, w->outputs, work->first, work->count);
 }
 
@@ -152,28 +155,30 @@ void run_experts(const Experts *e, const Visits *v, int threads) {
             const float *row = v->x + order[i] / v->chosen * hidden;
             from[i] = row, from_middle[i] = middle + i * width;
             if (e->weighs_inputs) {
-                float *weighed = e->first.panels ? inputs + i * hidden : results + i * hidden;
+                float *weighed = in_8_bits(&e->first) ? results + i * hidden : inputs + i * hidden;
                 for (long j = 0; j < hidden; j += LANES) STORE(weighed + j, LOAD(row + j) * v->shares[order[i]]);
                 from[i] = row = weighed;
             }
-            if (!e->first.panels) quantize_row(row, quantized + i * (hidden / GROUP), hidden);
+            if (in_8_bits(&e->first)) quantize_row(row, quantized + i * groups_of(&e->first), e->first.packed);
+            else if (e->first.packed && !e->weighs_inputs) memcpy(inputs + i * hidden, row, 4 * hidden);
         }
 #pragma omp for collapse(2) schedule(dynamic)
         for (long work = 0; work < count; work++)
             for (long p = 0; p < pieces; p++)
-                multiply_visits(&e->first, works + work, p * piece, least((p + 1) * piece, made), from, quantized, first,
-                                mine);
+                multiply_visits(&e->first, works + work, p * piece, least((p + 1) * piece, made), from, quantized, inputs,
+                                first, mine);
 #pragma omp for schedule(static)
         for (long i = 0; i < here; i++) {
             const float *bias = e->first.bias ? e->first.bias + (v->ids[order[i]] - e->first_expert) * made : 0;
             activate(e, first + i * made, bias, middle + i * width);
-            if (!e->second.panels) quantize_row(middle + i * width, quantized_middle + i * (width / GROUP), width);
+            if (in_8_bits(&e->second))
+                quantize_row(middle + i * width, quantized_middle + i * groups_of(&e->second), e->second.packed);
         }
 #pragma omp for collapse(2) schedule(dynamic)
         for (long work = 0; work < count; work++)
             for (long p = 0; p < last_pieces; p++)
                 multiply_visits(&e->second, works + work, p * piece, least((p + 1) * piece, e->second.outputs),
-                                from_middle, quantized_middle, results, mine);
+                                from_middle, quantized_middle, middle, results, mine);
 #pragma omp for schedule(static)
         for (long row = 0; row < v->rows; row++) add_up(e, v, row, place, results);
         free(mine);

@@ -62,7 +62,7 @@ static void times(const Matrix *w, const float *x, float *out, float *packed, lo
         product_of_few(x, inputs, w->plain, w->bias, out, packed, n, outputs, inputs, threads);
         return;
     }
-    quantize_rows(x, inputs, (Inputs *)packed, n, inputs, threads);
+    quantize_rows(x, inputs, (Inputs *)packed, n, w->parts, threads);
     packed_product(w->parts, w->count, (Inputs *)packed, x, inputs, w->bias, out, outputs, n, threads);
 }
 

@@ -175,6 +175,22 @@ INLINE void relative(const uint8_t *from, const float *all, float *to, const int
     }
 }
 
+/* Groups [first, first + count) of a strip whose scales are WIDE; `zero` are whole numbers. */
+INLINE void wide_scales_of(const Packed *w, const uint8_t *scales, long first, long count, float *scale, int32_t *zero,
+                           const int has_zeros) {
+    long last = wide_scales(w) - 1;
+    const uint8_t *zeros = scales + (last + 1) * STRIP * 4;
+    for (long i = 0; i < count; i++) {
+        long at = (first + i) * GROUP / w->scaled;
+        if (at > last) at = last; /* padding */
+        UNROLL for (int p = 0; p < STRIP; p += LANES) {
+            STORE(scale + i * STRIP + p, LOAD(scales + (at * STRIP + p) * 4));
+            if (has_zeros)
+                *(ivec *)(zero + i * STRIP + p) = widened(zeros + at / 2 * STRIP + p, 0) >> 4 * (at % 2) & 15;
+        }
+    }
+}
+
 /* Of inputs [first, first + inputs) of a strip: [inputs / scaled, 16] floats each. What is stored as q means
  * scale × (q - zero) - offset. first is a multiple of 256. */
 INLINE void scales_of(const uint8_t *scales, long first, long inputs, float *scale, float *offset, const Form f) {
@@ -226,13 +242,16 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
     const int per_group = GROUP / f.scaled, bits = f.low + f.high, offsets = has_offsets(&f);
     const long groups = w->inputs / GROUP;
     const uint8_t *group = w->values + strip * groups * group_bytes(&f);
-    const uint8_t *scales = w->scales + strip * scale_bytes(&f, w->inputs);
+    const uint8_t *scales = w->scales + strip * strip_scale_bytes(w, &f);
+    const int is_wide = f.scales >= WIDE, has_zeros = f.scales == WIDE_AND_ZERO;
     float scale[SPAN], offset[SPAN];
+    int32_t zero[SPAN_GROUPS * STRIP];
     vec total[PARTS][MOST_ROWS];
     UNROLL for (int p = 0; p < PARTS; p++) UNROLL for (int r = 0; r < R; r++) total[p][r] = (vec){0};
     for (long span = 0; span < groups; span += SPAN_GROUPS) {
         long some = groups - span < SPAN_GROUPS ? groups - span : SPAN_GROUPS;
-        scales_of(scales, span * GROUP, some * GROUP, scale, offset, f);
+        if (is_wide) wide_scales_of(w, scales, span, some, scale, zero, has_zeros);
+        else scales_of(scales, span * GROUP, some * GROUP, scale, offset, f);
         for (long g = 0; g < some; g++, group += group_bytes(&f), x++) {
             if (R <= 4) UNROLL for (long at = 0; at < group_bytes(&f); at += LINE_BYTES) __builtin_prefetch(group + AHEAD_BYTES + at);
             UNROLL for (int p = 0; p < PARTS; p++) {
@@ -249,6 +268,7 @@ INLINE void strip_of(const Packed *w, long strip, const Inputs *x, const float *
                         ivec d = f.low == 8 || f.is_indexed ? signed_dots(v, in->values, in->sums[0])
                                                             : dots(v, half * steps, steps, in->values, bits);
                         if (f.zero) d -= f.zero * in->sums[sum];
+                        if (has_zeros) d -= *(const ivec *)(zero + at) * in->sums[sum];
                         total[p][r] += __builtin_convertvector(d, vec) * (LOAD(scale + at) * in->scale);
                         if (offsets) total[p][r] -= LOAD(offset + at) * in->weighted[sum];
                     }
@@ -299,6 +319,75 @@ INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_st
     }
 }
 
+/* E4M3, without its NaN: behind a fifth bit of exponent it is a float16 of a 256th. */
+INLINE vec from_fp8(const uint8_t *from) {
+    halves h = __builtin_convertvector(*(const few_unsigned *)from, halves);
+    return from_float16((h & 0x80) << 8 | (h & 0x7f) << 7) * 256;
+}
+
+/* Of the scales of FP8, those of output `p` and its neighbours for the inputs of number `at`. */
+INLINE vec fp8_scale(const Packed *w, long strip, long at, long p) {
+    const float *scales = (const float *)w->scales;
+    if (w->scaled_outputs > 1) return scales[strip * STRIP / w->scaled_outputs * wide_scales(w) + at] + (vec){0};
+    return LOAD(scales + (strip * wide_scales(w) + at) * STRIP + p);
+}
+
+/* As `half_strip_of`, for FP8: [inputs, 16] of a strip. Sums are scaled where their inputs share a scale. */
+INLINE void fp8_strip_of(const Packed *w, long strip, const float *x, long x_stride, const float *bias, float *out,
+                         long out_stride, const int R) {
+    const uint8_t *from = w->values + strip * w->inputs * STRIP;
+    long first = strip * STRIP, last = w->outputs - first;
+    UNROLL for (int p = 0; p < PARTS; p++) {
+        vec total[4], part[4][4];
+        UNROLL for (int r = 0; r < R; r++) total[r] = (vec){0};
+        for (long i = 0, at = 0; i < w->columns; at++) {
+            long stop = (at + 1) * w->scaled < w->columns ? (at + 1) * w->scaled : w->columns;
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int a = 0; a < 4; a++) part[r][a] = (vec){0};
+            for (; i < stop; i += 4)
+                UNROLL for (int a = 0; a < 4; a++) {
+                    vec v = from_fp8(from + (i + a) * STRIP + p * LANES);
+                    UNROLL for (int r = 0; r < R; r++) part[r][a] += v * x[r * x_stride + i + a];
+                }
+            vec scale = fp8_scale(w, strip, at, p * LANES);
+            UNROLL for (int r = 0; r < R; r++) total[r] += ((part[r][0] + part[r][1]) + (part[r][2] + part[r][3])) * scale;
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            for (long o = 0; o < LANES && p * LANES + o < last; o++)
+                out[r * out_stride + first + p * LANES + o] = total[r][o] + (bias ? bias[first + p * LANES + o] : 0);
+    }
+}
+
+/* The same for many rows: inputs that share one of the four sums pass one after the other, so that a row needs only one
+ * register and a value is converted once for all rows. The bits are those of `fp8_strip_of`. */
+#define MANY_ROWS (LANES == 8 ? 8 : 16) /* AVX2 has half of the registers */
+static __attribute__((noinline)) void fp8_strip_of_many(const Packed *w, long strip, const float *x, long x_stride,
+                                                        const float *bias, float *out, long out_stride) {
+    const uint8_t *from = w->values + strip * w->inputs * STRIP;
+    long first = strip * STRIP, last = w->outputs - first;
+    for (int p = 0; p < PARTS; p++) {
+        vec total[MANY_ROWS], part[4][MANY_ROWS];
+        UNROLL for (int r = 0; r < MANY_ROWS; r++) total[r] = (vec){0};
+        for (long start = 0, at = 0; start < w->columns; start += w->scaled, at++) {
+            long stop = start + w->scaled < w->columns ? start + w->scaled : w->columns;
+            for (int a = 0; a < 4; a++) {
+                vec sums[MANY_ROWS];
+                UNROLL for (int r = 0; r < MANY_ROWS; r++) sums[r] = (vec){0};
+                for (long i = start + a; i < stop; i += 4) {
+                    vec v = from_fp8(from + i * STRIP + p * LANES);
+                    UNROLL for (int r = 0; r < MANY_ROWS; r++) sums[r] += v * x[r * x_stride + i];
+                }
+                UNROLL for (int r = 0; r < MANY_ROWS; r++) part[a][r] = sums[r];
+            }
+            vec scale = fp8_scale(w, strip, at, p * LANES);
+            UNROLL for (int r = 0; r < MANY_ROWS; r++)
+                total[r] += ((part[0][r] + part[1][r]) + (part[2][r] + part[3][r])) * scale;
+        }
+        for (int r = 0; r < MANY_ROWS; r++)
+            for (long o = 0; o < LANES && p * LANES + o < last; o++)
+                out[r * out_stride + first + p * LANES + o] = total[r][o] + (bias ? bias[first + p * LANES + o] : 0);
+    }
+}
+
 #define ROWS_OF(KIND, R)                                                                                               \
     static __attribute__((noinline)) void strip_##KIND##_##R(const Packed *w, long strip, const Inputs *x,             \
                                                              const float *bias, float *out, long out_stride) {         \
@@ -315,7 +404,7 @@ INLINE void half_strip_of(const Packed *w, long strip, const float *x, long x_st
     case KIND: return rows == 1 ? strip_##KIND##_1 : rows == 2 ? strip_##KIND##_2 : strip_##KIND##_4;
 #endif
 #define EACH_KIND(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q2_K) DO(Q3_K) DO(Q4_K) DO(Q5_K) DO(Q6_K) \
-    DO(IQ4_NL) DO(IQ4_XS) DO(MXFP4)
+    DO(IQ4_NL) DO(IQ4_XS) DO(MXFP4) DO(INT4) DO(INT4_ZEROS)
 EACH_KIND(KIND_OF)
 
 typedef void (*Strip)(const Packed *, long, const Inputs *, const float *, float *, long);
@@ -324,6 +413,17 @@ static Strip strips_of(long kind, long rows) {
     switch (kind) {
         EACH_KIND(CASE)
         default: return 0;
+    }
+}
+
+static __attribute__((noinline)) void fp8_strip(const Packed *w, long strip, const float *x, long x_stride,
+                                                const float *bias, float *out, long out_stride, long rows) {
+    for (long few; rows > 0; rows -= few, x += few * x_stride, out += few * out_stride) {
+        few = rows >= MANY_ROWS ? MANY_ROWS : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+        if (few == MANY_ROWS) fp8_strip_of_many(w, strip, x, x_stride, bias, out, out_stride);
+        if (few == 4) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 4);
+        if (few == 2) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 2);
+        if (few == 1) fp8_strip_of(w, strip, x, x_stride, bias, out, out_stride, 1);
     }
 }
 
@@ -338,13 +438,12 @@ static __attribute__((noinline)) void half_strip(const Packed *w, long strip, co
     }
 }
 
-static int is_half(const Packed *w) { return w->kind == F16 || w->kind == BF16; }
-
 /* One strip times rows [row, row + count). */
 void strip_times(const Packed *w, long strip, const Inputs *x, const float *floats, long floats_stride,
                         const float *bias, float *out, long out_stride, long row, long count) {
-    if (is_half(w)) {
-        half_strip(w, strip, floats + row * floats_stride, floats_stride, bias, out + row * out_stride, out_stride, count);
+    if (takes_floats(w)) {
+        (w->kind == FP8 ? fp8_strip : half_strip)(w, strip, floats + row * floats_stride, floats_stride, bias,
+                                                  out + row * out_stride, out_stride, count);
         return;
     }
     long groups = w->inputs / GROUP;
@@ -358,9 +457,10 @@ void strip_times(const Packed *w, long strip, const Inputs *x, const float *floa
 
 #define BLOCK_ROWS 64 /* their inputs stay in the second-level cache while strips pass */
 
-/* One row into 8 bits, 32 inputs with one scale. */
-void quantize_row(const float *from, Inputs *to, long inputs) {
-    for (long group = 0; group < inputs / GROUP; group++, from += GROUP, to++) {
+/* One row into 8 bits, 32 inputs with one scale, as far as the weight has columns; its padding gets zeros. */
+void quantize_row(const float *from, Inputs *to, const Packed *w) {
+    memset(to + w->columns / GROUP, 0, (w->inputs - w->columns) / GROUP * sizeof(Inputs));
+    for (long group = 0; group < w->columns / GROUP; group++, from += GROUP, to++) {
         vec most = {0};
         for (int j = 0; j < GROUP; j += LANES) {
             vec v = LOAD(from + j);
@@ -386,9 +486,9 @@ void quantize_row(const float *from, Inputs *to, long inputs) {
     }
 }
 
-void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long inputs, int threads) {
-#pragma omp parallel for num_threads(rows * inputs < 32768 ? 1 : threads) schedule(static)
-    for (long row = 0; row < rows; row++) quantize_row(x + row * x_stride, out + row * (inputs / GROUP), inputs);
+void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, const Packed *w, int threads) {
+#pragma omp parallel for num_threads(rows * w->columns < 32768 ? 1 : threads) schedule(static)
+    for (long row = 0; row < rows; row++) quantize_row(x + row * x_stride, out + row * (w->inputs / GROUP), w);
 }
 
 /* out[rows, outputs of all parts] = x · wᵀ + bias. `x` are the rows in 8 bits, `floats` the rows themselves, which weights
@@ -419,22 +519,33 @@ void packed_rows(const Packed *w, const int64_t *which, float *out, long count, 
     for (long i = 0; i < count; i++) {
         long strip = which[i] / STRIP, output = which[i] % STRIP, groups = w->inputs / GROUP;
         float *to = out + i * w->inputs;
-        if (is_half(w)) {
+        if (w->kind == FP8) {
+            const uint8_t *from = w->values + strip * w->inputs * STRIP + output / LANES * LANES;
+            for (long k = 0; k < w->columns; k++)
+                to[k] = (from_fp8(from + k * STRIP) * fp8_scale(w, strip, k / w->scaled, output / LANES * LANES))[output % LANES];
+            continue;
+        }
+        if (takes_floats(w)) {
             const uint8_t *from = w->values + (strip * w->inputs * STRIP + output / LANES * LANES) * 2;
             for (long k = 0; k < w->inputs; k++)
                 to[k] = wide_at(from + k * STRIP * 2, w->kind == BF16)[output % LANES];
             continue;
         }
-        const uint8_t *scales = w->scales + strip * scale_bytes(&f, w->inputs);
+        const uint8_t *scales = w->scales + strip * strip_scale_bytes(w, &f);
         float scale[SPAN], offset[SPAN];
+        int32_t zero[SPAN_GROUPS * STRIP] = {0};
         for (long g = 0; g < groups; g++) {
-            if (g % SPAN_GROUPS == 0)
-                scales_of(scales, g * GROUP, (groups - g < SPAN_GROUPS ? groups - g : SPAN_GROUPS) * GROUP, scale, offset, f);
+            long some = groups - g < SPAN_GROUPS ? groups - g : SPAN_GROUPS;
+            if (g % SPAN_GROUPS == 0 && f.scales >= WIDE)
+                wide_scales_of(w, scales, g, some, scale, zero, f.scales == WIDE_AND_ZERO);
+            else if (g % SPAN_GROUPS == 0)
+                scales_of(scales, g * GROUP, some * GROUP, scale, offset, f);
             const uint8_t *group = w->values + (strip * groups + g) * group_bytes(&f);
             for (long k = 0; k < GROUP; k++) {
                 int value = stored_value(group, &f, output, k);
                 long at = (g % SPAN_GROUPS * GROUP + k) / f.scaled * STRIP + output;
                 value = f.is_indexed ? table_of(w->kind)[value] : value - f.zero;
+                if (f.scales == WIDE_AND_ZERO) value -= zero[at];
                 to[g * GROUP + k] = scale[at] * value - (has_offsets(&f) ? offset[at] : 0);
             }
         }

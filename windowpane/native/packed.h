@@ -27,9 +27,12 @@
 /* ggml's numbers of its types. */
 enum { F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
        IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39 };
+/* Of other checkpoints: whole numbers of 4 bits around 8, or around a zero point of each scale; floats of 8 bits. */
+enum { INT4 = 256, INT4_ZEROS = 257, FP8 = 258 };
 
-/* How scales are stored: one for each group, or small ones relative to one for 256 inputs. */
-enum { HALF, HALF_AND_OFFSET, RELATIVE, RELATIVE_AND_OFFSET, EXPONENT };
+/* How scales are stored: one for each group, or small ones relative to one for 256 inputs. WIDE ones are float32, one
+ * for each `scaled` inputs of a weight, [scales, 16] of a strip; zero points follow them, [pairs of scales, 16]. */
+enum { HALF, HALF_AND_OFFSET, RELATIVE, RELATIVE_AND_OFFSET, EXPONENT, WIDE, WIDE_AND_ZERO };
 
 typedef struct {
     int low, high;  /* bits of a value in its two planes */
@@ -39,9 +42,11 @@ typedef struct {
     int is_indexed; /* values are places in a table */
 } Form;
 
+/* `inputs` are held, of which `columns` are multiplied: the rest is padding. `scaled` inputs share a WIDE scale, and of
+ * FP8 so do `scaled_outputs` outputs: one, or whole strips. */
 typedef struct {
     const uint8_t *values, *scales;
-    int64_t outputs, inputs, kind;
+    int64_t outputs, inputs, columns, kind, scaled, scaled_outputs;
 } Packed;
 
 /* 32 inputs of one row in 8 bits. `sums` and `weighted` (sums × scale) are of all of them and of either half. */
@@ -70,6 +75,8 @@ INLINE Form form_of(long kind) {
         case Q6_K: return (Form){4, 2, 16, 32, RELATIVE, 0};
         case IQ4_NL: return (Form){4, 0, 32, 0, HALF, 1};
         case IQ4_XS: return (Form){4, 0, 32, 0, RELATIVE, 1};
+        case INT4: return (Form){4, 0, 32, 8, WIDE, 0};
+        case INT4_ZEROS: return (Form){4, 0, 32, 0, WIDE_AND_ZERO, 0};
         default: return (Form){4, 0, 32, 0, EXPONENT, 1}; /* MXFP4 */
     }
 }
@@ -80,7 +87,7 @@ INLINE int has_offsets(const Form *f) {
 
 INLINE const int8_t *table_of(long kind) { return kind == MXFP4 ? MXFP4_TABLE : IQ4_TABLE; }
 
-/* Bytes of a strip's scales for this many inputs. */
+/* Bytes of a strip's scales for this many inputs; of those that are not WIDE. */
 INLINE long scale_bytes(const Form *f, long inputs) {
     long groups = inputs / GROUP, spans = inputs / SPAN, small = SPAN / f->scaled * STRIP;
     switch (f->scales) {
@@ -91,6 +98,18 @@ INLINE long scale_bytes(const Form *f, long inputs) {
         default: return groups * STRIP; /* EXPONENT */
     }
 }
+
+INLINE long wide_scales(const Packed *w) { return (w->columns + w->scaled - 1) / w->scaled; }
+
+/* Zero points of eight scales are a word of each output. */
+INLINE long strip_scale_bytes(const Packed *w, const Form *f) {
+    if (f->scales < WIDE) return scale_bytes(f, w->inputs);
+    long scales = wide_scales(w), zeros = f->scales == WIDE_AND_ZERO ? (scales + 7) / 8 : 0;
+    return (scales + zeros) * STRIP * 4;
+}
+
+/* Rows are multiplied as floats, not in 8 bits. */
+INLINE int takes_floats(const Packed *w) { return w->kind == F16 || w->kind == BF16 || w->kind == FP8; }
 
 INLINE long group_bytes(const Form *f) { return (f->low + f->high) * LINE_BYTES; }
 
@@ -109,8 +128,8 @@ INLINE int stored_value(const uint8_t *group, const Form *f, long output, long i
     return value;
 }
 
-void quantize_row(const float *from, Inputs *to, long inputs);
-void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, long inputs, int threads);
+void quantize_row(const float *from, Inputs *to, const Packed *w);
+void quantize_rows(const float *x, long x_stride, Inputs *out, long rows, const Packed *w, int threads);
 void packed_product(const Packed *parts, long count, const Inputs *x, const float *rows_as_floats, long floats_stride,
                     const float *bias, float *out, long out_stride, long rows, int threads);
 void strip_times(const Packed *w, long strip, const Inputs *x, const float *floats, long floats_stride,

@@ -192,6 +192,62 @@ void repack(const Packed *to, const uint8_t *rows, long row_bytes, int threads) 
     }
 }
 
+/* -- from the units of models/packing.py ----------------------------------------------------------------------------------
+ *
+ * Unit j of a block of 128 inputs has the values of inputs j, 32 + j, 64 + j and 96 + j.
+ */
+
+typedef struct {
+    const uint8_t *units, *scales, *zeros; /* each [outputs, …]; zero points are none where 8 is meant */
+    int64_t scales_each;
+} Units;
+
+static void strip_of_units(const Packed *to, const Form *f, const Units *from, long strip) {
+    long blocks = to->inputs / 128, values_bytes = to->inputs * f->low / 8, zero_bytes = (from->scales_each + 7) / 8 * 4;
+    uint8_t *values = (uint8_t *)to->values + strip * STRIP * values_bytes;
+    uint8_t *scales = (uint8_t *)to->scales + strip * strip_scale_bytes(to, f);
+    uint8_t *zeros = scales + from->scales_each * STRIP * 4;
+    memset(values, 0, STRIP * values_bytes);
+    for (long o = 0; o < STRIP; o++) {
+        long output = strip * STRIP + o;
+        const uint16_t *units = (const uint16_t *)(from->units + output * values_bytes);
+        for (long block = 0; block < blocks; block++, units += GROUP)
+            for (int k = 0; k < 4; k++) {
+                uint8_t group[GROUP];
+                for (int j = 0; j < GROUP; j++) group[j] = units[j] >> 4 * k & 15;
+                put_values(values + (block * 4 + k) * group_bytes(f), f, o, group);
+            }
+        for (long g = 0; g < from->scales_each; g++) {
+            if (f->scales == EXPONENT) scales[g * STRIP + o] = from->scales[output * from->scales_each + g];
+            else memcpy(scales + (g * STRIP + o) * 4, from->scales + (output * from->scales_each + g) * 4, 4);
+        }
+        for (long i = 0; f->scales == WIDE_AND_ZERO && i < zero_bytes; i++)
+            zeros[i * STRIP + o] = from->zeros[output * zero_bytes + i];
+    }
+}
+
+/* FP8: scales of whole strips stay as they lie. */
+static void fp8_strip_of_units(const Packed *to, const Units *from, long strip) {
+    uint8_t *values = (uint8_t *)to->values + strip * STRIP * to->inputs;
+    float *scales = (float *)to->scales + strip * STRIP * from->scales_each;
+    for (long o = 0; o < STRIP; o++) {
+        const uint8_t *units = from->units + (strip * STRIP + o) * to->inputs;
+        for (long i = 0; i < to->inputs; i++) values[i * STRIP + o] = units[i / 128 * 128 + i % 32 * 4 + i % 128 / 32];
+        for (long g = 0; to->scaled_outputs == 1 && g < from->scales_each; g++)
+            scales[g * STRIP + o] = ((const float *)from->scales)[(strip * STRIP + o) * from->scales_each + g];
+    }
+}
+
+/* Outputs are whole strips. */
+void repack_units(const Packed *to, const Units *from, int threads) {
+    const Form f = form_of(to->kind);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long strip = 0; strip < to->outputs / STRIP; strip++) {
+        if (to->kind == FP8) fp8_strip_of_units(to, from, strip);
+        else strip_of_units(to, &f, from, strip);
+    }
+}
+
 #define CHECKED (1 << 20)
 
 static uint64_t checksum_of(const uint8_t *from, long bytes, uint64_t start) {

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from windowpane.kv.layout import Layout
+from windowpane.models.adapters import AdapterRoom
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import RankPlace
 from windowpane.plan.config import ConfigError
 from windowpane.plan.sizes import format_bytes
 from windowpane.weights import LoadedWeights, load_weights
+from windowpane.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
+    from windowpane.lowering.adapters import Pair
     from windowpane.lowering.group import RankGroup
     from windowpane.lowering.scales import Calibration
     from windowpane.runners.cuda import CudaRunner
@@ -52,7 +55,9 @@ class RankJob:
     calibration: Calibration | None = None
     use_chain: bool = True
     rollback_tokens: int = 0
+    host_slabs: int = 0
     drafter_source: Path | None = None
+    adapter_room: AdapterRoom | None = None
 
     def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
         self._check_free(device)
@@ -81,9 +86,11 @@ class RankJob:
                 device=device,
                 dtype=dtype,
                 rollback_tokens=self.rollback_tokens,
+                host_slabs=self.host_slabs,
                 group=group,
                 calibration=self.calibration,
                 drafter_weights=self._load_drafter(device),
+                adapter_room=self.adapter_room,
             )
         from windowpane.runners.cuda import CudaRunner
 
@@ -92,12 +99,20 @@ class RankJob:
             device=device,
             dtype=dtype,
             rollback_tokens=self.rollback_tokens,
+            host_slabs=self.host_slabs,
             use_graphs=self.use_graphs,
             use_chain=self.use_chain,
             group=group,
             calibration=self.calibration,
             progress=progress,
+            adapter_room=self.adapter_room,
+            drafter_weights=self._load_drafter(device),
         )
+
+    def read_adapter(self, path: str, runner: Runner | CudaRunner, place: RankPlace) -> dict[str, Pair]:
+        """An adapter as this rank's slots take it; raises AdapterError. Any thread may ask."""
+        assert self.adapter_room is not None and runner.adapters is not None
+        return runner.adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
 
     def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
         drafter = self.spec.drafter
@@ -134,8 +149,10 @@ class RankReport:
     weights_bytes: int
     arena_bytes: int
     activation_bytes: int | None
+    adapter_bytes: int = 0
 
     @classmethod
     def of(cls, runner: Runner | CudaRunner) -> RankReport:
         arena_bytes = runner.arena.numel() * runner.arena.element_size()
-        return cls(runner.weights_bytes, arena_bytes, getattr(runner, "activation_bytes", None))
+        adapter_bytes = 0 if runner.adapters is None else runner.adapters.nbytes
+        return cls(runner.weights_bytes, arena_bytes, getattr(runner, "activation_bytes", None), adapter_bytes)

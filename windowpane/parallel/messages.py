@@ -9,6 +9,7 @@ Start ────────────────────────�
 Forward(batch) ──────────────────────────► runs the step; collectives keep ranks together
 TakeSampled ─────────────────────────────► takes rank 0's tokens
 PromptLogits ────────────────────────────► its part of more logits
+AddAdapter, RemoveAdapter ───────────────► reads its part of an adapter, or forgets it
 (end of the pipe) ───────────────────────► ends
         ◄──────────────────────────────── Failed, at any time, and then it ends
 """
@@ -61,7 +62,20 @@ class PromptLogits:
     rows: slice
 
 
-Order = Join | Load | Start | Forward | TakeSampled | PromptLogits
+@dataclass(frozen=True, slots=True)
+class AddAdapter:
+    """Rank 0 has read it and found nothing wrong."""
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAdapter:
+    number: int
+
+
+Order = Join | Load | Start | Forward | TakeSampled | PromptLogits | AddAdapter | RemoveAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from windowpane.device.transfer import to_device
 from windowpane.parallel.job import RankJob, RankReport
 from windowpane.parallel.messages import (
+    AddAdapter,
     Answer,
     Forward,
     Join,
@@ -17,6 +18,7 @@ from windowpane.parallel.messages import (
     Order,
     PromptLogits,
     Ready,
+    RemoveAdapter,
     Start,
     TakeSampled,
 )
@@ -67,6 +69,12 @@ class Rank:
             case PromptLogits(slot, rows):
                 assert self._output is not None
                 self._output.prompt_logits[slot](rows)
+            case AddAdapter(number, path):
+                assert self._job is not None and self._runner is not None and self._runner.adapters is not None
+                self._runner.adapters.know(number, self._job.read_adapter(path, self._runner, self._group.place))
+            case RemoveAdapter(number):
+                assert self._runner is not None and self._runner.adapters is not None
+                self._runner.adapters.forget(number)
             case Join():
                 raise RuntimeError("this rank has joined its group already")
         return None

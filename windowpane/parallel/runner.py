@@ -45,6 +45,10 @@ class ParallelRunner:
             self._workers.group.broadcast(tokens)
             self._own.take_sampled(slots, tokens)
 
+    def landed(self) -> list[tuple[int, float]]:
+        """Of this rank. Steps tell the others, whose devices wait for their own copies."""
+        return self._own.landed()
+
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         """Every rank routes alike, so this one answers alone."""
         return self._own.read_routes(slot, start, stop)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin, get_type_hints
 
 from windowpane.drafts.config import DraftConfig
-from windowpane.plan.sizes import parse_bytes, parse_tokens
+from windowpane.models.adapters import DEFAULT_RANK, MOST_RANK, AdapterRoom
+from windowpane.plan.sizes import parse_bytes, parse_gib, parse_tokens
 
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_NUM_SEQS = 256
 STATE_DTYPES = ("auto", "float32", "bfloat16")
+_NO_LORA = (1, DEFAULT_RANK, None)
 
 
 class ConfigError(ValueError):
@@ -30,7 +32,10 @@ class EngineConfig:
     (`16x131072`) chooses the least lossy KV formats with which so many sequences of that length fit.
     `mamba_ssm_cache_dtype` is that of recurrent states (`auto`: what the config says, else the compute dtype).
     `enable_return_routed_experts` keeps which experts every token visits, for requests that ask for them.
+    `enable_lora` makes room for `max_loras` adapters at a time of a rank up to `max_lora_rank`; `lora_target_modules`
+    are the modules that they may change (None: all projections).
     `speculative_config` names a drafter: a `DraftConfig`, a mapping or JSON with its fields.
+    `kv_offloading_size` is host memory for restore points, over all ranks, in GiB or with a unit.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -50,6 +55,11 @@ class EngineConfig:
     enable_layer_chain: bool = True
     swa_full: bool = False
     enable_return_routed_experts: bool = False
+    kv_offloading_size: float | str | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = DEFAULT_RANK
+    lora_target_modules: Sequence[str] | None = None
     speculative_config: DraftConfig | Mapping[str, Any] | str | None = None
     block_tokens: int | None = None
     slab_bytes: int | None = None
@@ -61,6 +71,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}")
+        if self.kv_offloading_size is not None:
+            self._check_offloading()
         if self.fit is not None and self.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"--fit chooses the KV formats and --kv-cache-dtype {self.kv_cache_dtype} names them; leave one out"
@@ -73,10 +85,39 @@ class EngineConfig:
             raise ConfigError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
         if self.max_itl_ms is not None and self.max_itl_ms < 0:
             raise ConfigError(f"--max-itl-ms is a time, not {self.max_itl_ms}; 0 is no limit")
+        if self.max_loras < 1:
+            raise ConfigError(f"--max-loras is a number of adapters, not {self.max_loras}")
+        if not 1 <= self.max_lora_rank <= MOST_RANK:
+            raise ConfigError(f"--max-lora-rank is a rank from 1 to {MOST_RANK}, not {self.max_lora_rank}")
+        if not self.enable_lora and (self.max_loras, self.max_lora_rank, self.lora_target_modules) != _NO_LORA:
+            raise ConfigError(
+                "--max-loras, --max-lora-rank and --lora-target-modules are for --enable-lora; add that too"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, not {self.gpu_memory_utilization}; try 0.9"
             )
+
+    def _check_offloading(self) -> None:
+        try:
+            offloading_bytes = self.offloading_bytes
+        except ValueError as error:
+            raise ConfigError(f"--kv-offloading-size: {error}") from None
+        if offloading_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"--kv-offloading-size {self.kv_offloading_size} keeps restore points, and "
+                "--no-enable-prefix-caching leaves none; leave one out"
+            )
+
+    @property
+    def offloading_bytes(self) -> int:
+        """Host memory for restore points, over all ranks."""
+        return 0 if self.kv_offloading_size in (None, 0, "0") else parse_gib(self.kv_offloading_size)
+
+    @property
+    def adapter_room(self) -> AdapterRoom | None:
+        targets = None if self.lora_target_modules is None else tuple(self.lora_target_modules)
+        return AdapterRoom(self.max_loras, self.max_lora_rank, targets) if self.enable_lora else None
 
     @property
     def batched_tokens(self) -> int:
@@ -110,7 +151,7 @@ _SIZES: dict[str, Callable[[str], int]] = {
 }
 _KINDS = {
     int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None",
-    Mapping: "a mapping", DraftConfig: "a DraftConfig",
+    Mapping: "a mapping", Sequence: "a list", DraftConfig: "a DraftConfig",
 }  # fmt: skip
 
 

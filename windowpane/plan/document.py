@@ -47,6 +47,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "bytes_per_sequence": cost.bytes_at(length),
         "shortest_reusable_prefix_tokens": MIN_PREFIX_TOKENS if sizing.config.enable_prefix_caching else None,
         "restore_point_bytes": sizing.layout.restore_point_bytes(length),
+        "host_bytes_per_rank": sizing.host.arena_bytes,
+        "host_sessions": sizing.host.sequences(length) if sizing.host.num_slabs else 0,
         "max_model_len": length,
         "concurrency": capacity.byte_ratio(length) if capacity else None,
         "sequences": capacity.sequences(length) if capacity else None,

@@ -11,6 +11,7 @@ The activation estimate counts the tensors that are alive together at the widest
                   experts × (width + hidden)        of those that a token visits: their products and results
                     + hidden                        and what stands beside them
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy; whole on every rank
+    adapters    8 × parts × rank × 4 bytes      A · x of a step's rows; and of experts the pairs, taken apart
     quantized   64 MiB                          the slice of a weight that is dequantised at a time
     coded KV    one layer's longest past        decoded for chunks that attend it
     Gated DeltaNet  strips of 4,096 tokens      what chunks know without the state (`kv.delta_workspace`)
@@ -32,6 +33,7 @@ from windowpane.kv.formats import KVFormat, dtype_bytes
 from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratch_bytes
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Chunk, Window, ceil_div
+from windowpane.models.adapters import SHRUNK_SPLITS, AdapterShape, adaptable
 from windowpane.models.blocks import Experts, GatedDeltaNet, Mamba2, each, on_rank
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.quantization import Quantization
@@ -64,12 +66,15 @@ class Budget:
     weights_bytes: int
     activation_bytes: int
     runtime_bytes: int
+    adapter_bytes: int = 0
 
     @classmethod
-    def of(cls, device: Device, utilization: float, weights_bytes: int, activation_bytes: int) -> Budget:
+    def of(
+        cls, device: Device, utilization: float, weights_bytes: int, activation_bytes: int, adapter_bytes: int = 0
+    ) -> Budget:
         runtime_bytes = 0 if device.is_cpu else GPU_RUNTIME_BYTES
         usable_bytes = int(device.memory_bytes * utilization)
-        return cls(device.memory_bytes, usable_bytes, weights_bytes, activation_bytes, runtime_bytes)
+        return cls(device.memory_bytes, usable_bytes, weights_bytes, activation_bytes, runtime_bytes, adapter_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -77,7 +82,7 @@ class Budget:
 
     @property
     def before_kv_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.runtime_bytes
+        return self.weights_bytes + self.adapter_bytes + self.activation_bytes + self.runtime_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,19 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     sampled = min(config.max_num_seqs * (1 + config.draft_tokens), config.batched_tokens)
     logits = sampled * spec.vocab_size * 4 * 2
     dequantized = DEQUANTIZED_BYTES if isinstance(spec.quantization, Quantization) else 0
-    return tokens + logits + dequantized
+    return tokens + logits + dequantized + _adapted_bytes(spec, config, compute_dtype)
+
+
+def _adapted_bytes(spec: ModelSpec, config: EngineConfig, compute_dtype: str) -> int:
+    """What steps with adapters need beside that: A · x of a projection, and the pairs of experts taken apart."""
+    room = config.adapter_room
+    if room is None or spec.decoder is None:
+        return 0
+    parts = max((len(AdapterShape.of(one).part_outputs) for one in adaptable(spec.decoder, room)), default=0)
+    shrunk = SHRUNK_SPLITS * parts * max(16, room.rank) * dtype_bytes("float32")
+    experts = [e for e in each(spec.decoder.layers, Experts) if room.covers(e.gate_up) or room.covers(e.down)]
+    pairs = max((e.router.chosen * (2 * spec.hidden_size + 3 * e.down.inputs) for e in experts), default=0)
+    return config.batched_tokens * (shrunk + pairs * dtype_bytes(compute_dtype))
 
 
 def delta_bytes(spec: ModelSpec, ranks: int, compute_dtype: str) -> int:

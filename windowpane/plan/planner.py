@@ -16,6 +16,8 @@ from windowpane.kv.decoded_past import decoded_past_bytes
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.retention import Full, Window
+from windowpane.models.adapters import adapter_bytes
+from windowpane.models.blocks import on_rank
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.config import ConfigError, EngineConfig
@@ -54,11 +56,17 @@ class Sizing:
     weights_bytes: int
     activation_bytes: int
     layout: Layout
+    adapter_bytes: int = 0
 
     @property
     def per_sequence(self) -> Capacity:
         """Bytes per sequence and per token: they do not depend on how much memory there is."""
         return self.capacity(0)
+
+    @property
+    def host(self) -> Capacity:
+        """The host memory of one rank, which holds restore points in the same pages."""
+        return Capacity(self.layout, self.config.offloading_bytes // self.ranks)
 
     @property
     def rollback_tokens(self) -> int:
@@ -188,7 +196,17 @@ def size_up(spec: ModelSpec, config: EngineConfig, ranks: int, *, on_cpu: bool =
     if not on_cpu:
         activations += decoded_past_bytes(layout, compute_dtype, config.max_model_len or spec.max_position)
         activations += delta_bytes(spec, ranks, compute_dtype)
-    return Sizing(spec, config, ranks, compute_dtype, weights, activations, layout)
+    adapters = _adapter_bytes(spec, config, ranks, compute_dtype)
+    return Sizing(spec, config, ranks, compute_dtype, weights, activations, layout, adapters)
+
+
+def _adapter_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, dtype: str) -> int:
+    """Bytes of all slots for adapters on one rank."""
+    if config.adapter_room is None:
+        return 0
+    if spec.decoder is None:
+        raise PlanError(f"--enable-lora: {spec.name} can be planned but not run yet; leave it out")
+    return adapter_bytes(on_rank(spec.decoder, ranks), config.adapter_room, dtype)
 
 
 def _state_parts(spec: ModelSpec) -> Iterator[StatePart]:
@@ -202,7 +220,7 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
         return None, None if kv_bytes is None else sizing.capacity(kv_bytes)
     scratch_bytes = prefill_scratch_bytes(sizing.spec, config, sizing.layout, sizing.ranks, device)
     activations = sizing.activation_bytes + scratch_bytes
-    budget = Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, activations)
+    budget = Budget.of(device, config.gpu_memory_utilization, sizing.weights_bytes, activations, sizing.adapter_bytes)
     if kv_bytes is None:
         if budget.kv_bytes <= 0:
             share = f" (--gpu-memory-utilization {config.gpu_memory_utilization:g})"
@@ -222,6 +240,7 @@ def fit(sizing: Sizing, device: Device | None) -> tuple[Budget | None, Capacity 
 def _too_large(sizing: Sizing, budget: Budget, usable: str) -> WeightsTooLarge:
     who = "it" if sizing.ranks == 1 else f"each of {sizing.ranks} ranks"
     runtime = f", {format_bytes(budget.runtime_bytes)} runtime" if budget.runtime_bytes else ""
+    runtime += f", {format_bytes(budget.adapter_bytes)} adapters" if budget.adapter_bytes else ""
     return WeightsTooLarge(
         f"{sizing.spec.name} does not fit: {who} needs {format_bytes(budget.before_kv_bytes)} before any KV "
         f"({format_bytes(budget.weights_bytes)} weights, {format_bytes(budget.activation_bytes)} activations{runtime}) "

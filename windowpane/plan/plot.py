@@ -113,6 +113,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     groups = {g.name: g.retention.kind for g in plan.sizing.layout.groups}
     parts = [
         ("weights", budget.weights_bytes, GREY),
+        ("adapters", budget.adapter_bytes, "#CC79A7"),
         ("activations", budget.activation_bytes, SKY),
         ("runtime", budget.runtime_bytes, "#CFCFCF"),
         *((f"{name} KV", size, KIND_COLOURS[groups[name]]) for name, size in use.group_bytes.items()),

@@ -172,6 +172,11 @@ def _verdict(peer: PeerReport) -> str:
     return f"{peer.name}: {peer.concurrency:.2f}, reported as {peer.reported_tokens:,} tokens"
 
 
+def _adapter_slots(plan: Plan) -> str:
+    config = plan.sizing.config
+    return f"{_many(config.max_loras, 'slot')} of rank {config.max_lora_rank}"
+
+
 def _memory(plan: Plan, width: int) -> RenderableType:
     """A bar and a row per purpose; the arena is broken down further, as it is when full."""
     capacity, budget, config = plan.capacity, plan.budget, plan.sizing.config
@@ -184,6 +189,7 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         left_bytes = budget.device_bytes - budget.before_kv_bytes - capacity.arena_bytes
         rows = [
             ("weights", "blue", budget.weights_bytes, _whose_weights(plan)),
+            ("adapters", "cyan", budget.adapter_bytes, _adapter_slots(plan)),
             ("activations", "magenta", budget.activation_bytes, estimate),
             ("runtime", "yellow", budget.runtime_bytes, "context, workspaces and graphs, assumed"),
             *rows,
@@ -199,6 +205,9 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         if name == "KV arena":
             for part, part_bytes, part_note in _arena_rows(plan, use):
                 table.add_row(f"    {part}", _gib(part_bytes), part_note)
+    if (host := plan.sizing.host).arena_bytes:
+        sessions = _many(host.sequences(plan.max_model_len), "more session")
+        table.add_row("  host tier", _gib(host.arena_bytes), f"of host memory; {sessions} stay within reach")
     bar = _bar([(style, size) for _, style, size, _ in rows], min(BAR_CELLS, width - 4))
     return Group(*([indented(bar)] if budget else []), Padding(table, (0, 0, 0, 2), expand=False))
 

@@ -38,6 +38,12 @@ def parse_bytes(text: str) -> int:
     return size_bytes
 
 
+def parse_gib(value: float | str) -> int:
+    """As `parse_bytes`, but a number without a unit is in GiB."""
+    text = str(value)
+    return parse_bytes(f"{text}GiB" if text.strip()[-1:] in "0123456789." else text)
+
+
 def parse_tokens(text: str) -> int:
     """`text` as a number of tokens, at least 1. Raises ValueError that repeats `text` and shows what works."""
     number, divisor, unit = _split(text, "token count", _COUNT_HELP)

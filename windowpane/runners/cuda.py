@@ -7,6 +7,7 @@ finds them. On a CPU it runs only in Triton's interpreter, which is how it is te
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,22 @@ from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
+from windowpane.lowering.adapters import Adapters
+from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import DeviceStep, StepBuilder, padding, tokens_of
+from windowpane.lowering.gpu.step import DeviceStep, StepBuilder, padding, row_segments, tokens_of
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.adapters import AdapterRoom
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
+from windowpane.runners.assistant import Assistant
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
 from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifies_only
 from windowpane.schedule.batch import Batch, PromptChunk
-from windowpane.schedule.step import Step
+from windowpane.schedule.step import Segment, Step
 
 DRAFT_ROWS = 256  # that graphs are captured for where sequences are few; steps with more take drafts as chunks
 
@@ -41,8 +46,9 @@ class CudaRunner:
     kernels on a Hopper GPU too, and `use_chain` False only the single rows of int4 layers.
 
     A step stores a decoding row's K and V before anything attends, so drafts are decoding rows of the same slot at the
-    positions behind it, and steps with drafts replay the same graphs. Models with recurrent states take drafts as
-    chunks, and so does any model in a step with prompts, or one that replaces a page which it still reads.
+    positions behind it, and are attended together with it in one pass over its pages. Models with recurrent states
+    take drafts as chunks, and so does any model in a step with prompts, or one that replaces a page which it still
+    reads. `drafter_weights` are those of an assistant that drafts for it.
     """
 
     def __init__(
@@ -57,21 +63,25 @@ class CudaRunner:
         device: torch.device,
         dtype: torch.dtype,
         rollback_tokens: int = 0,
+        host_slabs: int = 0,
         use_graphs: bool = True,
         use_hopper: bool = True,
         use_chain: bool = True,
         group: RankGroup = ALONE,
         progress: Progress | None = None,
         calibration: Calibration | None = None,
+        drafter_weights: Weights | None = None,
+        adapter_room: AdapterRoom | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.weights_bytes = sum(t.nbytes for t in weights.values())
+        self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks), on_gpu=True)
-        parameters = Parameters(decoder, weights)
+        self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
+        parameters = Parameters(decoder, weights, adapters=self.adapters)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         settle_scales(
             ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
         )
@@ -87,14 +97,43 @@ class CudaRunner:
                 decoder, parameters, self.pages, self.tables, max_model_len, self._max_rows, group,
                 use_hopper=use_hopper, use_chain=use_chain,
             )  # fmt: skip
-            self._builder = StepBuilder(self.pages, self.tables, self.model.tilings)
+            self._adapter_tables = None
+            if adapter_room is not None:
+                slots, rows = adapter_room.slots, self._max_rows
+                self._adapter_tables = AdapterTables(slots, rows, device, pdl=self.model.pdl)
+            self._builder = StepBuilder(self.pages, self.tables, self.model.tilings, self._adapter_tables)
             # Decoding rows' slots, positions, present states, and drafts if there are any, at a fixed place.
             self._inputs = torch.zeros(4 if rollback_tokens else 3, self._max_rows, dtype=torch.int32, device=device)
+            # Rows of one sequence that are attended together, and the segments that have them.
+            self._most_rows = min(1 + rollback_tokens, self.model.rows_at_once) if not self.pages.states else 1
+            self._segments = torch.zeros(self._max_rows, len(Segment._fields), dtype=torch.int32, device=device)
+            # Final hidden states of decoding rows, where an assistant begins with them.
+            drafting = spec.drafter.decoder if spec.drafter else None
+            self._final = None
+            if drafting is not None:
+                self._final = torch.empty(self._max_rows, spec.hidden_size, dtype=dtype, device=device)
             self.graphs: DecodeGraphs | None = None
-            if use_graphs and device.type == "cuda" and group.in_graphs:
+            self.adapted_graphs: DecodeGraphs | None = None  # for steps whose rows have adapters
+            self.drafter: Assistant | None = None
+            in_graphs = use_graphs and device.type == "cuda" and group.in_graphs
+            if in_graphs or drafting is not None:
                 logits = torch.empty(self._max_rows, spec.vocab_size, dtype=torch.float32, device=device)
-                sizes = ladder(self._max_rows)
-                self.graphs = DecodeGraphs(self.model, self._inputs, self._sampled, logits, sizes, progress)
+            if in_graphs:
+                common = (
+                    self.model, self._inputs, self._sampled, logits, ladder(self._max_rows), progress,
+                    self._segments if self._most_rows > 1 else None, self._most_rows, self._final,
+                )  # fmt: skip
+                self.graphs = DecodeGraphs(*common)
+                if self._adapter_tables is not None:
+                    self.adapted_graphs = DecodeGraphs(*common, self._adapter_tables)
+            if drafting is not None:
+                own = Parameters(drafting, weights if drafter_weights is None else drafter_weights, parameters)
+                model = GpuModel(
+                    drafting, own, self.pages, self.tables, max_model_len, num_slots, group, target=self.model
+                )
+                self.drafter = Assistant(
+                    model, spec.hidden_size, logits[:num_slots], rollback_tokens, use_graphs=in_graphs
+                )
 
     @property
     def arena(self) -> torch.Tensor:
@@ -109,7 +148,10 @@ class CudaRunner:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.forward(rehearsal(tokens, self._max_model_len))
+        batch = rehearsal(tokens, self._max_model_len)
+        self.forward(batch)
+        if self.adapters is not None:  # slots are empty, but kernels do not know
+            self.forward(replace(batch, adapters=np.ones(len(batch.chunks), dtype=np.int32)))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.activation_bytes = peak + self.model.prefill_scratch_bytes
@@ -118,7 +160,11 @@ class CudaRunner:
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
         self.pages.before_step(batch.changes)
-        if self._only_decodes(batch):
+        if self.adapters is not None:
+            self.adapters.before_step(batch.placed_adapters)
+        if not batch.chunks and not len(batch.decode_slots):
+            output = self._update_tables(batch)
+        elif self._only_decodes(batch):
             output = StepOutput(self._decode(batch), {})
         else:
             output = self._mixed(batch, all_logits_slots)
@@ -128,6 +174,10 @@ class CudaRunner:
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
+
+    def landed(self) -> list[tuple[int, float]]:
+        """Transfers between tiers that are over and were not named before, and the seconds that they took."""
+        return self.pages.host.landed()
 
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""
@@ -140,20 +190,37 @@ class CudaRunner:
             return True
         return verifies_only(batch) and not self.pages.states and batch.num_tokens <= self._max_rows
 
+    def _update_tables(self, batch: Batch) -> StepOutput:
+        """A step without rows, which only begins copies between tiers."""
+        transfer = Transfer(self.device)
+        for updates in self.tables.updates(batch.changes):
+            transfer.add(updates)
+        for updates_there in transfer.send():
+            self.tables.apply(updates_there)
+        return StepOutput(self._hidden.nothing.float(), {})
+
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
-        step = self._builder.mixed(Step.of(batch, all_logits_slots), batch.changes)
+        host = Step.of(batch, all_logits_slots)
+        step = self._builder.mixed(host, batch.changes)
         assert step.chunk_tokens is not None
         hidden = self._hidden.nothing
         if len(step.positions):
             tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
             hidden = self.model.final_hidden(step, tokens)
+        if self.drafter is not None:
+            self.drafter.observe([*host.decoding_segments(), *host.wanted_segments], hidden)
+            for chunk in batch.chunks:
+                if chunk.hidden is not None:
+                    self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
     def _decode(self, batch: Batch) -> torch.Tensor:
         step, decoding = Step.of_rows(batch), len(batch.decode_slots)
         rows = step.num_decoding
-        padded = (self.graphs.padded(rows) if self.graphs is not None else None) or rows
+        adapters = self._adapter_tables if len(step.adapters) else None
+        graphs = self.graphs if adapters is None else self.adapted_graphs
+        padded = (graphs.padded(rows) if graphs is not None else None) or rows
         inputs = np.tile(padding(self._inputs), self._max_rows)
         inputs[:2, :rows] = step.decode_slots, step.positions
         inputs[2, :decoding] = batch.state_slots[:decoding]
@@ -161,14 +228,28 @@ class CudaRunner:
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
+        several = bool(batch.chunks) and self._most_rows > 1
+        table = transfer.add(row_segments(step, self._most_rows, padded)) if several else None
+        bring_adapters = None if adapters is None else adapters.add_decoding(step.adapters, padded, transfer)
         sent = transfer.send()
         self.tables.apply(sent[late])
         self.tables.apply(sent[now])
         self._inputs.copy_(sent[handle])
-        if self.graphs is not None and padded in self.graphs.sizes:
-            return self.graphs.replay(rows)
-        on_device = DeviceStep.decoding(self._inputs[:, :rows])
-        return self.model.forward(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
+        if table is not None:
+            self._segments[:padded].copy_(sent[table])
+        if bring_adapters is not None:
+            bring_adapters(sent)
+        if self.drafter is not None and self._final is not None:
+            self.drafter.observe(step.decoding_segments(), self._final)
+        if graphs is not None and padded in graphs.sizes:
+            return graphs.replay(rows, several=several)
+        together = self._segments[:padded] if several else None
+        on_rows = None if adapters is None else adapters.decoding(rows)
+        on_device = DeviceStep.decoding(self._inputs[:, :rows], together, self._most_rows, on_rows)
+        normed = self.model.final_hidden(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
+        if self._final is not None:
+            self._final[:rows] = normed
+        return self.model.logits(normed)
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from windowpane.device.pages import KVPages
-from windowpane.drafts.drafter import Asking
+from windowpane.drafts.drafter import Asking, made_up, waits_for_step
 from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Request, Tokens
@@ -117,11 +117,8 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
-        """While a step is in flight, which hides what there is to go on from, made-up tokens say that there would be
-        drafts.
-        """
-        if any(a.request.known_tokens <= a.length for a in asking):
-            return [np.zeros(a.most, dtype=np.int32) for a in asking]
+        if waits_for_step(asking):
+            return made_up(asking)
         begun = [self._begin(a) for a in asking]
         drafting = [d for d in begun if d is not None]
         for place in range(max((d.most for d in drafting), default=0)):
@@ -186,14 +183,8 @@ class _Drafting:
 
 
 def _sequences(step: Step, segments: Sequence[Segment]) -> list[Segment]:
-    """All of a step as segments: decoding rows of one slot, one behind another, are one."""
-    found: list[Segment] = []
-    for row, (slot, at) in enumerate(zip(step.decode_slots.tolist(), step.decode_positions.tolist(), strict=True)):
-        if found and found[-1].slot == slot and found[-1].stop == at:
-            found[-1] = found[-1]._replace(stop=at + 1, q_count=found[-1].q_count + 1)
-        else:
-            found.append(Segment(slot, at, at + 1, row, row, 1))
-    return [*found, *segments]
+    """All of a step as segments."""
+    return [*step.decoding_segments(), *segments]
 
 
 def _step(segments: Sequence[Segment], *, asking: int) -> Step:

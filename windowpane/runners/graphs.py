@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
+from windowpane.schedule.step import Segment
 
 WARM_UPS = 1  # before a capture: kernels are compiled and libraries take their workspaces
 
@@ -25,8 +28,33 @@ def ladder(most_rows: int) -> list[int]:
     return [size for size in sizes if size < most_rows] + [most_rows]
 
 
+def next_size(sizes: Sequence[int], rows: int) -> int | None:
+    """The size that so many rows are padded to; None where there are too many."""
+    index = bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else None
+
+
+def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """What `run` launches, as a graph whose memory is of this pool."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph
+
+
 class DecodeGraphs:
-    """`inputs` is the tensor that steps are read from (`DeviceStep.decoding`); `sampled` has each slot's last token."""
+    """`inputs` is the tensor that steps are read from (`DeviceStep.decoding`); `sampled` has each slot's last token.
+
+    With `segments`, each size has a second graph for steps in which sequences have several rows, up to `most_rows`.
+    `hidden` takes the rows' final hidden states, where a drafter wants them. With `adapters`, graphs are for steps in
+    which rows have some.
+    """
 
     def __init__(
         self,
@@ -36,40 +64,42 @@ class DecodeGraphs:
         logits: torch.Tensor,
         sizes: Sequence[int],
         progress: Progress | None = None,
+        segments: torch.Tensor | None = None,
+        most_rows: int = 1,
+        hidden: torch.Tensor | None = None,
+        adapters: AdapterTables | None = None,
     ) -> None:
         self.sizes = list(sizes)
         self._logits = logits
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         inputs.copy_(torch.from_numpy(padding(inputs)))
-        for done, size in enumerate(sorted(sizes, reverse=True)):  # the largest takes the memory, others fit into it
-            step = DeviceStep.decoding(inputs[:, :size])
+        kinds = [(size, False) for size in sizes]
+        if segments is not None:
+            kinds += [(size, True) for size in sizes if size > 1]
+            segments.copy_(torch.tensor(Segment(0, -1, -1, 0, 0, 0), dtype=torch.int32))
+        for done, (size, several) in enumerate(sorted(kinds, reverse=True)):  # the largest takes the memory for all
+            together = segments[:size] if several and segments is not None else None
+            on_rows = None if adapters is None else adapters.decoding(size)
+            step = DeviceStep.decoding(inputs[:, :size], together, most_rows, on_rows)
 
             def run(step: DeviceStep = step, size: int = size) -> None:
-                tokens = tokens_of(inputs[:, :size], sampled)
-                model.forward(step, tokens, out=logits[:size])
+                normed = model.final_hidden(step, tokens_of(inputs[:, :size], sampled))
+                if hidden is not None:
+                    hidden[:size].copy_(normed)
+                model.logits(normed, logits[:size])
 
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    run()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                run()
-            self._graphs[size] = graph
+            self._graphs[size, several] = capture(run, pool)
             if progress is not None:
-                progress(done + 1, len(self.sizes))
+                progress(done + 1, len(kinds))
 
     def padded(self, rows: int) -> int | None:
         """The graph that a batch of so many rows runs in; None where it is too large."""
-        index = bisect_left(self.sizes, rows)
-        return self.sizes[index] if index < len(self.sizes) else None
+        return next_size(self.sizes, rows)
 
-    def replay(self, rows: int) -> torch.Tensor:
-        """float32 logits [rows, vocabulary], valid until the next replay."""
+    def replay(self, rows: int, *, several: bool = False) -> torch.Tensor:
+        """float32 logits [rows, vocabulary], valid until the next replay; `several`: sequences have several rows."""
         size = self.padded(rows)
         assert size is not None
-        self._graphs[size].replay()
+        self._graphs[size, several].replay()
         return self._logits[:rows]

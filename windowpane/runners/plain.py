@@ -11,20 +11,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from windowpane.device import heap
 from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.layout import Layout
 from windowpane.kv.restore import HIDDEN_ROWS
+from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.cpu.layers import JoinedLayers
 from windowpane.lowering.cpu.model import lower
+from windowpane.lowering.cpu.repacked import put_into_strips
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.scales import Calibration, settle_scales
+from windowpane.models.adapters import AdapterRoom
+from windowpane.models.quantization import Quantization
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.drafting import ModelDrafter
 from windowpane.schedule.batch import Batch, wanted_rows
 from windowpane.schedule.step import Step
+
+LONG_PROMPT_TOKENS = 1024  # whose activations are worth giving back: computing them again takes far longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,8 @@ class StepOutput:
 class Runner:
     """One model, or one rank's part of it: its weights and its arena on one device. `spec` is the whole model's.
 
-    `drafter_weights` are those of a model that drafts for it and has a checkpoint of its own.
+    `drafter_weights` are those of a model that drafts for it and has a checkpoint of its own. `adapter_room`: how many
+    adapters there is room for, of which rank.
     """
 
     def __init__(
@@ -58,17 +66,22 @@ class Runner:
         device: torch.device,
         dtype: torch.dtype,
         rollback_tokens: int = 0,
+        host_slabs: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
         drafter_weights: Weights | None = None,
+        adapter_room: AdapterRoom | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
         decoder = runnable(spec.on_rank(group.place.ranks))
-        parameters = Parameters(decoder, weights)
+        self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
+        parameters = Parameters(decoder, weights, adapters=self.adapters)
+        if isinstance(spec.quantization, Quantization) and spec.quantization.rounds_inputs:
+            put_into_strips(decoder, parameters)
         self.model = lower(decoder, parameters, max_model_len, group)
-        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens)
+        self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         drafting = None
         if spec.drafter is not None:
             described = spec.drafter.decoder
@@ -77,6 +90,7 @@ class Runner:
         settle_scales(self.model, self.pages, calibration or Calibration(), drafting)
         self.drafter = None if drafting is None else ModelDrafter(drafting, self.pages)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._prompt_tokens = 0  # since freed memory was given back
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
 
@@ -87,6 +101,9 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int] = frozenset()) -> StepOutput:
         """Run one step. Chunks of `all_logits_slots` also give the logits of every one of their tokens."""
+        if self.adapters is not None:
+            self.adapters.before_step(batch.placed_adapters)
+        self._give_back_activations(batch)
         step = Step.of_rows(batch) if self._takes_as_rows(batch) else Step.of(batch, all_logits_slots)
         self.pages.before_step(batch.changes)
         hidden = self._hidden.nothing
@@ -95,11 +112,20 @@ class Runner:
             tokens = torch.cat([sampled, torch.from_numpy(step.tokens).to(self.device, torch.int64)])
             hidden = self._final_hidden(step, tokens)
         self.pages.after_step(batch.changes)
+        if not batch.chunks and not len(step.positions):  # only copies between tiers were to be begun
+            return StepOutput(hidden.float(), {})
         for chunk in batch.chunks:
             if self.drafter is not None and chunk.hidden is not None:
                 self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
+
+    def _give_back_activations(self, batch: Batch) -> None:
+        """When long prompts are done: the allocator would keep what they took for as long as the process runs."""
+        self._prompt_tokens += batch.prompt_tokens
+        if not batch.prompt_tokens and self._prompt_tokens >= LONG_PROMPT_TOKENS and self.device.type == "cpu":
+            heap.give_back()
+            self._prompt_tokens = 0
 
     def _final_hidden(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         """Of the wanted rows; a drafter sees them too, or those of all rows."""
@@ -114,13 +140,19 @@ class Runner:
 
     def _takes_as_rows(self, batch: Batch) -> bool:
         """Whether a step's drafts run as decoding rows, which compiled layers store before any of them attends."""
-        return verifies_only(batch) and all(
-            isinstance(layer, JoinedLayers) and layer.decodes_in(self.pages) for layer in self.model.layers
+        return (
+            verifies_only(batch)
+            and not len(batch.adapters)
+            and all(isinstance(layer, JoinedLayers) and layer.decodes_in(self.pages) for layer in self.model.layers)
         )
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Remember what each slot sampled last: its next decoding row computes that token."""
         self._sampled[slots] = tokens
+
+    def landed(self) -> list[tuple[int, float]]:
+        """Transfers between tiers that are over and were not named before, and the seconds that they took."""
+        return self.pages.host.landed()
 
     def read_routes(self, slot: int, start: int, stop: int) -> Callable[[], NDArray[np.integer[Any]]]:
         """The experts that tokens [start, stop) of a slot visited: see `RoutePages.read`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,9 @@ class Batch:
     """One step, as plain values. Decoding sequences come first: each computes the token its slot sampled last.
 
     The step samples one token for every decoding sequence and every chunk that `samples`, in that order, and one more
-    for each draft. `state_slots` names the present one of the two states of each sequence and chunk.
+    for each draft. `state_slots` names the present one of the two states of each sequence and chunk, and `adapters` its
+    adapter's slot on the device (0: none; empty where nobody has one). `placed_adapters`: before the step, these slots
+    are filled with the adapters of these numbers.
     """
 
     step: int
@@ -53,6 +55,8 @@ class Batch:
     chunks: list[PromptChunk]
     state_slots: NDArray[np.int8]
     changes: Changes
+    adapters: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    placed_adapters: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampling_slots(self) -> NDArray[np.int64]:

@@ -22,6 +22,8 @@ MAX_PENALTY = 2.0  # as in the OpenAI API
 
 
 class FinishReason(Enum):
+    """Why an answer ended."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "abort"
@@ -224,8 +226,8 @@ class Request:
     `drafted_tokens` that steps verified for it, `accepted_tokens` were part of the answer.
 
     `message_ends` are lengths of the prompt at which its messages end: a later request may branch off there. Requests
-    with different `cache_salt` never share memory. `cached_tokens` is how much of the prompt was found computed when it
-    was admitted, and `cache_miss` why nothing was.
+    with different `cache_salt` or `adapter` (0: none) never share memory. `cached_tokens` is how much of the prompt was
+    found computed when it was admitted, and `cache_miss` why nothing was.
 
     With `pooling` the prompt's final hidden states are `pooled`: their sum, or the last of them.
     """
@@ -238,6 +240,7 @@ class Request:
     cache_salt: str = ""
     grammar: Grammar | None = None
     pooling: Pooling | None = None
+    adapter: int = 0
 
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -275,6 +278,11 @@ class Request:
         length = float(np.linalg.norm(part))
         scaled: NDArray[np.float32] = part / np.float32(length) if normalize and length > 0 else part
         return scaled
+
+    @property
+    def prefix_key(self) -> str:
+        """What requests must have in common to share memory: no salt passes for an adapter."""
+        return f"{self.adapter}:{self.cache_salt}"
 
     @property
     def known_tokens(self) -> int:

@@ -17,14 +17,16 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints, prompt_marks
 from windowpane.kv.retention import MIN_PREFIX_TOKENS
 from windowpane.kv.sharing import RestorePoint
+from windowpane.kv.tier import HostTier
 from windowpane.schedule.request import Request
 
 
 class RestorePlanner:
     """Restore points of running requests, by their slots."""
 
-    def __init__(self, points: RestorePoints) -> None:
+    def __init__(self, points: RestorePoints, tier: HostTier | None = None) -> None:
         self.points = points
+        self.tier = tier
         self.manager = points.manager
         self._marks: dict[int, list[int]] = {}  # where in its prompt points are wanted
         self._last_point: dict[int, int] = {}  # the last place in its prompt that has one
@@ -33,15 +35,18 @@ class RestorePlanner:
         self._written: list[RestorePoint] = []  # points that the step being put together writes
         self._unheard: dict[Request, list[int]] = {}  # tokens sampled after a request had ended
 
-    def look_up(self, request: Request) -> Hit:
-        """Return how much of the request's tokens can be resumed."""
+    def look_up(self, request: Request, *, on_host: bool = True) -> Hit:
+        """Return how much of the request's tokens can be resumed, from the device or, if it may, `on_host`."""
         params = request.params
         if params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt):
             return Hit(miss="prompt_logprobs asks for every prompt token")
         if request.pooling is not None:
             return Hit(miss="an embedding asks for every prompt token")
         known = request.tokens(0, request.known_tokens)
-        return self.points.look_up(request.cache_salt, known, may_skip_last=not request.output)
+        hit = self.points.look_up(request.prefix_key, known, may_skip_last=not request.output)
+        if self.tier is None or not on_host or hit.hidden_row is not None:
+            return hit
+        return self.tier.look_up(request.prefix_key, known, hit)
 
     def admit(self, slot: int, request: Request, hit: Hit) -> None:
         """Take note of what was found, and of where this prompt should leave points."""
@@ -70,14 +75,14 @@ class RestorePlanner:
         for mark in self._marks_after(slot, int(self.manager.lengths[slot])):
             if mark >= stop:
                 break
-            if self.points.is_kept(request.cache_salt, request.prompt[:mark]):
+            if self.points.is_kept(request.prefix_key, request.prompt[:mark]):
                 before = mark
             elif self.points.is_worth_its_room(before, mark):
                 tails.append(mark)
                 before = mark
         self._last_point[slot] = before
         for point in self.manager.extend_with_tails(slot, stop, tails):
-            if self.points.add(request.cache_salt, request.prompt[: point.length], point):
+            if self.points.add(request.prefix_key, request.prompt[: point.length], point):
                 self._written.append(point)
 
     def end_chunk(self, slot: int, request: Request, stop: int, *, at_prompt_end: bool) -> int | None:
@@ -108,7 +113,7 @@ class RestorePlanner:
             point = self.manager.leave_point(slot) if is_worth_it else None
             if point is None:
                 self.points.give_back_hidden(row)
-            elif self.points.add(request.cache_salt, request.prompt[:length], point, row):
+            elif self.points.add(request.prefix_key, request.prompt[:length], point, row):
                 self._written.append(point)
                 self._last_point[slot] = length
         written, slots = self._written, [slot for slot, *_ in self._ends]
@@ -119,14 +124,19 @@ class RestorePlanner:
         """Note a token sampled by a step that was in flight when the request ended: its KV can be kept too."""
         self._unheard.setdefault(request, []).append(token)
 
-    def release(self, slot: int, request: Request) -> None:
-        """Give the pages of a sequence back, leaving all that it computed as a point."""
+    def release(self, slot: int, request: Request, *, swap: bool) -> None:
+        """Give the pages of a sequence back, leaving all that it computed as a point.
+
+        `swap`: it comes back, and its pages are needed by others. Where there is a host tier, they are spilled first.
+        """
         length = int(self.manager.lengths[slot])
         late = np.array(self._unheard.get(request, []), dtype=np.int32)
         known = np.concatenate([request.tokens(0, request.known_tokens), late])
         has_tokens = MIN_PREFIX_TOKENS <= length <= len(known)
-        if has_tokens and not self.points.is_kept(request.cache_salt, known[:length]):
-            self.points.add(request.cache_salt, known[:length], self.manager.release_and_leave_point(slot))
+        if has_tokens and not self.points.is_kept(request.prefix_key, known[:length]):
+            point = self.manager.release_and_leave_point(slot)
+            if self.points.add(request.prefix_key, known[:length], point) and swap and self.tier is not None:
+                self.tier.spill(point)
         else:
             self.manager.release(slot)
 
@@ -137,7 +147,9 @@ class RestorePlanner:
         self._unheard.pop(request, None)
 
     def clear(self) -> None:
-        """Give up every restore point."""
+        """Give up every restore point of the device, and what was on its way between tiers."""
+        if self.tier is not None:
+            self.tier.forget_transfers()
         self.points.clear()
 
     @property
@@ -152,10 +164,12 @@ class RestorePlanner:
 class NoRestorePlanner:
     """`RestorePlanner` without prefix caching: it finds nothing and leaves nothing."""
 
+    tier = None
+
     def __init__(self, manager: KVManager) -> None:
         self.manager = manager
 
-    def look_up(self, request: Request) -> Hit:
+    def look_up(self, request: Request, *, on_host: bool = True) -> Hit:
         return NOTHING_FOUND
 
     def admit(self, slot: int, request: Request, hit: Hit) -> None:
@@ -182,7 +196,7 @@ class NoRestorePlanner:
     def hear(self, request: Request, token: int) -> None:
         pass
 
-    def release(self, slot: int, request: Request) -> None:
+    def release(self, slot: int, request: Request, *, swap: bool) -> None:
         self.manager.release(slot)
 
     def forget(self, slot: int, request: Request) -> None:

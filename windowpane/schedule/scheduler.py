@@ -9,7 +9,8 @@ waits for memory until that is used up. Decoding requests live in arrays and are
 of them only when it reaches its *horizon*: a page boundary, the end of its reservation or of its life.
 
 With restore points (`restoring`), an admitted request begins with what it shares with an earlier one, and leaves points
-of its own for later ones.
+of its own for later ones. With a host tier, points are spilled there ahead of need, and a request that can go on from
+one of them waits in its slot until the pages have arrived (`admission`).
 
 Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
@@ -25,8 +26,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +36,14 @@ from numpy.typing import NDArray
 from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
-from windowpane.kv.sharing import RestorePoint
+from windowpane.kv.tier import HostTier
+from windowpane.schedule.adapters import AdapterSlots
+from windowpane.schedule.admission import Admission
 from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.request import FinishReason, Request, Tokens
 from windowpane.schedule.restoring import NoRestorePlanner, RestorePlanner
+from windowpane.schedule.verifying import StepInFlight, Verifying, reason_to_end
 
 DEFAULT_GROWTH_TOKENS = 256
 MAX_STEPS_IN_FLIGHT = 2
@@ -56,19 +61,6 @@ class RequestTooLong(ValueError):
 
 class BeyondModelLen(RequestTooLong):
     """Prompt and answer together are longer than `max_model_len`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """The scheduler's book of a step whose tokens are not known yet."""
-
-    step: int
-    slots: NDArray[np.int64]  # all sequences in it
-    sampling_slots: NDArray[np.int64]
-    sampling: list[Request]
-    last: NDArray[np.bool_]  # rows that sample the last token of a request's life
-    verifying: dict[int, PromptChunk]  # by slot: those with drafts
-    points: list[RestorePoint] = field(default_factory=list)  # restore points that it writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +82,8 @@ class Scheduler:
         restore_points: RestorePoints | None = None,
         pace: Pace | None = None,
         draft_tokens: int = 0,
+        tier: HostTier | None = None,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         if max_num_batched_tokens < manager.num_slots * (1 + draft_tokens):
             drafts = f" × {1 + draft_tokens} (with {draft_tokens} drafts each)" if draft_tokens else ""
@@ -108,7 +102,11 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
         self.draft_tokens = draft_tokens
-        self.restoring = RestorePlanner(restore_points) if restore_points else NoRestorePlanner(manager)
+        self.restoring = RestorePlanner(restore_points, tier) if restore_points else NoRestorePlanner(manager)
+        self.tier = tier
+        self._admission = Admission(manager, self.restoring, tier)
+        self.adapters = adapter_slots  # None: no request has one
+        self._adapter_of = np.zeros(slots, dtype=np.int32)  # the slot of each sequence's adapter
         self.pace = pace  # None: prompts take the whole budget, whoever decodes
         self.waiting: list[Request] = []  # sorted by _order
         self.running: dict[int, Request] = {}  # by slot
@@ -122,14 +120,13 @@ class Scheduler:
         self._decoding_slots: NDArray[np.int64] | None = None  # the same as an array, None when out of date
         # From this length on, a sequence's next step may go beyond what the manager has given it.
         self._horizon = np.zeros(slots, dtype=np.int64)
-        # Decoding sequences whose state is behind: their next step computes more known tokens than the last one.
-        self._behind: set[int] = set()
+        self._verifying = Verifying(manager, self.running)
         self._last_length = np.zeros(slots, dtype=np.int64)  # a sequence's length when its last token is sampled
         self._stop_ids = np.full((slots, STOP_IDS), NO_TOKEN, dtype=np.int64)
         self._in_flight = np.zeros(slots, dtype=np.int64)  # steps in flight that hold the slot
         self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
         self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
-        self._unlanded: deque[_StepInFlight] = deque()  # oldest first
+        self._unlanded: deque[StepInFlight] = deque()  # oldest first
         self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
         self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
 
@@ -189,7 +186,9 @@ class Scheduler:
         del request.output[count:]
 
     def forget_restore_points(self) -> None:
-        """A step failed: nothing that was kept can be trusted."""
+        """A step failed: nothing that was kept on the device can be trusted, nor what was on its way."""
+        for slot in self._admission.fetching:
+            self._leave(slot, requeue=True, keep=False)
         self.restoring.clear()
 
     def drop_restore_points(self) -> int:
@@ -197,7 +196,7 @@ class Scheduler:
         dropped = [point for point in self.manager.restore_points if not point.pending]
         for point in dropped:
             self.manager.drop(point)
-        return len(dropped)
+        return len(dropped) + (self.tier.drop_points() if self.tier is not None else 0)
 
     @property
     def cache_stats(self) -> CacheStats:
@@ -205,12 +204,16 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        """Whether requests wait or run, or pages are to be copied between tiers."""
+        return bool(self.waiting or self.running) or (self.tier is not None and self.tier.is_busy)
 
     @property
     def only_decodes(self) -> bool:
-        """Whether sequences decode and nothing else is under way: none waits, fills or leaves, no step is in flight."""
-        return bool(self._decoding) and not (self.waiting or self._prefilling or self._leaving or self._unlanded)
+        """Whether sequences decode and nothing else is under way: none waits, fills or leaves, nothing is in flight."""
+        copies = self.tier is not None and self.tier.is_busy
+        return bool(self._decoding) and not (
+            copies or self.waiting or self._prefilling or self._leaving or self._unlanded
+        )
 
     @property
     def decoding_slots(self) -> NDArray[np.int64]:
@@ -226,9 +229,13 @@ class Scheduler:
         """How many drafts the next step can verify for a sequence; 0 for one that does not decode."""
         if slot not in self._decoding:
             return 0
-        known = self.running[slot].known_tokens
-        behind = known - int(self.manager.lengths[slot]) - 1 if slot in self._behind else 0
-        return max(0, min(self.draft_tokens - behind, int(self._last_length[slot]) - known))
+        return self._verifying.room(slot, self.draft_tokens, int(self._last_length[slot]))
+
+    def land(self, landed: Iterable[tuple[int, float]]) -> None:
+        """These transfers between tiers are over, and took so many seconds each."""
+        for slot in self._admission.land(landed):
+            self._prefilling[slot] = None
+        self._nothing_fits = False
 
     def schedule(self, drafts: Mapping[int, Tokens] | None = None) -> Batch | None:
         """The next step, or None when there is nothing to compute now.
@@ -245,9 +252,11 @@ class Scheduler:
         if self.pace is not None and (len(decoding) or verifying):
             budget = min(budget, self.pace.tokens())
         chunks = verifying + self._prefill(budget)
-        if not len(decoding) and not chunks:
-            return None
         manager = self.manager
+        if self.tier is not None:
+            self.tier.spill_ahead()
+        if not len(decoding) and not chunks and not manager.books.log.has_transfers:
+            return None
         slots = np.concatenate([decoding, np.array([c.slot for c in chunks], dtype=np.int64)]) if chunks else decoding
         state_slots = manager.state_slot[slots]
         computed = [c.slot for c in chunks if len(c.tokens)]
@@ -267,7 +276,15 @@ class Scheduler:
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            **self._adapters_in(slots),
         )
+
+    def _adapters_in(self, slots: NDArray[np.int64]) -> dict[str, Any]:
+        """What a step has to know of its sequences' adapters."""
+        if self.adapters is None:
+            return {}
+        found = self._adapter_of[slots]
+        return {"adapters": found if found.any() else found[:0], "placed_adapters": self.adapters.take_placed()}
 
     def commit(
         self, tokens: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64] | None = None
@@ -288,12 +305,15 @@ class Scheduler:
         if counts is not None and not step.verifying:
             raise ValueError(f"counts are for steps with drafts, and step {step.step} has none")
         if step.verifying:
-            finished = self._take_accepted(step, sampled, [1] * expected if counts is None else counts)
+            counts = [1] * expected if counts is None else counts
+            for slot in self._verifying.take_accepted(step, sampled, counts, self.restoring.hear):
+                self._set_horizon(slot)
+            finished = [request for request in step.sampling if self._end_if_complete(request)]
         else:
             finished = self._take_one_each(step, sampled)
         for slot in [slot for slot in self._leaving if self._in_flight[slot] == 0]:
             self._depart(slot)
-        if not self.running:
+        if not self.running and (self.tier is None or not self.tier.in_transit):
             self.manager.check_idle()
         return finished
 
@@ -307,7 +327,7 @@ class Scheduler:
         self._short_of_memory = False
         slots, manager = self._decoding_array(), self.manager
         at_horizon = manager.lengths[slots] >= self._horizon[slots]
-        several = self._behind.union(drafts) if drafts or self._behind else set()
+        several = self._verifying.behind.union(drafts) if drafts or self._verifying.behind else set()
         if several:
             at_horizon |= np.array([slot in several for slot in slots.tolist()], dtype=bool)
         elif not at_horizon.any():
@@ -325,18 +345,12 @@ class Scheduler:
         # In the order they had: what samplers prepare for a set of rows then serves the next step too.
         going = [slot for slot in slots.tolist() if slot in grown.union(steady)]
         chunks = {
-            slot: self._verify(slot, starts[slot], drafts.get(slot, NO_TOKENS)) for slot in going if slot in several
+            slot: self._verifying.chunk(slot, starts[slot], drafts.get(slot, NO_TOKENS))
+            for slot in going
+            if slot in several
         }
         single = [slot for slot in going if slot not in chunks or len(chunks[slot].tokens) == 1]
         return np.array(single, dtype=np.int64), [c for c in chunks.values() if len(c.tokens) > 1]
-
-    def _verify(self, slot: int, start: int, drafts: Tokens) -> PromptChunk:
-        """The chunk of a sequence that computes several tokens: known ones, then drafts as far as it was extended."""
-        request, length = self.running[slot], int(self.manager.lengths[slot])
-        self._behind.discard(slot)
-        count = length - request.known_tokens
-        tokens = np.concatenate([request.tokens(start, request.known_tokens), drafts[:count]])
-        return PromptChunk(slot, start, tokens.astype(np.int32), samples=True, drafts=count)
 
     def _decoding_array(self) -> NDArray[np.int64]:
         if self._decoding_slots is None:
@@ -352,7 +366,7 @@ class Scheduler:
         if slot not in self._decoding:
             return False  # preempted by one before it
         length = int(manager.lengths[slot]) + 1
-        if slot in self._behind:
+        if slot in self._verifying.behind:
             length = self.running[slot].known_tokens
         if length > self._last_length[slot]:
             self._stop_decoding(slot)  # all its tokens are on their way
@@ -372,7 +386,7 @@ class Scheduler:
             if self.manager.give_way(demand):
                 break
             self._short_of_memory = True
-            if self._leaving:
+            if self._leaving or (self.tier is not None and self.tier.is_spilling):
                 return False  # bytes are on their way back: wait for them before anyone else has to go
             victim = max(self._preemptible(), key=lambda s: _order(self.running[s]))
             self._preempt(victim)
@@ -408,8 +422,9 @@ class Scheduler:
             chunks.append(self._chunk(slot, budget))
             budget -= len(chunks[-1].tokens)
         while budget > 0 and (admitted := self._admit()) is not None:
-            chunks.append(self._chunk(admitted, budget))
-            budget -= len(chunks[-1].tokens)
+            if admitted in self._prefilling:  # else it waits for pages from the host
+                chunks.append(self._chunk(admitted, budget))
+                budget -= len(chunks[-1].tokens)
         return chunks
 
     def _chunk(self, slot: int, budget: int) -> PromptChunk:
@@ -433,7 +448,8 @@ class Scheduler:
             return None
         for index, request in enumerate(self.waiting[:LOOKAHEAD]):
             tokens = self._first_reservation(request)
-            hit = self._fit(request, tokens)
+            has_adapter = self.adapters is None or self.adapters.fits(request.adapter)
+            hit = self._admission.fit(request, tokens) if has_adapter else None
             if hit is not None:
                 for overtaken in self.waiting[:index]:
                     overtaken.bypassed += 1
@@ -444,27 +460,6 @@ class Scheduler:
         self._nothing_fits = True
         return None
 
-    def _fit(self, request: Request, tokens: int) -> Hit | None:
-        """How a request can be admitted: from its first token, or from a restore point; None: not now.
-
-        A sequence that resumes pins the window's pages beside its own, so where memory is short it may have to begin
-        with its first token.
-        """
-        manager = self.manager
-        hit = self.restoring.look_up(request)
-        if hit.point is not None:
-            demand = manager.start_demand(tokens, hit.point, hit.length)
-            if manager.can_reserve(demand):
-                return hit
-            manager.give_way(demand)
-            if hit.point in manager.books.points and manager.can_reserve(
-                manager.start_demand(tokens, hit.point, hit.length)
-            ):
-                return hit
-            hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
-        demand = manager.start_demand(tokens)
-        return hit if manager.can_reserve(demand) or manager.give_way(demand) else None
-
     def _first_reservation(self, request: Request) -> int:
         """Tokens to reserve at admission: the prompt and some growth, more after a preemption, in the end all."""
         if request.preemptions >= MAX_PREEMPTIONS:
@@ -474,13 +469,12 @@ class Scheduler:
 
     def _start(self, request: Request, tokens: int, hit: Hit) -> int:
         slot: int = self._free_slots.pop()
-        if hit.point is not None:
-            self.manager.touch(hit.point)
-        self.manager.start(slot, tokens, hit.point, hit.length if hit.point is not None else None)
-        self.restoring.admit(slot, request, hit)
+        if self._admission.start(slot, request, tokens, hit):
+            self._prefilling[slot] = None
+        if self.adapters is not None:
+            self._adapter_of[slot] = self.adapters.take(request.adapter)
         self.running[slot] = request
         self._slot_of[request] = slot
-        self._prefilling[slot] = None
         self._last_length[slot] = request.longest_kv
         stop_ids = request.params.stop_token_ids[:STOP_IDS]
         self._stop_ids[slot] = NO_TOKEN
@@ -500,9 +494,9 @@ class Scheduler:
         sampling = [self.running[slot] for slot in sampling_slots.tolist()]
         last = self.manager.lengths[sampling_slots] >= self._last_length[sampling_slots]
         verifying = {c.slot: c for c in chunks if c.drafts}
-        self._unlanded.append(_StepInFlight(self._step + 1, slots, sampling_slots, sampling, last, verifying))
+        self._unlanded.append(StepInFlight(self._step + 1, slots, sampling_slots, sampling, last, verifying))
 
-    def _take_one_each(self, step: _StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
+    def _take_one_each(self, step: StepInFlight, sampled: NDArray[np.int64]) -> list[Request]:
         """Take in one token of each request; those that a stop token or their length has ended leave their slots."""
         for request, token in zip(step.sampling, sampled.tolist(), strict=True):
             if request.finish_reason is None:
@@ -515,45 +509,9 @@ class Scheduler:
             rows += [row for row, request in enumerate(step.sampling) if request in self._many_stops]
         return [step.sampling[row] for row in rows if self._end_if_complete(step.sampling[row])]
 
-    def _take_accepted(
-        self, step: _StepInFlight, sampled: NDArray[np.int64], counts: Sequence[int] | NDArray[np.int64]
-    ) -> list[Request]:
-        """Take in the accepted tokens of each request up to its end, and take back the drafts beyond them."""
-        finished, first = [], 0
-        for request, slot, count in zip(step.sampling, step.sampling_slots.tolist(), counts, strict=True):
-            chunk = step.verifying.get(slot)
-            drafts = (chunk and chunk.drafts) or 0
-            if not 1 <= count <= 1 + drafts:
-                raise ValueError(f"request {request.id} has {drafts} drafts in step {step.step}, not {count - 1}")
-            taken = 0
-            for token in sampled[first : first + count].tolist():
-                taken += 1
-                if request.finish_reason is not None:
-                    self.restoring.hear(request, token)
-                    continue
-                request.output.append(token)
-                if _reason_to_end(request):
-                    break
-            first += count
-            if chunk is not None and taken <= drafts:
-                self._take_back(chunk, drafts + 1 - taken)
-            if self._end_if_complete(request):
-                finished.append(request)
-        return finished
-
-    def _take_back(self, chunk: PromptChunk, tokens: int) -> None:
-        """The last so many tokens of a chunk were no part of the answer."""
-        slot, manager = chunk.slot, self.manager
-        if manager.has_state:
-            manager.truncate(slot, chunk.start)  # there is no state between the one before the chunk and the one behind
-            self._behind.add(slot)
-        else:
-            manager.truncate(slot, int(manager.lengths[slot]) - tokens)
-        self._set_horizon(slot)
-
     def _end_if_complete(self, request: Request) -> bool:
         """End a request whose last token is a stop token or the last that it may have: it leaves its slot."""
-        reason = None if request.finish_reason is not None else _reason_to_end(request)
+        reason = None if request.finish_reason is not None else reason_to_end(request)
         if reason is None:
             return False
         request.finish_reason = reason
@@ -579,12 +537,15 @@ class Scheduler:
         leaving = self._leaving.pop(slot)
         request = self.running.pop(slot)
         if leaving.keep:
-            self.restoring.release(slot, request)
+            self.restoring.release(slot, request, swap=leaving.requeue)
         else:
             self.manager.release(slot)
         self.restoring.forget(slot, request)
+        self._admission.forget(slot)
+        if self.adapters is not None:
+            self.adapters.give_back(request.adapter)
         del self._slot_of[request]
-        self._behind.discard(slot)
+        self._verifying.behind.discard(slot)
         self._many_stops.discard(request)
         self._free_slots.append(slot)
         self._nothing_fits = False
@@ -604,15 +565,6 @@ class Scheduler:
         if slot in self._decoding:
             del self._decoding[slot]
             self._decoding_slots = None
-
-
-def _reason_to_end(request: Request) -> FinishReason | None:
-    params, output = request.params, request.output
-    # A grammar lets its stop tokens through before that only where nothing else may follow.
-    must_stop = request.grammar is not None and output[-1] in request.grammar.stop_ids
-    if output[-1] in params.stop_token_ids and (len(output) >= params.min_tokens or must_stop):
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(output) >= params.max_tokens else None
 
 
 def _order(request: Request) -> int:

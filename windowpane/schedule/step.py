@@ -42,6 +42,7 @@ class Step:
     `wanted` are the rows whose logits are asked for: every decoding row, and the last ones of each segment. In
     `segments` all rows ask, in `wanted_segments` only the wanted ones. `state_slots` says which state of each sequence,
     the decoding ones and then those of segments, is the present one: it is read, and the other one is written.
+    `adapters` has the slot of each row's adapter, 0 for none; it is empty where no row has one.
     """
 
     tokens: NDArray[np.int32]
@@ -51,6 +52,7 @@ class Step:
     wanted_segments: tuple[Segment, ...]
     wanted: NDArray[np.int64]
     state_slots: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+    adapters: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     drafts_in_rows: bool = False  # a sequence may have several decoding rows: later ones find earlier ones in pages
 
     @classmethod
@@ -61,7 +63,8 @@ class Step:
         starts = (np.arange(c.start, c.start + len(c.tokens)) for c in chunks)
         positions = np.concatenate([batch.decode_positions, *starts])
         tokens = np.concatenate([nothing, *(c.tokens for c in chunks)])
-        return cls(tokens, positions, slots, (), (), np.arange(len(slots)), drafts_in_rows=bool(chunks))
+        adapters, wanted = _adapters_of_rows(batch), np.arange(len(slots))
+        return cls(tokens, positions, slots, (), (), wanted, adapters=adapters, drafts_in_rows=bool(chunks))
 
     @classmethod
     def of(cls, batch: Batch, all_logits_slots: frozenset[int] = frozenset()) -> Step:
@@ -90,11 +93,22 @@ class Step:
             tuple(narrowed),
             np.concatenate(wanted),
             np.array(state_slots, dtype=np.int8),
+            _adapters_of_rows(batch),
         )
 
     @property
     def num_decoding(self) -> int:
         return len(self.decode_slots)
+
+    def decoding_segments(self) -> list[Segment]:
+        """Decoding rows by sequence: those of one slot, one behind another, are one segment."""
+        found: list[Segment] = []
+        for row, (slot, at) in enumerate(zip(self.decode_slots.tolist(), self.decode_positions.tolist(), strict=True)):
+            if found and found[-1].slot == slot and found[-1].stop == at:
+                found[-1] = found[-1]._replace(stop=at + 1, q_count=found[-1].q_count + 1)
+            else:
+                found.append(Segment(slot, at, at + 1, row, row, 1))
+        return found
 
     @property
     def decode_positions(self) -> NDArray[np.int64]:
@@ -114,3 +128,10 @@ class Step:
     def rotary_positions(self) -> NDArray[np.int64]:
         """What rows are rotated by. In text that is where they lie in their sequence."""
         return self.positions
+
+
+def _adapters_of_rows(batch: Batch) -> NDArray[np.int32]:
+    if not len(batch.adapters):
+        return batch.adapters
+    rows = [1] * len(batch.decode_slots) + [len(chunk.tokens) for chunk in batch.chunks]
+    return np.repeat(batch.adapters, rows)

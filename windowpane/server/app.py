@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,11 +15,12 @@ from starlette.middleware.cors import CORSMiddleware
 from windowpane import __version__
 from windowpane.engine.engine import Engine
 from windowpane.server import errors, page, stats
-from windowpane.server.auth import Access, ApiKeys, BodyLimit, caller
+from windowpane.server.adapters import LoadBody, UnloadBody, load_adapter, unload_adapter
+from windowpane.server.auth import ADMIN, Access, ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
 from windowpane.server.embeddings import embed
-from windowpane.server.errors import ErrorDocument, unavailable
+from windowpane.server.errors import ApiError, ErrorDocument, unavailable
 from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
 from windowpane.server.messages import CountBody, MessagesBody, answer_messages, count_tokens
@@ -75,7 +77,7 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     app.router.route_class = JsonRoute
     app.state.max_body_values = max(MIN_BODY_VALUES, 2 * service.max_model_len)
     app.state.max_body_names = max(MIN_BODY_NAMES, service.max_model_len // 8)
-    errors.install(app)
+    errors.install(app, service.note_refused)
     _add_api(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
@@ -84,15 +86,20 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     _add_operations(app, service)
     if access.admin_key is not None:
         _add_administration(app, service)
-    facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat)
+    facts = stats.ModelFacts(service.name, service.max_model_len, service.can_chat, *service.hardware)
 
     async def snapshot() -> dict[str, Any]:
         # Streams of /stats would keep a server open for ever: they end with the last request.
         if service.draining and not service.loop.jobs:
             raise unavailable("the server is shutting down")
-        return await service.watch(lambda engine: stats.snapshot(engine, service.loop.meter, facts))
+        return await service.watch(
+            lambda engine: stats.snapshot(engine, service.loop.meter, facts, service.loop.times_of)
+        )
 
-    app.include_router(stats.router(snapshot))
+    async def history() -> dict[str, Any]:
+        return await service.watch(lambda engine: stats.history(engine, service.loop.meter, service.loop.journal))
+
+    app.include_router(stats.router(snapshot, history))
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
@@ -113,7 +120,7 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", summary="The served model, by each of its names")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+        return {"object": "list", "data": [_model(service, name) for name in [*service.names, *service.adapters]]}
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -257,12 +264,28 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             text = expose(service.engine)  # nobody else looks at it any more
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.delete("/requests/{id:path}", summary="Cancel an answer that runs or waits")
+    async def cancel(id: str, http: Request) -> dict[str, Any]:
+        who = caller(http.scope)
+        if not service.loop.cancel_for(None if who == ADMIN else who, id):
+            message = f"no request {id[:128]!r} of this key runs or waits; GET /stats has their ids"
+            raise ApiError(404, message, code="request_not_found")
+        return {"id": id, "cancelled": True}
+
     @app.get("/version", summary="The version of Windowpane")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
 
 def _add_administration(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/load_lora_adapter", summary="Serve an adapter from --lora-dir; for the admin key")
+    async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
+        return await load_adapter(service, body, service.lora_dir)
+
+    @app.post("/v1/unload_lora_adapter", summary="Serve an adapter no longer; for the admin key")
+    async def unload_lora_adapter(body: UnloadBody) -> dict[str, Any]:
+        return await unload_adapter(service, body)
+
     @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
     async def reset_prefix_cache() -> dict[str, int]:
         return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
@@ -281,12 +304,13 @@ async def _answered(answer: Any, service: Service) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "windowpane",
-        "root": service.name,
-        "parent": None,
+        "root": service.name if adapter is None else Path(adapter.path).name,
+        "parent": None if adapter is None else service.name,
         "max_model_len": service.max_model_len,
     }

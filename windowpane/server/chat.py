@@ -10,11 +10,12 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from windowpane.server.auth import caller
 from windowpane.server.chat_writer import ChatWriter
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, job_id
 from windowpane.server.json_body import strict_json
-from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice
+from windowpane.server.parsing import chat_grammar, output_parser, thought_budget, tool_choice, with_allowed_tools
 from windowpane.server.protocol import ChatBody, ChatFields, Message, shallow
 from windowpane.server.reader import Reader
 from windowpane.server.sampling import check_stream, constraint_of, sampling_params
@@ -46,12 +47,14 @@ async def answer_chat(
         job, parsers = await prepare(_prepare, service, body, id, arrived)
         reasoning, one_call = body.include_reasoning is not False, body.parallel_tool_calls is False
         readers = [Reader(parser, wants_reasoning=reasoning, wants_one_call=one_call) for parser in parsers]
+        job.caller, job.traceparent = caller(http.scope), http.headers.get("traceparent")
         writer = make_writer(job, readers)
     return await answered(service, job, writer, http.receive)
 
 
 def _prepare(service: Service, body: ChatBody, id: str, arrived: float) -> tuple[Job, Sequence[OutputParser | None]]:
     """All that takes time before the engine is asked."""
+    body = with_allowed_tools(body)
     choice = tool_choice(body, service.parsers)
     prompt = chat_prompt_of(service, body, choice != "none")
     grammar = chat_grammar(body, choice, service.parsers, service.grammars, prompt.text)
@@ -228,6 +231,7 @@ def _job(
             priority=body.priority or 0,
             message_ends=prompt.message_ends,
             cache_salt=body.cache_salt or "",
+            adapter=service.adapter_of(body.model),
             grammar=grammar,
             thought_budget=thought_budget(service.parsers, body, prompt.text),
         )

@@ -33,7 +33,8 @@ class ChatWriter:
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = {"id": job.id, "object": kind, "created": int(time.time()), "model": service.name}
+        self._head = {"id": job.id, "object": kind, "created": int(time.time())}
+        self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gives_prompt = bool(body.return_token_ids)  # still to come, in a stream
         # Most chunks hold nothing but text: these are put together from ready-made parts.

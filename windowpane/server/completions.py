@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import TokenLogprobs, Tokens
+from windowpane.server.auth import caller
 from windowpane.server.errors import ApiError, bad_request
 from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
@@ -56,6 +57,7 @@ async def answer_completion(
         id = job_id(prefix, body.request_id, http.headers)
         prepare = service.off_loop if constraint_of(body) is None else service.beside_grammars
         job, prompts = await prepare(_prepare, service, body, several, id, arrived, cut_to_fit)
+        job.caller, job.traceparent = caller(http.scope), http.headers.get("traceparent")
         writer = make_writer(job, prompts)
     return await answered(service, job, writer, http.receive)
 
@@ -127,6 +129,7 @@ def _job(
                 "prompt",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                adapter=service.adapter_of(body.model),
                 grammar=grammar,
             )
             answers.append(
@@ -156,7 +159,8 @@ class _Writer:
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
         self._offsets = [0] * len(job.answers)
-        self._head = {"id": job.id, "object": "text_completion", "created": int(time.time()), "model": service.name}
+        self._head = {"id": job.id, "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gave_prompt = [not body.return_token_ids] * len(job.answers)
         # Most chunks hold nothing but text: these are put together from ready-made parts.

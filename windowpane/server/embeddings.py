@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from windowpane.schedule.request import SamplingParams
+from windowpane.server.auth import caller
 from windowpane.server.completions import several_prompts
 from windowpane.server.errors import bad_request
 from windowpane.server.job import Job, job_id
@@ -29,6 +30,7 @@ async def embed(service: Service, body: EmbeddingsBody, http: HttpRequest) -> Re
     with service.admitted(len(several)):
         id = job_id("embd", None, http.headers)
         job = await service.off_loop(_job, service, body, several, id, arrived)
+    job.caller, job.traceparent = caller(http.scope), http.headers.get("traceparent")
     await service.finished(job, http.receive)
     return await service.document(lambda: _document(service, body, job), job.headers)
 
@@ -44,6 +46,7 @@ def _job(service: Service, body: EmbeddingsBody, several: Any, id: str, arrived:
             "input",
             priority=body.priority or 0,
             pooling=body.pooling or "last",
+            adapter=service.adapter_of(body.model),
         )
         answers.append(Answer(request, None))
     return Job(id, answers, False, arrived, body.user)
@@ -64,7 +67,7 @@ def _document(service: Service, body: EmbeddingsBody, job: Job) -> dict[str, Any
     return {
         "id": job.id,
         "object": "list",
-        "model": service.name,
+        "model": service.name_of(job),
         "data": data,
         "usage": {"prompt_tokens": counts["prompt_tokens"], "total_tokens": counts["prompt_tokens"]},
     }

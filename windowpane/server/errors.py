@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -108,11 +108,12 @@ def failed(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Every way in which a request can go wrong ends in the same shape."""
+def install(app: FastAPI, refused: Callable[[Scope, ApiError], None]) -> None:
+    """Every way in which a request can go wrong ends in the same shape, and is told to `refused`."""
 
     def refuse(request: Request, error: ApiError) -> JSONResponse:
         log.info("%s %s refused: %d %s", request.method, request.url.path, error.status_code, error.message)
+        refused(request.scope, error)
         return error.response(route_path(request.scope))
 
     @app.exception_handler(ApiError)

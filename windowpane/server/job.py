@@ -88,6 +88,8 @@ class Job:
     streams: bool
     arrived: float = field(default_factory=time.monotonic)
     user: str | None = None
+    traceparent: str | None = None  # the trace that its client is in, by the header of this name
+    caller: str = ""  # whose key it came with: see `auth.caller`
     client_gone: bool = False
     mailbox: Mailbox = field(default_factory=Mailbox)
     times: list[Times] = field(default_factory=list)

@@ -30,6 +30,7 @@ from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.parallel.launch import RanksLost
 from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job, Piece, Times
+from windowpane.server.journal import Journal
 from windowpane.server.meter import Meter
 from windowpane.server.metrics import Metrics
 from windowpane.text.answer import Answer
@@ -53,6 +54,7 @@ class _Choice:
     index: int
     answer: Answer
     times: Times
+    preemptions: int = 0  # that the journal has
 
 
 class EngineLoop:
@@ -62,6 +64,8 @@ class EngineLoop:
         self.engine = engine
         self.metrics = metrics
         self.meter = Meter()
+        self.journal = Journal()
+        self._preemptions = 0  # of all requests, up to the last step
         self.error: BaseException | None = None
         self.jobs: set[Job] = set()  # submitted, not ended; the event loop's own
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -115,6 +119,22 @@ class EngineLoop:
             with suppress(EngineDied):
                 self._send(lambda: self._cancel(job))
 
+    def cancel_for(self, caller: str | None, id: str) -> int:
+        """End the jobs of this name, or with a request of it, whose clients wait and are told. How many there were.
+
+        `caller` is whose they must be; None is anybody's.
+        """
+        found = [job for job in self.jobs if id in (job.id, *(request.id for request in job.requests))]
+        mine = [job for job in found if caller is None or job.caller == caller]
+        for job in mine:
+            self._send(lambda job=job: self._cancel(job, tell=True))  # type: ignore[misc]
+        return len(mine)
+
+    def times_of(self, request: Request) -> Times | None:
+        """The moments of a request that has not ended. For the engine's thread, as what `ask` asks."""
+        choice = self._choices.get(request)
+        return None if choice is None else choice.times
+
     async def ask(self, question: Callable[[Engine], T]) -> T:
         """What `question` finds in the engine between two steps; raises EngineDied where there are no more."""
         answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -151,8 +171,11 @@ class EngineLoop:
         now = time.monotonic()
         cpu_s = time.thread_time()
         self.meter.stepped(outputs)
+        self.meter.remember(self.engine)
         if self._not_admitted:
             self._note_admitted(began)
+        if self.engine.scheduler.preemptions != self._preemptions:
+            self._note_preempted()
         posted: list[tuple[Job, Piece]] = []
         for output in outputs:
             choice = None if output.is_dropped else self._choices.get(output.request)
@@ -194,6 +217,13 @@ class EngineLoop:
             if choice is not None:
                 choice.times.admitted = began
 
+    def _note_preempted(self) -> None:
+        self._preemptions = self.engine.scheduler.preemptions
+        for request, choice in self._choices.items():
+            if request.preemptions > choice.preemptions:
+                choice.preemptions = request.preemptions
+                self.journal.preempted(request)
+
     def _ended(self, choice: _Choice, now: float) -> None:
         request = choice.answer.request
         self._choices.pop(request, None)
@@ -201,6 +231,7 @@ class EngineLoop:
         choice.times.ended = now
         self.meter.ended(request)
         self.metrics.ended(request, choice.answer.finish_reason, choice.times)
+        self.journal.ended(request, choice.answer.finish_reason, choice.times)
 
     def _add(self, job: Job) -> None:
         with self._lock:
@@ -215,13 +246,16 @@ class EngineLoop:
             self.meter.arrived(answer.request, times.submitted)
             self._choices[answer.request] = self._not_admitted[answer.request] = choice
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job, tell: bool = False) -> None:
+        """`tell` its client, if it was not the client who left."""
         now = time.monotonic()
         for request in job.requests:
             choice = self._choices.get(request)
             if choice is not None:
                 self.engine.cancel(request)
                 self._ended(choice, now)
+                if tell:
+                    self._post([(job, Piece(choice.index, choice.answer.take(), None, None, FinishReason.CANCELLED))])
 
     def _fail(self, choice: _Choice, error: BaseException) -> None:
         request = choice.answer.request

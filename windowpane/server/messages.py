@@ -112,6 +112,15 @@ class Metadata(Body):
     user_id: str | None = Field(None, max_length=256)
 
 
+class KeepThoughts(Body):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    edits: list[KeepThoughts] | None = Field(None, description="Nothing is taken out of a chat: keep all.")
+
+
 class CountBody(Cached):
     """POST /v1/messages/count_tokens"""
 
@@ -122,6 +131,7 @@ class CountBody(Cached):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesBody(CountBody, Drawing):
@@ -160,7 +170,10 @@ def _chat(service: Service, body: CountBody) -> ChatBody:
             "chat_template_kwargs": body.chat_template_kwargs,
         }
     if body.output_config is not None:
-        fields["reasoning_effort"] = body.output_config.effort
+        effort = body.output_config.effort
+        reads_effort = service.template is not None and service.template.knows("reasoning_effort")
+        # That of who says nothing, which agents send nevertheless.
+        fields["reasoning_effort"] = None if effort == "high" and not reads_effort else effort
         if (form := body.output_config.format) is not None:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.json_schema}}
     fields |= _tool_fields(body) | _thinking_fields(service, body, fields)
@@ -193,7 +206,9 @@ def _tool_fields(body: CountBody) -> dict[str, Any]:
 def _thinking_fields(service: Service, body: CountBody, fields: dict[str, Any]) -> dict[str, Any]:
     """Templates of models that can do either are told whether to think; what is thought is shown only if asked for."""
     thinking = body.thinking
-    thinks = thinking is not None and thinking.type != "disabled"
+    # "adaptive" leaves it to the model, also to one that never thinks.
+    adapts = thinking is not None and thinking.type == "adaptive" and service.parsers.reasoning is not None
+    thinks = adapts or (thinking is not None and thinking.type == "enabled")
     given = thinking_variables(service, fields.get("chat_template_kwargs") or {}, thinks, "thinking")
     budget = None if thinking is None else thinking.budget_tokens
     if budget is not None and not thinks:

@@ -22,7 +22,7 @@ class MessagesWriter:
     form = Form(sign_of_life=PING)
 
     def __init__(self, service: Service, stops: Sequence[str], job: Job, readers: Sequence[Reader]) -> None:
-        self._model = service.name
+        self._model = service.name_of(job)
         self._stops = stops
         self._job = job
         (self._reader,) = readers

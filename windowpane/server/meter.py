@@ -1,4 +1,6 @@
-"""The last minute in numbers: tokens a second, time to first token, prefix hits. Counted in the engine's thread."""
+"""The last minute in numbers, and the last 15 minutes: tokens a second, time to first token, prefix hits, memory.
+Counted in the engine's thread.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-from windowpane.engine.engine import TokenOutput
+from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.schedule.request import Request
 
 HISTORY_S = 60
+TREND_S = 900
+BUCKET_S = 10  # of a trend
 RATE_S = 3  # a rate is taken over this long: short enough to follow, long enough not to flicker
 
 
@@ -24,6 +28,7 @@ class _Second:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
+    held_bytes: tuple[int, ...] | None = None  # live and cached, by group
 
 
 class Meter:
@@ -65,10 +70,12 @@ class Meter:
             self._waiting_for_first.discard(request)
             self.finished += 1
 
-    def age_s(self, request: Request) -> float | None:
-        """How long ago a request that is not over arrived."""
-        arrived = self._arrivals.get(request)
-        return None if arrived is None else self._clock() - arrived
+    def remember(self, engine: Engine) -> None:
+        """What memory holds: once a second while there are steps, and when the last of them is done."""
+        second = self._second(self._clock())
+        if second.held_bytes is None or not engine.has_work:
+            held = map(engine.manager.group_bytes, range(len(engine.manager.layout.groups)))
+            second.held_bytes = tuple(h.live + h.cached for h in held)
 
     def document(self) -> dict[str, Any]:
         """The `rates` part of /stats."""
@@ -93,6 +100,31 @@ class Meter:
             },
         }
 
+    def trends(self, groups: int) -> dict[str, Any]:
+        """The last 15 minutes in buckets, the oldest first; memory stays as it was until it is known to have changed.
+
+        The buckets lie on multiples of their length, so that a bucket that is over changes no more.
+        """
+        now = self._clock()
+        behind_s = int(now) % BUCKET_S + 1
+        last = self._last_seconds(now, TREND_S - BUCKET_S + behind_s)
+        before = [s.held_bytes for s in self._seconds if s.at < last[0].at and s.held_bytes is not None]
+        held = before[-1] if before else (0,) * groups
+        memory, rates, waits = [], [], []
+        for start in range(0, len(last), BUCKET_S):
+            bucket = last[start : start + BUCKET_S]
+            held = next((s.held_bytes for s in reversed(bucket) if s.held_bytes is not None), held)
+            memory.append(held)
+            rates.append(round(sum(s.output_tokens for s in bucket) / len(bucket), 1))
+            ttft_s = [ttft for second in bucket for ttft in second.ttft_s]
+            waits.append(_ms(median(ttft_s)) if ttft_s else None)
+        return {
+            "bucket_s": BUCKET_S,
+            "output_tokens_per_s": rates,
+            "ttft_ms": waits,
+            "held_bytes": [list(group) for group in zip(*memory, strict=True)],
+        }
+
     def _first_token(self, request: Request, now: float, second: _Second) -> None:
         self._waiting_for_first.discard(request)
         second.ttft_s.append(now - self._arrivals[request])
@@ -105,12 +137,12 @@ class Meter:
         """The present second; older ones than the history are dropped as new ones begin."""
         if not self._seconds or self._seconds[-1].at != int(now):
             self._seconds.append(_Second(int(now)))
-            del self._seconds[: -HISTORY_S - 1]
+            del self._seconds[: -TREND_S - 1]
         return self._seconds[-1]
 
     def _last_seconds(self, now: float, count: int) -> list[_Second]:
         """The last `count` seconds, oldest first, the present one last; empty where nothing happened."""
-        by_time = {second.at: second for second in self._seconds}
+        by_time = {second.at: second for second in self._seconds[-count - 1 :]}
         return [by_time.get(at) or _Second(at) for at in range(int(now) - count + 1, int(now) + 1)]
 
 

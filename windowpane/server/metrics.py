@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 
 from windowpane.drafts.speculator import DraftStats
 from windowpane.engine.engine import Engine, TokenOutput
+from windowpane.kv.tier import TierStats
 from windowpane.schedule.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ class Metrics:
         yield self._counter("num_preemptions", "Requests sent back to the queue.", scheduler.preemptions)
         if engine.speculator is not None:
             yield from self._draft_families(engine.speculator.stats)
+        if scheduler.tier is not None:
+            yield from self._tier_families(scheduler.tier.stats)
         groups = {group.name: manager.group_bytes(index) for index, group in enumerate(manager.layout.groups)}
         live = sum(held.live for held in groups.values())
         yield self._gauge(
@@ -188,6 +191,17 @@ class Metrics:
                 held_bytes.add_metric([*self._labels.values(), name, state], getattr(held, state))
         held_bytes.add_metric([*self._labels.values(), "", "free"], manager.free_bytes)
         yield held_bytes
+
+    def _tier_families(self, stats: TierStats) -> Iterator[Metric]:
+        yield self._gauge("host_arena_bytes", "Bytes of the host tier.", stats.total_bytes)
+        yield self._gauge("host_cached_bytes", "Bytes of the host tier that hold pages.", stats.cached_bytes)
+        yield self._gauge("host_restore_points", "Restore points in the host tier.", stats.restore_points)
+        yield self._counter("host_hits", "Prompt tokens that were fetched from the host.", stats.hit_tokens)
+        yield self._counter("host_fetches", "Restore points fetched from the host.", stats.fetches)
+        yield self._counter("host_spilled_bytes", "Bytes copied to the host.", stats.spilled_bytes)
+        yield self._counter("host_fetched_bytes", "Bytes copied from the host.", stats.fetched_bytes)
+        yield self._counter("host_fetch_seconds", "Seconds that requests waited for those copies.", stats.fetch_seconds)
+        yield self._counter("host_evictions", "Restore points that the host gave up for room.", stats.evictions)
 
     def _draft_families(self, stats: DraftStats) -> Iterator[Metric]:
         yield self._counter("spec_decode_num_drafts", "Requests' steps with drafts.", stats.drafts)

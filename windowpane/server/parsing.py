@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from windowpane.server.errors import bad_request
-from windowpane.server.protocol import ChatBody, NamedTool
+from windowpane.server.protocol import AllowedTools, ChatBody, NamedTool
 from windowpane.server.sampling import constraint_of, grammar_of
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
 from windowpane.text.parsers import OutputParser, Parsers, tool_grammar
@@ -14,8 +14,25 @@ from windowpane.text.rules import ThoughtBudget
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+def with_allowed_tools(body: ChatBody) -> ChatBody:
+    """A chat in which only some tools may be called is one that has no others: the model is not even told of them."""
+    if not isinstance(body.tool_choice, AllowedTools):
+        return body
+    allowed = body.tool_choice.allowed_tools
+    there_is = {tool.function.name: tool for tool in body.tools or ()}
+    names = [tool.function.name for tool in allowed.tools]
+    if unknown := [name for name in names if name not in there_is]:
+        raise bad_request(
+            f"tool_choice allows {unknown[0][:64]!r}, which is not among the tools: {', '.join(there_is) or 'none'}",
+            "tool_choice",
+        )
+    tools = [tool for name, tool in there_is.items() if name in names]
+    return body.model_copy(update={"tools": tools, "tool_choice": allowed.mode})
+
+
 def tool_choice(body: ChatBody, parsers: Parsers) -> ToolChoice:
     """How tools are to be used, refused where the server cannot tell calls from text."""
+    assert not isinstance(body.tool_choice, AllowedTools)
     choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
     if not body.tools:
         if choice not in ("none", "auto"):

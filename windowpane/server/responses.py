@@ -19,6 +19,8 @@ from windowpane.server.protocol import ChatBody, FunctionCall, Message, ToolCall
 from windowpane.server.responses_protocol import (
     LOGPROBS,
     CallItem,
+    FlatAllowedTools,
+    FlatNamedTool,
     Item,
     MessageItem,
     Part,
@@ -110,7 +112,6 @@ def _chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
     if body.top_logprobs and not logprobs:
         raise bad_request(f'top_logprobs needs "{LOGPROBS}" in include', "top_logprobs")
     system = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
-    choice = body.tool_choice
     return translated(
         ChatBody,
         {
@@ -122,15 +123,23 @@ def _chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
             "stop": body.stop,
             "user": body.user,
             "tools": _tools(body),
-            "tool_choice": choice
-            if choice is None or isinstance(choice, str)
-            else {"type": "function", "function": {"name": choice.name}},
+            "tool_choice": _tool_choice(body.tool_choice),
             "parallel_tool_calls": body.parallel_tool_calls,
             "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
             "response_format": _response_format(body),
             "chat_template_kwargs": body.chat_template_kwargs,
         },
     )
+
+
+def _tool_choice(choice: str | FlatNamedTool | FlatAllowedTools | None) -> Any:
+    def named(tool: FlatNamedTool) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": tool.name}}
+
+    if isinstance(choice, FlatAllowedTools):
+        allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return named(choice) if isinstance(choice, FlatNamedTool) else choice
 
 
 def _tools(body: ResponsesBody) -> list[dict[str, Any]] | None:

@@ -103,6 +103,12 @@ class FlatNamedTool(NamedFunction):
     type: Literal["function"]
 
 
+class FlatAllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatNamedTool], Field(min_length=1, fail_fast=True)]
+
+
 class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
@@ -137,7 +143,7 @@ class ResponsesBody(Drawing):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | FlatAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Document | None = None
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)

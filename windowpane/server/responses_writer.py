@@ -66,7 +66,7 @@ class ResponsesWriter:
             deltas += self._reader.finish()
         scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         events = list(self._output.events(deltas, self._logprobs(scored)))
-        if ended is not None and ended is not FinishReason.FAILED:
+        if ended in (FinishReason.STOP, FinishReason.LENGTH):
             events += self._finished(ended)
         return self._written(events)
 
@@ -110,7 +110,7 @@ class ResponsesWriter:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.name,
+            "model": self._service.name_of(self._job),
             "output": list(self._output.items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

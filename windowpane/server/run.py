@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
 
+from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
 from windowpane.engine.start import Started, start
@@ -29,6 +31,7 @@ from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
 from windowpane.server.service import Limits, Service
+from windowpane.server.traces import Traces
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
 from windowpane.text.parsers import Parsers
@@ -74,12 +77,15 @@ def _no_password() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the server's own flags say. `chat_template` is the template itself."""
+    """What the server's own flags say. `chat_template` is the template itself. `lora_modules` are directories of
+    adapters by name, and `lora_dir` is the one from which more may be loaded.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     access: Access = field(default_factory=Access)
     root_path: str = ""
+    otlp_traces_endpoint: str | None = None
     tls: Tls | None = None
     uvicorn_log_level: str = "warning"
     served_model_names: tuple[str, ...] = ()
@@ -89,6 +95,8 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
     special_tokens_in_content: bool = False
     generation_config: str = "auto"
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    lora_dir: Path | None = None
     shutdown_timeout_s: int = 300
     patience: Patience = field(default_factory=Patience)
 
@@ -164,6 +172,7 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
     elif options.chat_template is not None:
         raise TextError("--chat-template needs a tokenizer, and this model came without one")
     names = options.served_model_names or (started.spec.name,)
+    _load_adapters(started, options, names, console)
     return Service(
         names=names,
         loop=EngineLoop(started.engine, Metrics(names[0])),
@@ -175,7 +184,31 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         limits=options.limits,
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
+        traces=None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint, names[0]),
+        hardware=(_device(started), started.plan.sizing.compute_dtype, tuple(accounts(started.plan, started.reports))),
+        lora_dir=options.lora_dir,
     )
+
+
+def _device(started: Started) -> str:
+    assert started.plan.device is not None
+    ranks = len(started.reports)
+    return started.plan.device.name if ranks == 1 else f"{ranks} × {started.plan.device.name}"
+
+
+def _load_adapters(started: Started, options: ServerOptions, names: Sequence[str], console: Console | None) -> None:
+    adapters = started.engine.adapters
+    if adapters is None:
+        if options.lora_modules or options.lora_dir is not None:
+            raise ValueError("--lora-modules and --lora-dir are for --enable-lora; add that too")
+        return
+    if options.lora_dir is not None and not options.lora_dir.is_dir():
+        raise ValueError(f"--lora-dir {options.lora_dir} is no directory")
+    for name, path in options.lora_modules.items():
+        if name in names:
+            raise ValueError(f"--lora-modules: {name!r} is the model's own name; give the adapter another")
+        with busy(console, f"reading the adapter {name}"):
+            adapters.load(name, path)
 
 
 def _sampling_defaults(

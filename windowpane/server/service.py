@@ -9,20 +9,24 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from windowpane.engine.accounts import Account
+from windowpane.engine.adapters import LoadedAdapter
 from windowpane.engine.engine import Engine, outside_vocabulary
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import BeyondModelLen, RequestTooLong
-from windowpane.server.errors import ApiError, bad_request, failed, unavailable
+from windowpane.server.errors import ApiError, bad_request, failed, route_path, unavailable
 from windowpane.server.job import Job, Piece
 from windowpane.server.json_body import slow_json
 from windowpane.server.log import log_job
 from windowpane.server.loop import EngineDied, EngineLoop
+from windowpane.server.traces import Traces
 from windowpane.text import ChatTemplate, PromptTooLong, Tokenizer
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars
 from windowpane.text.parsers import Parsers
@@ -66,6 +70,9 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     special_tokens_in_content: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    traces: Traces | None = None
+    hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
+    lora_dir: Path | None = None
     _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
     _being_made: int = 0  # requests that have their places but are not submitted yet
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -94,6 +101,8 @@ class Service:
         await asyncio.to_thread(self.loop.stop)
         if self.grammars is not None:
             await asyncio.to_thread(self.grammars.close)
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _show_life(self) -> None:
@@ -113,11 +122,26 @@ class Service:
 
     # -- coming in -------------------------------------------------------------------------------------------------
 
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """By the names that clients call them."""
+        return {} if self.engine.adapters is None else self.engine.adapters.loaded
+
+    def adapter_of(self, name: str | None) -> int:
+        """The adapter of a request to this model; 0 is none."""
+        found = None if name is None else self.adapters.get(name)
+        return 0 if found is None else found.number
+
+    def name_of(self, job: Job) -> str:
+        """What an answer calls its model."""
+        adapter = job.requests[0].adapter
+        return next((found.name for found in list(self.adapters.values()) if found.number == adapter), self.name)
+
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name not in self.adapters:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; there is {', '.join(self.names)}",
+                f"the model {name!r} is not served here; there is {', '.join([*self.names, *self.adapters])}",
                 param="model",
                 code="model_not_found",
             )
@@ -243,9 +267,15 @@ class Service:
                 retry_after_s=self.loop.metrics.seconds_to_serve(waiting),
             )
 
+    def note_refused(self, scope: Scope, error: ApiError) -> None:
+        """For the journal, by path and code alone: the message may quote what was sent."""
+        where = f"{scope['method']} {route_path(scope)[:64]}"
+        self.loop.journal.refused(where, f"{error.status_code} {error.code or ''}".strip())
+
     def refused(self, scope: Scope, error: ApiError) -> None:
         """Somebody was turned away at the door."""
         self.loop.metrics.rejected_requests[error.code or "refused"] += 1
+        self.note_refused(scope, error)
         log.info("%s %s refused: %d %s", scope["method"], scope["path"], error.status_code, error.message)
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -266,6 +296,8 @@ class Service:
             gone.cancel()
             self.loop.cancel(job)
             log_job(log, job)
+            if self.traces is not None:
+                self.traces.job_ended(job)
 
     async def _batches(self, job: Job) -> AsyncIterator[list[Piece]]:
         left = len(job.answers)
@@ -303,6 +335,8 @@ def failure_of(job: Job) -> ApiError | None:
             if isinstance(request.error, GrammarError):
                 return bad_request(str(request.error), code="invalid_value")
             return failed(f"a step failed: {request.error}")
+        if request.finish_reason is FinishReason.CANCELLED:  # and not by its own client, who would be gone
+            return ApiError(409, "the request was cancelled by DELETE /requests", code="request_cancelled")
     return None
 
 

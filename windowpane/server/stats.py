@@ -18,10 +18,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
 
+from windowpane.engine.accounts import Account
 from windowpane.engine.engine import Engine
 from windowpane.kv.arena import FREE
 from windowpane.kv.manager import KVManager
 from windowpane.schedule.request import Request as EngineRequest
+from windowpane.server.job import Times
+from windowpane.server.journal import Journal, life
 from windowpane.server.meter import Meter
 
 SCHEMA_VERSION = 1
@@ -30,6 +33,7 @@ KEEP_ALIVE_S = 5.0  # a step can take long, and no snapshot is taken within one
 MAP_CELLS = 10_000  # larger arenas show several slabs in one cell
 SEQUENCES_SHOWN = 64  # of the running ones, and of the waiting ones; the counts are of all
 
+TimesOf = Callable[[EngineRequest], Times | None]
 GetSnapshot = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -40,16 +44,32 @@ class ModelFacts:
     name: str
     max_model_len: int
     has_chat_template: bool
+    device: str = ""
+    dtype: str = ""
+    accounts: tuple[Account, ...] = ()
 
     def document(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "max_model_len": self.max_model_len,
             "has_chat_template": self.has_chat_template,
+            "device": self.device,
+            "dtype": self.dtype,
+            "accounts": [
+                {
+                    "name": account.name.strip(),
+                    "predicted_bytes": account.predicted_bytes,
+                    "measured_bytes": account.measured_bytes,
+                    # Rows of groups are indented, and say what the longest sequence takes.
+                    "note": account.note.removesuffix(", each:")
+                    + (", of one sequence" if account.name.startswith(" ") else ""),
+                }
+                for account in self.accounts
+            ],
         }
 
 
-def snapshot(engine: Engine, meter: Meter, model: ModelFacts) -> dict[str, Any]:
+def snapshot(engine: Engine, meter: Meter, model: ModelFacts, times_of: TimesOf = lambda _: None) -> dict[str, Any]:
     """The document of this moment. Only between steps: within one, pages are on their way from owner to owner."""
     scheduler = engine.scheduler
     return {
@@ -61,8 +81,8 @@ def snapshot(engine: Engine, meter: Meter, model: ModelFacts) -> dict[str, Any]:
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
             "shown": [
-                *(_running(engine, meter, slot) for slot in list(scheduler.running)[:SEQUENCES_SHOWN]),
-                *(_waiting(engine, meter, request) for request in scheduler.waiting[:SEQUENCES_SHOWN]),
+                *(_running(engine, times_of, slot) for slot in list(scheduler.running)[:SEQUENCES_SHOWN]),
+                *(_waiting(engine, times_of, request) for request in scheduler.waiting[:SEQUENCES_SHOWN]),
             ],
         },
         "rates": meter.document(),
@@ -70,8 +90,21 @@ def snapshot(engine: Engine, meter: Meter, model: ModelFacts) -> dict[str, Any]:
     }
 
 
-def router(get_snapshot: GetSnapshot) -> APIRouter:
-    """GET /stats. `get_snapshot` has the engine's thread take one; it is asked at most once per `INTERVAL_S`.
+def history(engine: Engine, meter: Meter, journal: Journal) -> dict[str, Any]:
+    """The last 15 minutes, and what happened to single requests. Between steps, too."""
+    meter.remember(engine)
+    groups = [group.name for group in engine.manager.layout.groups]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "groups": groups,
+        "total_bytes": engine.manager.arena.total_bytes,
+        "trends": meter.trends(len(groups)),
+        "events": journal.document(),
+    }
+
+
+def router(get_snapshot: GetSnapshot, get_history: GetSnapshot) -> APIRouter:
+    """GET /stats and /stats/history. `get_snapshot` has the engine's thread take one, at most once per `INTERVAL_S`.
 
     It raises where there is none to be had: the engine died, or the server is going down. Streams then end.
     """
@@ -94,6 +127,10 @@ def router(get_snapshot: GetSnapshot) -> APIRouter:
         if (await asyncio.wait({first}, timeout=KEEP_ALIVE_S))[0]:
             first.result()
         return StreamingResponse(feed.events(first), media_type="text/event-stream", headers=headers)
+
+    @routes.get("/stats/history", summary="The last 15 minutes, and the latest requests, refusals and preemptions")
+    async def stats_history() -> dict[str, Any]:
+        return await get_history()
 
     return routes
 
@@ -225,33 +262,30 @@ def _most_held(owner: NDArray[np.int32], groups: int, starts: NDArray[np.int64])
 # -- sequences -----------------------------------------------------------------------------------------------------
 
 
-def _running(engine: Engine, meter: Meter, slot: int) -> dict[str, Any]:
+def _running(engine: Engine, times_of: TimesOf, slot: int) -> dict[str, Any]:
     manager, request = engine.manager, engine.scheduler.running[slot]
     pages = [table.filled[slot] * table.group.stripes for table in manager.tables]
     computed = int(manager.lengths[slot])
     # The token sampled last is known but not computed yet; who lacks more than that is still reading its prompt.
     state = "prefill" if computed < request.known_tokens - 1 else "decode"
-    return _sequence(manager, meter, request, state, computed, pages)
+    return _sequence(manager, times_of, request, state, computed, pages)
 
 
-def _waiting(engine: Engine, meter: Meter, request: EngineRequest) -> dict[str, Any]:
-    return _sequence(engine.manager, meter, request, "waiting", 0, engine.manager.demand(request.known_tokens))
+def _waiting(engine: Engine, times_of: TimesOf, request: EngineRequest) -> dict[str, Any]:
+    return _sequence(engine.manager, times_of, request, "waiting", 0, engine.manager.demand(request.known_tokens))
 
 
 def _sequence(
-    manager: KVManager, meter: Meter, request: EngineRequest, state: str, computed: int, pages: list[int]
+    manager: KVManager, times_of: TimesOf, request: EngineRequest, state: str, computed: int, pages: list[int]
 ) -> dict[str, Any]:
-    age_s = meter.age_s(request)
+    times = times_of(request)
     return {
         "id": request.id,
         "state": state,
-        "age_s": None if age_s is None else round(age_s, 1),
-        "prompt_tokens": len(request.prompt),
-        "cached_tokens": request.cached_tokens,
+        "age_s": None if times is None else round(time.monotonic() - times.submitted, 1),
+        **life(request, times),
         "computed_tokens": computed,
-        "output_tokens": len(request.output),
         "max_tokens": request.params.max_tokens,
-        "preemptions": request.preemptions,
         "pages": pages,
         "bytes": sum(count * g.page_bytes for count, g in zip(pages, manager.layout.groups, strict=True)),
     }

@@ -157,9 +157,13 @@ def _is_extra(plain: str, wanted: set[str]) -> bool:
         # With tied embeddings the spec lists no head, and a stored copy of the embedding is harmless: `copied_head`
         # finds it, and its values are compared. An untied spec lists it, so that it cannot come here.
         return False
+    return not is_of_shared_kv(plain, wanted)
+
+
+def is_of_shared_kv(plain: str, wanted: set[str]) -> bool:
+    """Whether this makes K or V of a layer with queries but without keys of its own, which shares another layer's."""
     shared = _KV_OF_LAYER.match(plain)
-    # A layer with queries but without keys of its own shares another layer's.
-    return not (shared and f"{shared[1]}q_proj.weight" in wanted and f"{shared[1]}k_proj.weight" not in wanted)
+    return bool(shared and f"{shared[1]}q_proj.weight" in wanted and f"{shared[1]}k_proj.weight" not in wanted)
 
 
 def _listed(what: str, problems: list[str]) -> str:

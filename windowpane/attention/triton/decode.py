@@ -111,7 +111,7 @@ def plan_decode(positions: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) ->
 
 
 def plan_rows(segments: torch.Tensor, cum_tiles: torch.Tensor, mask: Mask) -> None:
-    """As `plan_decode`, for `segments` [segments, 6]: those that begin at -1 or ask nothing read nothing."""
+    """As `plan_decode`, for `segments` [segments, 6]: those that begin at -1 are padding, and read nothing."""
     count = len(segments)
     if count > MAX_ROWS:
         raise ValueError(f"{count} segments verify at once; kernels take at most {MAX_ROWS}")
@@ -178,7 +178,8 @@ def decode_rows(
     """At most `rows` rows of each segment, in one pass over its pages: each attends its past and those before it.
 
     As `decode`, with `segments` [segments, 6] int32 on the device (the fields of `Segment`) in the place of slots and
-    positions; `cum_tiles` is what `plan_rows` made of them. Rows of q and out that no segment asks for are left alone.
+    positions; `cum_tiles` is what `plan_rows` made of them. Rows of q and out that no segment asks for are left alone,
+    and those of padding become 0.
     A segment has at most 16 tokens, and `rows_at_once` says how many may ask: `split_rows` makes several of one.
     """
     view, group, count = layer.view, layer.group, len(segments)
@@ -596,8 +597,11 @@ def _combine_rows_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if asks_one & (first < last):
-        d = tl.arange(0, D)
+    d = tl.arange(0, D)
+    to = OUT + query_row.to(tl.int64) * out_stride + query_head * D + d
+    if asks_one & (tiles == 0):
+        tl.store(to, tl.zeros([D], OUT.dtype.element_ty))
+    if asks_one & (tiles > 0) & (first < last):
         m = -1e30
         acc = tl.zeros([D], tl.float32)
         norm = 0.0
@@ -616,5 +620,4 @@ def _combine_rows_kernel(
             norm = norm * alpha + tl.sum(weight, 0)
             m = m_new
         norm = with_sinks(norm, m, SINKS, query_head, query_head >= 0)
-        at = OUT + query_row.to(tl.int64) * out_stride + query_head * D + d
-        tl.store(at, (acc / norm).to(OUT.dtype.element_ty))
+        tl.store(to, (acc / norm).to(OUT.dtype.element_ty))

@@ -54,6 +54,22 @@ CODED_TUNINGS = {
 LONE_WINDOWS = {(256, False): replace(TUNINGS[256, False], num_warps=8, num_stages=2)}
 # Several rows to a sequence: 16 warps of a multiprocessor have 128 registers a thread, of which sums may take half.
 SUMS_OF_A_THREAD, MOST_WARPS = 64, 8
+# By (dim, latent, bits, queries in a tile), where something else than that rule measured faster. Latents of 512 dims
+# have more sums than a thread has registers from 4 rows of 8 query heads on: tensor cores are the limit there.
+ROWS_TUNINGS = {
+    (64, False, 16, 16): Tuning(64, 3, 4, 2),
+    (64, False, 16, 32): Tuning(64, 3, 4, 2),
+    (64, False, 16, 64): Tuning(64, 3, 4, 2),
+    (256, False, 8, 8): Tuning(16, 4, 2, 3),
+    (256, False, 8, 16): Tuning(16, 4, 2, 3),
+    (512, True, 16, 32): Tuning(16, 2, 4, 4),
+    (512, True, 16, 64): Tuning(32, 1, 8, 5),
+    (512, True, 8, 16): Tuning(16, 2, 4, 4),
+    (512, True, 8, 32): Tuning(16, 2, 4, 4),
+    (512, True, 8, 64): Tuning(16, 1, 8, 5),
+    (512, True, 4, 32): Tuning(16, 2, 4, 4),
+    (512, True, 4, 64): Tuning(16, 1, 8, 5),
+}
 # float32 runs for exactness, not for speed: tiles that fit any head.
 EXACT = Tuning(16, 2, 4, 1)
 
@@ -62,7 +78,7 @@ def tuning_for(view: LayerView, activations: torch.dtype | None = None, *, lone_
     if torch.float32 in (view.dtype, activations):
         return EXACT
     if view.code:
-        bits = 4 if view.code == INT4 else 8
+        bits = _bits(view)
         return CODED_TUNINGS.get((view.dim, view.latent, bits), CODED_TUNINGS[512, view.latent, bits])
     tuning = TUNINGS.get((view.dim, view.latent), TUNINGS[256, False])
     return LONE_WINDOWS.get((view.dim, view.latent), tuning) if lone_window else tuning
@@ -73,7 +89,11 @@ def tuning_for_rows(view: LayerView, queries: int, activations: torch.dtype | No
     tuning = tuning_for(view, activations)
     if tuning is EXACT:
         return tuning
-    sums = max(8 if view.code else 16, triton.next_power_of_2(queries)) * view.dim // 32
+    tile = max(8 if view.code else 16, triton.next_power_of_2(queries))
+    bits = _bits(view)
+    if (view.dim, view.latent, bits, tile) in ROWS_TUNINGS:
+        return ROWS_TUNINGS[view.dim, view.latent, bits, tile]
+    sums = tile * view.dim // 32
     warps = tuning.num_warps
     while sums > SUMS_OF_A_THREAD * warps and warps < MOST_WARPS:
         warps *= 2
@@ -83,3 +103,7 @@ def tuning_for_rows(view: LayerView, queries: int, activations: torch.dtype | No
         return replace(tuning, num_warps=warps, programs_per_sm=1, registers=None)
     programs = min(tuning.programs_per_sm, 2 * MOST_WARPS // warps)
     return replace(tuning, num_warps=warps, programs_per_sm=programs, registers=2 * SUMS_OF_A_THREAD)
+
+
+def _bits(view: LayerView) -> int:
+    return 16 if not view.code else 4 if view.code == INT4 else 8

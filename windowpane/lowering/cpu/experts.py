@@ -19,7 +19,7 @@ from windowpane.lowering.reference.mixers import ExpertsMixer
 from windowpane.lowering.reference.routing import Routing
 from windowpane.lowering.strips import StripWeight
 from windowpane.models.blocks import Experts
-from windowpane.models.ggml import GGML_TYPES, STRIP_OUTPUTS
+from windowpane.models.ggml import STRIP_OUTPUTS
 from windowpane.native.calls import address, count, function
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2", "clamped")  # by their numbers in experts.c
@@ -75,7 +75,7 @@ class _Held:
 
 
 def make_experts(described: Experts, context: Context) -> ExpertsMixer:
-    """Compiled ones where kernels have the weights and widths, else the reference's."""
+    """Compiled ones where kernels have the weights and widths and adapters add nothing, else the reference's."""
     linears = [context.parameters.experts(of) for of in (described.gate_up, described.down)]
     covered = all(map(_covers, linears)) and described.router.chosen <= MOST_CHOSEN
     return CpuExperts(described, context) if covered else ExpertsMixer(described, context)
@@ -83,8 +83,10 @@ def make_experts(described: Experts, context: Context) -> ExpertsMixer:
 
 def _covers(linear: ExpertLinear) -> bool:
     weight, inputs = linear.weight, linear.weight.shape[1]
+    if linear.adapter is not None:
+        return False
     if isinstance(weight, StripWeight):
-        return linear.outputs % STRIP_OUTPUTS == 0 and GGML_TYPES[weight.form.kind].scale_bytes > 0
+        return linear.outputs % STRIP_OUTPUTS == 0 and inputs % ALIGNED_FLOATS == 0 and weight.order is None
     plain = isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and weight.is_contiguous()
     return plain and inputs % ALIGNED_FLOATS == 0 and linear.outputs % ALIGNED_FLOATS == 0
 

@@ -117,7 +117,9 @@ class _Bound:
 
 
 class JoinedLayers:
-    """Steps that only decode go through one call, where kernels have all KV formats; others go layer by layer."""
+    """Steps that only decode go through one call, where kernels have all KV formats and no row has an adapter; others
+    go layer by layer.
+    """
 
     def __init__(self, layers: list[ReferenceLayer], library: ctypes.CDLL) -> None:
         self.layers = layers
@@ -127,7 +129,7 @@ class JoinedLayers:
         self._bound: _Bound | None = None
 
     def __call__(self, hidden: torch.Tensor, state: StepState) -> torch.Tensor:
-        if not state.step.segments:
+        if not state.step.segments and not state.has_adapters:
             if self._bound is None or self._bound.pages is not state.pages:
                 self._bound = self._bind(state.pages)
             if len(self._bound.layers):

@@ -16,6 +16,7 @@ from windowpane.device.pages import LayerPages
 from windowpane.lowering.cpu.attention import CAttention
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS, CPages, covers
 from windowpane.lowering.linear import Linear
+from windowpane.lowering.packed import product as plain_product
 from windowpane.lowering.packed import strips_of
 from windowpane.lowering.reference.ops import Angles, Ops
 from windowpane.lowering.strips import packed_linear
@@ -49,14 +50,20 @@ class CpuOps(Ops):
         self._pages = CPages(library)
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        out = self._product(x, linear)
+        if linear.adapter is not None:
+            linear.adapter.add(x, out)
+        return out
+
+    def _product(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         weight = linear.weight
         if parts := strips_of(weight):
             return packed_linear(x, parts, linear.bias)
         if not isinstance(weight, torch.Tensor):
-            return super().linear(x, linear)
+            return plain_product(x, weight, linear.bias)
         rows, (outputs, width) = x.shape[0], weight.shape
         if rows < FEW_ROWS.start or x.stride(1) != 1 or not weight.is_contiguous():
-            return super().linear(x, linear)
+            return plain_product(x, weight, linear.bias)
         if rows in FEW_ROWS and width % ALIGNED_FLOATS == 0:
             product, packed_floats = self._few, rows * width
         else:
@@ -124,7 +131,8 @@ class CpuOps(Ops):
 
     def mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear, activation: str) -> torch.Tensor:
         plain = super().mlp
-        if len(x) <= MLP_ROWS:
+        # Adapters are those of all rows of a step.
+        if len(x) <= MLP_ROWS or (gate_up.adapter is not None and gate_up.adapter.is_active):
             return plain(x, gate_up, down, activation)
         return torch.cat([plain(rows, gate_up, down, activation) for rows in torch.split(x, MLP_ROWS)])
 

@@ -21,11 +21,13 @@ from windowpane.attention.chunk_attention import make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.segments import ChunkQueries
-from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs
+from windowpane.attention.triton.decode import DecodeScratch, decode, decode_programs, decode_rows, rows_programs
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.write import CodedRows, write
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
+from windowpane.lowering.adapters import Adapters
+from windowpane.lowering.gpu.adapters import DeviceRows, run_adapted_experts
 from windowpane.lowering.gpu.kernels.experts import run_experts
 from windowpane.lowering.gpu.kernels.gated import gated, times_row_gate, times_sigmoid
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
@@ -62,7 +64,7 @@ class GpuStepState:
     `state_pages`: page offsets of states before and after, by group (`DeviceTables.state_pages`); `mixed`: what a
     mixer with a recurrent state has of the wanted rows, from the time that it is kept until the rows go on.
     `route_places`: where its rows store the experts they visit, None where nobody asks. `routed`: those of the wanted
-    rows, from the time that all are stored until the rows go on.
+    rows, from the time that all are stored until the rows go on. `adapters` are the model's, with this step's rows.
     """
 
     step: DeviceStep
@@ -77,12 +79,15 @@ class GpuStepState:
     mixed: dict[int, torch.Tensor] = field(default_factory=dict)
     route_places: torch.Tensor | None = None
     routed: Routing | None = None
+    adapters: Adapters | None = None
 
     def narrow(self) -> None:
         """From here on only the wanted rows go on."""
         self.narrowed, wanted = True, self.step.wanted
         self.positions, self.chunks = self.step.positions[wanted], self.step.wanted_chunks
         self.per_layer = None if self.per_layer is None else self.per_layer[wanted]
+        if self.adapters is not None and wanted is not None:
+            self.adapters.narrow(wanted)
 
 
 class GpuOps(Ops):
@@ -141,6 +146,14 @@ class GpuContext:
             self._scratches[shape] = DecodeScratch(self._max_rows, *shape, device=self.pages.device)
         return self._scratches[shape]
 
+    def rows_scratch(self, described: Attention, view: LayerView, most_rows: int) -> DecodeScratch:
+        """For several rows of each sequence; the first step that has some makes it."""
+        group = described.query_heads // view.kv_heads
+        shape = (group * most_rows, view.dim, rows_programs(view, group, most_rows, self.pages.device))
+        if shape not in self._scratches:
+            self._scratches[shape] = DecodeScratch.of_rows(view, group, most_rows, self.pages.device)
+        return self._scratches[shape]
+
 
 class GpuAttention:
     """Attention over pages and the present, and where this layer's pages lie."""
@@ -188,7 +201,9 @@ class GpuAttention:
         """What the output projection takes [rows, query width]."""
         described, layer = self.described, self.described.layer
         queries, gates = self._queries_and_gates(x, state)
-        attended = self._attend(queries, state.present[described.cache.layer], state)
+        # A drafter's rows stand where its target's last ones lie in pages: there is no present beside those.
+        present = state.present.get(described.cache.layer) or Present(queries, queries, None)
+        attended = self._attend(queries, present, state)
         if gates is not None:
             times_sigmoid(attended, gates, pdl=self._context.pdl)
         if described.owns_kv and layer not in self._context.shared:
@@ -274,7 +289,14 @@ class GpuAttention:
     def _attend(self, queries: torch.Tensor, present: Present, state: GpuStepState) -> torch.Tensor:
         step, rows = state.step, state.step.num_decoding
         out = torch.empty_like(queries)
-        if rows:
+        if step.segments is not None:
+            most_rows = step.most_rows
+            decode_rows(
+                queries, present.k, present.v, self.paged, step.segments, state.cum_tiles[self.paged.mask],
+                self._context.rows_scratch(self.described, self.view, most_rows), out, rows=most_rows,
+                pdl=self._context.pdl,
+            )  # fmt: skip
+        elif rows:
             decode(
                 queries[:rows], present.k[:rows], present.v[:rows], self.paged, step.slots, step.positions[:rows],
                 state.cum_tiles[self.paged.mask], self._scratch, out[:rows], pdl=self._context.pdl,
@@ -331,7 +353,7 @@ class GpuMlp:
         if self.out_gate is None:
             return out
         gate = self.out_gate.weight
-        if not isinstance(gate, torch.Tensor) or self.out_gate.bias is not None:
+        if not isinstance(gate, torch.Tensor) or self.out_gate.bias is not None or self.out_gate.adapter is not None:
             return out * one(x, self.out_gate).sigmoid()
         times_row_gate(out, x, gate, pdl=pdl)
         return out
@@ -388,6 +410,10 @@ class GpuExperts:
         described, context = self.described, self._context
         kept, state.routed = state.routed, None
         routing = kept or self._route(to_router, state)
+        adapter = self.gate_up.adapter or self.down.adapter
+        if adapter is not None and isinstance(rows := adapter.adapters.rows, DeviceRows):
+            out = run_adapted_experts(x, routing, self.gate_up, self.down, described, self._first, rows)
+            return context.group.all_reduce(out)
         out = run_experts(
             x, routing, self.gate_up.weight, self.down.weight, experts=self.gate_up.experts,
             activation=described.activation, gate_up_bias=self.gate_up.bias, down_bias=self.down.bias,

@@ -9,7 +9,8 @@ import torch
 from windowpane.attention.chunk_attention import heads_of, hopper_scratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.segments import Tiling
-from windowpane.attention.triton.decode import plan_decode
+from windowpane.attention.triton.decode import plan_decode, plan_rows
+from windowpane.attention.triton.decode_several import rows_at_once
 from windowpane.attention.triton.widen import plain_view
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
@@ -25,7 +26,7 @@ from windowpane.lowering.gpu.products import product
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
-from windowpane.lowering.reference.model import PerLayerValues
+from windowpane.lowering.reference.model import CentroidHead, Joining, PerLayerValues
 from windowpane.lowering.reference.ops import PLAIN
 from windowpane.models.blocks import RMS, Decoder, GatedDeltaNet, each
 
@@ -36,14 +37,16 @@ OVERLAPPING_LAUNCHES = (9, 0)
 class GpuModel:
     """`max_rows` is the most sequences that decode in one step; `use_hopper` False keeps to the plain kernels.
 
-    Attention's projections are taken out of `parameters`: those in another order do not take their memory twice.
+    Attention's projections are taken out of `parameters`: those in another order do not take their memory twice. A
+    drafter that joins embeddings and hidden states takes the former from its `target`.
     """
 
     def __init__(
         self, decoder: Decoder, parameters: Parameters, pages: KVPages, tables: DeviceTables, max_model_len: int,
         max_rows: int, group: RankGroup = ALONE, *, use_hopper: bool = True, use_chain: bool = True,
+        target: GpuModel | None = None,
     ) -> None:  # fmt: skip
-        self.decoder, self._group = decoder, group
+        self.decoder, self._group, self._target, self.adapters = decoder, group, target, parameters.adapters
         self.embedding = parameters.tensor(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
         self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
@@ -51,41 +54,59 @@ class GpuModel:
         # Rounded as the reference rounds it.
         self._embedding_multiplier = torch.tensor(decoder.embedding_multiplier, dtype=dtype).item()
         # Between ranks' collectives kernels wait for one another as usual.
-        self._pdl = (
+        self.pdl = (
             device.type == "cuda"
             and group.place.ranks == 1
             and torch.cuda.get_device_capability(device) >= OVERLAPPING_LAUNCHES
         )
-        self._product = partial(product, pdl=self._pdl)
+        self._product = partial(product, pdl=self.pdl)
+        self._join = Joining(decoder.join, parameters, PLAIN) if decoder.join else None
+        self._centroids = CentroidHead(decoder.centroids, parameters, PLAIN) if decoder.centroids else None
         context = GpuContext(
-            parameters, pages, tables, group, decoder.shared_layers, max_model_len, max_rows, dtype, self._pdl
+            parameters, pages, tables, group, decoder.shared_layers, max_model_len, max_rows, dtype, self.pdl
         )
-        self.prefill_scratch_bytes = self._make_prefill_scratch(context, max_model_len, use_hopper)
+        self.prefill_scratch_bytes = 0
+        if decoder.caches:  # else its rows are never chunks: it drafts from what its target keeps
+            self.prefill_scratch_bytes = self._make_prefill_scratch(context, max_model_len, use_hopper)
         following = [layer.blocks[0].before for layer in decoder.layers[1:]] + [decoder.norm]
         layers = [
             GpuLayer(layer, context, norm, decoder.last_keeping_block if index == decoder.last_keeper else None)
             for index, (layer, norm) in enumerate(zip(decoder.layers, following, strict=True))
         ]
-        self._route_places = None if pages.routes is None else RoutePlaces(pages.routes, tables)
+        self._route_places = None
+        if decoder.routes is not None and pages.routes is not None:
+            self._route_places = RoutePlaces(pages.routes, tables)
         self._attentions = context.attentions
         self._tables = tables
-        self._state_groups = tuple(dict.fromkeys(stored.group for stored in pages.states.values()))
+        self._state_groups = tuple(dict.fromkeys(pages.states[mixer.layer].group for mixer in decoder.state_mixers))
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
-        if use_hopper and use_chain and group.place.ranks == 1:
-            self.layers = chain_layers(layers, decoder.hidden_size, dtype, device, self._pdl)
+        if use_hopper and use_chain and group.place.ranks == 1 and self.adapters is None:
+            self.layers = chain_layers(layers, decoder.hidden_size, dtype, device, self.pdl)
 
     @property
     def tilings(self) -> frozenset[Tiling]:
         """How chunks are cut into query tiles."""
         return frozenset(attention.chunk_attention.tiling for attention in self._attentions.values())
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of one sequence that every layer attends in one pass over its pages."""
+        return min(rows_at_once(a.paged.group, a.view.dim) for a in self._attentions.values())
+
     def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
         return self.logits(self.final_hidden(step, tokens), out)
 
-    def final_hidden(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
-        """The normed output of the last layer for the wanted rows; what `logits` takes."""
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = look_up(self.embedding, tokens, self._group)
+        return hidden if self.decoder.embedding_multiplier == 1.0 else hidden * self._embedding_multiplier
+
+    def final_hidden(self, step: DeviceStep, tokens: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        """The normed output of the last layer for the wanted rows; what `logits` takes.
+
+        `before` has what a joining drafter takes beside each token: the hidden state of the token before it.
+        """
         # Mixers look up plans, positions and pages of states before the launch ahead of them has ended. Whatever makes
         # those has a plain launch behind it, which waits for it.
         plans, sequences = self._plan(step), step.sequences
@@ -94,13 +115,18 @@ class GpuModel:
             for group in self._state_groups
         }
         places = self._route_places(step) if self._route_places is not None else None
-        hidden = look_up(self.embedding, tokens, self._group)
-        if self.decoder.embedding_multiplier != 1.0:
-            hidden = hidden * self._embedding_multiplier
+        if self.adapters is not None:
+            self.adapters.rows = step.adapters
+        if self._join is None:
+            hidden = self.embedded(tokens)
+        else:
+            assert self._target is not None and before is not None
+            hidden = self._join(self._target.embedded(tokens), before)
         per_layer = self._per_layer(tokens, hidden, self._product) if self._per_layer else None
         state = GpuStepState(
-            step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages, route_places=places
-        )
+            step, step.positions, step.chunks, plans, per_layer, state_pages=state_pages, route_places=places,
+            adapters=self.adapters,
+        )  # fmt: skip
         normed = self._first_norm(hidden)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
@@ -108,16 +134,24 @@ class GpuModel:
             hidden, normed = layer(hidden, normed, state)
         for kept in list(state.present):
             self._attentions[kept].write(state)
+        if self.adapters is not None:
+            self.adapters.rows = None
         return normed
+
+    def passed_on(self, normed: torch.Tensor) -> torch.Tensor:
+        """Of a joining drafter: what it takes beside the next token, from its own final hidden states."""
+        return normed if self._join is None else self._join.passed_on(normed)
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits of final hidden states, in `out` where it is given."""
+        if self._centroids is not None:
+            return self._centroids(normed, self.head)
         logits = self._group.all_gather(self._product(normed, self.head))
         if out is None:
             out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         if self.decoder.logit_multiplier != 1.0:
             logits = logits.float() * self.decoder.logit_multiplier
-        softcap(logits, out, self.decoder.logit_softcap, pdl=self._pdl)
+        softcap(logits, out, self.decoder.logit_softcap, pdl=self.pdl)
         return out
 
     def _first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,12 +160,18 @@ class GpuModel:
         if norm is None or norm.kind != RMS:
             return hidden if norm is None else PLAIN.norm(hidden, first.before, norm)
         normed = torch.empty_like(hidden)
-        rms_norm(hidden, first.before, norm.eps, normed, pdl=self._pdl)
+        rms_norm(hidden, first.before, norm.eps, normed, pdl=self.pdl)
         return normed
 
     def _plan(self, step: DeviceStep) -> dict[Mask, torch.Tensor]:
         """For each mask, how the past of the decoding rows is shared out."""
         rows = step.num_decoding
+        if step.segments is not None:
+            count = len(step.segments) + 1
+            planned = {m: torch.empty(count, dtype=torch.int32, device=step.positions.device) for m in self._masks}
+            for mask, cum_tiles in planned.items():
+                plan_rows(step.segments, cum_tiles, mask)
+            return planned
         planned = {m: torch.empty(rows + 1, dtype=torch.int32, device=step.positions.device) for m in self._masks}
         if rows:
             for mask, cum_tiles in planned.items():

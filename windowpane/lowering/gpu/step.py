@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from windowpane.attention.segments import ChunkQueries, Tiling
+from windowpane.attention.triton.decode_several import split_rows
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.device.pages import KVPages, LayerPages, RoutePages
 from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
+from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
 from windowpane.schedule.step import Segment, Step
 
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
@@ -50,7 +52,8 @@ class Sequences(NamedTuple):
 class DeviceStep:
     """A `Step` on the device. `wanted` are the rows whose logits are asked for, None for all.
 
-    `writes` is by group, None where the rows are stored while they are made (steps that only decode).
+    `writes` is by group, None where the rows are stored while they are made (steps that only decode). `segments` [n, 6]
+    has the decoding rows of each sequence together, at most `most_rows` of them, where some have several.
     """
 
     positions: torch.Tensor  # int32 [rows]
@@ -61,12 +64,26 @@ class DeviceStep:
     wanted: torch.Tensor | None = None
     wanted_chunks: ChunkQueries | None = None
     writes: list[PageWrites] | None = None
+    segments: torch.Tensor | None = None
+    most_rows: int = 1
+    adapters: DeviceRows | None = None
 
     @classmethod
-    def decoding(cls, inputs: torch.Tensor) -> DeviceStep:
+    def decoding(
+        cls, inputs: torch.Tensor, segments: torch.Tensor | None = None, most_rows: int = 1,
+        adapters: DeviceRows | None = None,
+    ) -> DeviceStep:  # fmt: skip
         """Of decoding rows alone: slots, positions and present states are the first rows of `inputs`."""
         slots, positions, state_slots = inputs[:3]
-        return cls(positions, slots, Sequences(slots, positions, state_slots))
+        sequences = Sequences(slots, positions, state_slots)
+        return cls(positions, slots, sequences, segments=segments, most_rows=most_rows, adapters=adapters)
+
+    @classmethod
+    def asking(cls, positions: torch.Tensor, segments: torch.Tensor, most_rows: int) -> DeviceStep:
+        """Of a drafter's rows, which keep nothing: what each sees is said by its segment."""
+        return cls(
+            positions, positions, Sequences(positions, positions, positions), segments=segments, most_rows=most_rows
+        )
 
     @property
     def num_decoding(self) -> int:
@@ -79,6 +96,14 @@ def tokens_of(inputs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     return last if len(inputs) == len(PADDING_ROW) else torch.where(inputs[3] == NO_DRAFT, last, inputs[3].long())
 
 
+def row_segments(step: Step, most_rows: int, padded: int) -> NDArray[np.int32]:
+    """Decoding rows by sequence, at most so many together, and padding up to as many segments as there are rows."""
+    found = split_rows(step.decoding_segments(), most_rows)
+    unused = [Segment(0, -1, -1, row, row, 1) for row in range(step.num_decoding, padded)]
+    nobody = [Segment(0, -1, -1, 0, 0, 0)] * (padded - len(found) - len(unused))
+    return np.array([*found, *unused, *nobody], dtype=np.int32)
+
+
 def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
     """A column of `inputs` for a row that reads nothing and writes nothing."""
     return np.array((*PADDING_ROW, NO_DRAFT)[: len(inputs)], dtype=np.int32)[:, None]
@@ -87,10 +112,13 @@ def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
 class StepBuilder:
     """Brings steps to the device. `tilings` are those that the model's layers use."""
 
-    def __init__(self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling]) -> None:
+    def __init__(
+        self, pages: KVPages, tables: DeviceTables, tilings: frozenset[Tiling], adapters: AdapterTables | None = None
+    ) -> None:
         self._pages = pages
         self._tables = tables
         self._tilings = tilings
+        self._adapters = adapters
         # A group's layers store the same rows in the same pages; None where it keeps no tokens.
         self._layers = [self._keeper(group.slices[0].cache) for group in pages.layout.groups]
 
@@ -107,6 +135,9 @@ class StepBuilder:
         for layer in self._layers:
             rows, offsets, within = layer.writes(step) if layer else (step.wanted[:0],) * 3
             writes.append([transfer.add(array) for array in (rows, offsets.T, within)])
+        adapters = None
+        if self._adapters is not None and len(step.adapters):
+            adapters = self._adapters.add(step.adapters, step.wanted, transfer)
         sent = transfer.send()
         self._tables.apply(sent[late])
         self._tables.apply(sent[now])
@@ -114,6 +145,7 @@ class StepBuilder:
         return DeviceStep(
             sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
             everything(sent), sent[wanted].long(), narrowed(sent), stored,
+            adapters=None if adapters is None else adapters(sent),
         )  # fmt: skip
 
     def _keeper(self, cache: Kept) -> LayerPages | RoutePages | None:

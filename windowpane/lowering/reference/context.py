@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from windowpane.device.pages import KVPages
+from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.group import RankGroup
 from windowpane.lowering.linear import Parameters
 from windowpane.lowering.reference.ops import Angles, Ops
@@ -34,6 +35,7 @@ class StepState:
     `present` has K and V of this step's rows until they are written, by layer, and `written` those that a drafter finds
     in its target's pages; `read` what the wanted rows read of a
     recurrent state, and `routed` the experts they visit, from the time that it is kept until the rows go on.
+    `adapters` are the model's, with this step's rows.
     """
 
     step: Step
@@ -49,9 +51,16 @@ class StepState:
     read: dict[int, torch.Tensor] = field(default_factory=dict)
     routed: dict[int, Routing] = field(default_factory=dict)
     angles: dict[Rope, Angles] = field(default_factory=dict)
+    adapters: Adapters | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.adapters is not None and self.adapters.rows is not None
 
     def narrow(self) -> None:
         """From here on only the wanted rows go on."""
         self.narrowed, self.segments, self.angles = True, self.step.wanted_segments, {}
         self.positions = self.positions[self.wanted]
         self.per_layer = None if self.per_layer is None else self.per_layer[self.wanted]
+        if self.adapters is not None:
+            self.adapters.narrow(self.wanted)

@@ -209,7 +209,8 @@ class ExpertsMixer:
             inputs = x[rows]
             if described.weighs_inputs:
                 inputs, shares = (inputs * shares).to(x.dtype), torch.ones_like(shares)
-            made = self._ops.expert(inputs, self.gate_up[expert], self.down[expert], described)
+            gate_up, down = (linear.of(expert, rows) for linear in (self.gate_up, self.down))
+            made = self._ops.expert(inputs, gate_up, down, described)
             out.index_add_(0, rows, made.float() * shares)
         return self._context.group.all_reduce(out).to(x.dtype)
 

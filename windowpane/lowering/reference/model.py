@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from windowpane.device.pages import KVPages
+from windowpane.lowering.adapters import PlainRows
 from windowpane.lowering.group import ALONE, RankGroup, look_up
 from windowpane.lowering.linear import Linear, Parameters
 from windowpane.lowering.reference.context import Context, StepState
@@ -38,6 +39,7 @@ class ReferenceModel:
         kinds: Mapping[type, Any] = MIXERS, target: ReferenceModel | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.group, self.ops, self._target = decoder, group, ops, target
+        self._adapters = parameters.adapters
         self.embedding = parameters.table(decoder.embedding)
         self.head = parameters.linear(decoder.head) if decoder.head else Linear(self.embedding)
         self.final_norm = parameters.norm(decoder.norm)
@@ -70,6 +72,8 @@ class ReferenceModel:
         `before` has what a joining drafter takes beside each token: the hidden state of the token before it. Without
         `keeps`, nothing is written: the rows are tried out, and may have no pages.
         """
+        if self._adapters is not None:
+            self._adapters.rows = PlainRows.of_step(step.adapters)
         if self._join is None:
             hidden = self.embedded(tokens)
         else:
@@ -77,13 +81,15 @@ class ReferenceModel:
             hidden = self._join(self._target.embedded(tokens), before)
         per_layer = self._per_layer(tokens, hidden, self.ops.linear) if self._per_layer else None
         positions, wanted = (torch.from_numpy(x).to(tokens.device) for x in (step.rotary_positions, step.wanted))
-        state = StepState(step, pages, per_layer, positions, wanted, step.segments, keeps)
+        state = StepState(step, pages, per_layer, positions, wanted, step.segments, keeps, adapters=self._adapters)
         for layer in self.layers:
             if state.narrowed and not len(hidden):
                 break  # a chunk in the middle of a prompt: nobody asks for more
             hidden = layer(hidden, state)
         for shared in list(state.present):
             write_present(self.ops, state, shared)
+        if self._adapters is not None:
+            self._adapters.rows = None
         return self.ops.norm(hidden, self.final_norm, self.decoder.norm)
 
     def passed_on(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,10 @@ class Ops:
     """Norms are computed in float32, whatever the dtype."""
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return product(x, linear.weight, linear.bias)
+        out = product(x, linear.weight, linear.bias)
+        if linear.adapter is not None:
+            linear.adapter.add(x, out)
+        return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         """Of the last dimension; the norm's weight is bound."""

@@ -28,7 +28,7 @@ def router() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     contents = {f.name: f.read_bytes() for f in files(__name__).iterdir() if f.name.rpartition(".")[2] in MEDIA_TYPES}
 
-    @routes.get("/")
+    @routes.api_route("/", methods=["GET", "HEAD"])
     async def index() -> Response:
         return _file("index.html")
 

@@ -1,13 +1,19 @@
 import { Chat } from "./chat.js";
 import { ArenaMap } from "./map.js";
-import { showFigures, showGroups, showSequences } from "./panels.js";
+import { showFacts, showFigures, showGroups, showSequences } from "./panels.js";
+import { Requests } from "./requests.js";
 import { watch } from "./stream.js";
-import { hasKey, setKey } from "./wire.js";
+import { Trends } from "./trends.js";
+import { ask, hasKey, setKey } from "./wire.js";
 
 const byId = (id) => document.getElementById(id);
 const STATUS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", key: "Key needed", paused: "Paused" };
 
+const HISTORY_MS = 5_000;
+
 const map = new ArenaMap();
+const trends = new Trends();
+const requests = new Requests(askForKey);
 const chat = new Chat(askForKey);
 let stream = null; // opened last, when everything it tells is there to hear it
 
@@ -19,6 +25,26 @@ function show(snapshot) {
   map.show(snapshot.arena);
   showGroups(snapshot.arena);
   showSequences(snapshot);
+  showFacts(snapshot.model);
+  requests.about(snapshot.sequences);
+  readHistory(snapshot.rates.finished_requests);
+}
+
+// Read now and then, and when a request has ended. The stream says when there is somebody to ask.
+let historyDue = 0;
+let finished = -1;
+
+async function readHistory(ended) {
+  if (performance.now() < historyDue && (ended === finished || performance.now() < historyDue - HISTORY_MS + 500)) return;
+  historyDue = performance.now() + HISTORY_MS;
+  finished = ended;
+  try {
+    const history = await (await ask("stats/history")).json();
+    trends.show(history);
+    requests.list(history);
+  } catch {
+    // The stream tells what is wrong with the connection.
+  }
 }
 
 // -- the state of the connection ---------------------------------------------------------------------------------
@@ -81,6 +107,7 @@ const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : syste
 function themed() {
   byId("theme").setAttribute("aria-pressed", isDark());
   map.layOut();
+  trends.draw();
 }
 
 byId("theme").addEventListener("click", () => {

@@ -16,9 +16,8 @@ export class ArenaMap {
     this.detail = document.getElementById("slab");
     this.context = this.canvas.getContext("2d");
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
-    this.invitation = matchMedia("(pointer: coarse)").matches
-      ? "Tap a slab to see what it holds."
-      : "Point at a slab, or move with the arrow keys.";
+    this.touched = matchMedia("(pointer: coarse), (max-width: 720px)"); // no keyboard to speak of
+    this.touched.addEventListener("change", () => this.describe());
     this.arena = null;
     this.shown = []; // what is drawn: {group, parts: [live, cached, stranded]} as shares of the cell
     this.target = [];
@@ -203,8 +202,14 @@ export class ArenaMap {
 
   describe() {
     const cell = this.target[this.selected];
-    this.detail.textContent = cell ? this.sentence(this.selected, cell) : this.invitation;
+    this.detail.textContent = cell ? this.sentence(this.selected, cell) : this.invitation();
     this.detail.classList.toggle("unset", !cell);
+  }
+
+  invitation() {
+    return this.touched.matches
+      ? "Tap a slab to see what it holds."
+      : "Point at a slab, or move with the arrow keys.";
   }
 
   // For screen readers: only when someone moves, so that numbers which change by themselves are not read out.

@@ -6,11 +6,11 @@ const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
 // Text is only touched when it changes: a page that sits still costs nothing, and selections survive.
-function write(element, text) {
+export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-function make(tag, className = "", text = "") {
+export function make(tag, className = "", text = "") {
   const element = document.createElement(tag);
   if (className) element.className = className;
   if (text) element.textContent = text;
@@ -129,7 +129,9 @@ function sequenceRow(id, groups) {
   row.dataset.id = id;
   const head = row.appendChild(make("th", "request"));
   head.scope = "row";
-  head.append(make("span", "", id.replace(/^(chat)?cmpl-/, "")));
+  head.append(make("button", "link", id.replace(/^(chat)?cmpl-/, "")));
+  Object.assign(head.firstChild, { type: "button", tabIndex: -1 }); // reached with the arrow keys: see requests.js
+  row.dataset.request = id;
   head.title = id;
   const names = ["state", "number", "number", "pages", "number wide", "number wide"];
   row.append(...names.map((name) => make("td", name)));
@@ -161,4 +163,22 @@ function fillSequence(row, sequence, groups) {
   });
   write(memory, bytes(sequence.bytes));
   write(old, sequence.age_s === null ? "–" : age(sequence.age_s));
+}
+
+export function showFacts(model) {
+  const context = `context ${count(model.max_model_len)}`;
+  write(byId("facts-note"), [model.device, model.dtype, context].filter(Boolean).join(" · "));
+  const body = byId("accounts");
+  while (body.children.length < model.accounts.length) body.append(accountRow());
+  model.accounts.forEach((account, i) => {
+    const { name, predicted_bytes: planned, measured_bytes: measured, note } = account;
+    [name, bytes(planned), bytes(measured), note].forEach((text, j) => write(body.children[i].children[j], text));
+  });
+}
+
+function accountRow() {
+  const row = make("tr");
+  row.append(make("th"), make("td", "number"), make("td", "number"), make("td", "wide"));
+  row.firstChild.scope = "row";
+  return row;
 }

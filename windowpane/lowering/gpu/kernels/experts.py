@@ -104,11 +104,11 @@ def plan_experts(
     block = min(128, max(16, triton.next_power_of_2(int(1.25 * per_expert) + 1)))
     if has_boxes and takes_boxes(gate_up, dtype, block) and takes_boxes(down, dtype, block):
         return Boxed(block), Boxed(block)
-    return _plan_grouped(block, gate_up, dtype), _plan_grouped(block, down, dtype)
+    return plan_grouped(block, gate_up, dtype), plan_grouped(block, down, dtype)
 
 
 def _plan_few(weight: torch.Tensor | PackedWeight) -> Few:
-    """The best that `bench.gpu_checks.experts sweep` found on an H200, as is `_plan_grouped`."""
+    """The best that `bench.gpu_checks.experts sweep` found on an H200, as is `plan_grouped`."""
     if isinstance(weight, PackedWeight):
         return Few(32, 4, 3) if weight.units.dtype == torch.int16 else Few(16, 2, 3)
     # Threads beyond the last input would have nothing to read.
@@ -117,7 +117,7 @@ def _plan_few(weight: torch.Tensor | PackedWeight) -> Few:
     return Few(8 if weight.shape[1] >= 1024 else 4, 4)
 
 
-def _plan_grouped(block: int, weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> Grouped:
+def plan_grouped(block: int, weight: torch.Tensor | PackedWeight, dtype: torch.dtype) -> Grouped:
     if dtype.itemsize != 2:  # without tensor cores, for checks: as small as kernels come
         return Grouped(block, 32, 32, 4, 1)
     if isinstance(weight, PackedWeight):
