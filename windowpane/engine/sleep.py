@@ -40,9 +40,7 @@ class Sleeper:
         if self._started.engine.adapters is not None and not self._stays(level):
             raise ValueError("an engine with adapters sleeps on a CPU and at level 1 only: they are the runner's")
         if self._started.engine.scheduler.tier is not None and not self._stays(level):
-            raise ValueError(
-                "an engine with a host tier sleeps on a CPU and at level 1 only: that is the runner's"
-            )
+            raise ValueError("an engine with a host tier sleeps on a CPU and at level 1 only: that is the runner's")
 
     def sleep(self, level: int) -> int:
         """Returns the bytes that were given back. The engine must be idle; one that sleeps already gives none."""

@@ -11,8 +11,8 @@ _IS_MAC = platform.system() == "Darwin"
 
 # Apple's clang compiles OpenMP only when its front end is asked, and links no library for it. Elsewhere it is GCC:
 # scheduling before registers are assigned spills the product's tiles, and these processors reorder by themselves. For
-# some (Zen, Sapphire Rapids) it takes chains of fused multiply-adds apart, in some loops and not in others: then a row's
-# bits would depend on how many rows stand beside it.
+# some (Zen, Sapphire Rapids) it takes chains of fused multiply-adds apart, in some loops and not in others: then the
+# bits of a row would depend on how many rows stand beside it.
 _GCC_FLAGS = ("-fno-schedule-insns", "-fopenmp", "--param=avoid-fma-max-bits=0")
 _OWN_FLAGS = ("-Xclang", "-fopenmp") if _IS_MAC else _GCC_FLAGS
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", *_OWN_FLAGS)
