@@ -1,4 +1,4 @@
-"""Many streams at once: each says what it says alone. `bench/server.py` is the same with 1,000, and measures."""
+"""Many streams at once: each says what it says alone. `bench/server.py` measures what they cost."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from tests.server.harness import FLAGS, Running, running
 
 STREAMS, PROMPTS, TOKENS = 128, 8, 32
+MIXED, ENDPOINTS, FEW_TOKENS = 1002, 6, 6
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +53,24 @@ def test_every_text_equals_its_solo_run(wide: Running) -> None:
     assert len(set(alone)) == PROMPTS
 
 
-def chat_bodies(index: int) -> list[tuple[str, dict[str, Any]]]:
-    """The same chat over every endpoint that streams one."""
-    text = "window " * (1 + index % PROMPTS)
+def words(index: int) -> str:
+    """Prompts that end differently, so that answers to them do at once."""
+    return f"window {chr(ord('a') + index % PROMPTS) * 3}"
+
+
+def bodies(index: int) -> list[tuple[str, dict[str, Any]]]:
+    """The same chat or text over every endpoint that streams."""
+    text = words(index)
     messages = [{"role": "user", "content": text}]
     drawn: dict[str, Any] = {"temperature": 0, "stream": True, "ignore_eos": True}
+    options = {"temperature": 0, "num_predict": FEW_TOKENS}
     return [
-        ("/v1/chat/completions", {**drawn, "messages": messages, "max_tokens": TOKENS}),
-        ("/v1/responses", {**drawn, "input": text, "max_output_tokens": TOKENS}),
-        ("/v1/messages", {**drawn, "messages": messages, "max_tokens": TOKENS}),
-        ("/api/chat", {"model": "tiny", "messages": messages, "options": {"temperature": 0, "num_predict": TOKENS}}),
+        ("/v1/completions", {**drawn, "prompt": text, "max_tokens": FEW_TOKENS}),
+        ("/api/generate", {"model": "tiny", "prompt": text, "raw": True, "options": options}),
+        ("/v1/chat/completions", {**drawn, "messages": messages, "max_tokens": FEW_TOKENS}),
+        ("/v1/responses", {**drawn, "input": text, "max_output_tokens": FEW_TOKENS}),
+        ("/v1/messages", {**drawn, "messages": messages, "max_tokens": FEW_TOKENS}),
+        ("/api/chat", {"model": "tiny", "messages": messages, "options": options}),
     ]
 
 
@@ -70,9 +79,13 @@ def text_of(path: str, line: str) -> str:
     if path == "/api/chat":
         said: str = json.loads(line)["message"]["content"]
         return said
+    if path == "/api/generate":
+        return str(json.loads(line)["response"])
     if not line.startswith("data: {"):
         return ""
     event = json.loads(line.removeprefix("data: "))
+    if path == "/v1/completions":
+        return str(event["choices"][0]["text"])
     if path == "/v1/chat/completions":
         return event["choices"][0]["delta"].get("content") or ""
     if path == "/v1/responses":
@@ -80,23 +93,27 @@ def text_of(path: str, line: str) -> str:
     return event["delta"]["text"] if event["type"] == "content_block_delta" else ""
 
 
-def test_nor_do_endpoints_mix_anything_up(wide: Running) -> None:
-    async def read_chat(client: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> str:
+def test_nor_do_a_thousand_over_every_streaming_endpoint(wide: Running) -> None:
+    async def read_one(client: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> str:
         async with client.stream("POST", path, json=asked) as got:
             assert got.status_code == 200
             return "".join([text_of(path, line) async for line in got.aiter_lines() if line])
 
-    asked = [(path, given) for index in range(STREAMS // 4) for path, given in chat_bodies(index)]
+    asked = [each for index in range(MIXED // ENDPOINTS) for each in bodies(index)]
 
     async def all_at_once() -> list[str]:
-        limits = httpx.Limits(max_connections=STREAMS)
+        limits = httpx.Limits(max_connections=MIXED)
         async with httpx.AsyncClient(base_url=wide.url, timeout=120, limits=limits) as client:
-            return await asyncio.gather(*(read_chat(client, path, given) for path, given in asked))
+            return await asyncio.gather(*(read_one(client, path, given) for path, given in asked))
 
-    alone = [
-        wide.chat("window " * (1 + index), temperature=0, max_tokens=TOKENS, ignore_eos=True).json()
-        for index in range(PROMPTS)
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": FEW_TOKENS, "ignore_eos": True}
+    chats, texts = [], []
+    for index in range(PROMPTS):
+        chats.append(wide.chat(words(index), **greedy).json()["choices"][0]["message"]["content"])
+        texts.append(wide.complete(prompt=words(index), **greedy).json()["choices"][0]["text"])
+    expected = [
+        (chats if path not in ("/v1/completions", "/api/generate") else texts)[i // ENDPOINTS % PROMPTS]
+        for i, (path, _) in enumerate(asked)
     ]
-    expected = [answer["choices"][0]["message"]["content"] for answer in alone]
-    assert asyncio.run(all_at_once()) == [expected[i // 4 % PROMPTS] for i in range(STREAMS)]
-    assert len(set(expected)) > PROMPTS // 2
+    assert asyncio.run(all_at_once()) == expected and len(expected) == MIXED
+    assert len(set(chats)) > PROMPTS // 2 and set(chats).isdisjoint(texts)

@@ -76,10 +76,10 @@ INSTEAD: dict[str, str] = {
     "--ignore-patterns": "only the files that the index names are fetched; leave it out",
     "--use-tqdm-on-load": "a bar shows downloads on a terminal; leave it out",
     "--pt-load-map-location": "pickles are refused; use safetensors or GGUF",
-    "--enable-sleep-mode": "stop the server and start it again: restore points are not kept meanwhile",
-    "--sleep-preserve-parameter-names": "there is no sleep mode: stop the server and start it again",
+    "--enable-sleep-mode": "use --enable-admin --admin-key KEY, with which there are /sleep and /wake_up",
+    "--sleep-preserve-parameter-names": "POST /sleep keeps all weights or none; leave it out",
     "--enable-cumem-allocator": _ARENA,
-    "--enable-nccl-comm-suspend": "there is no sleep mode: stop the server and start it again",
+    "--enable-nccl-comm-suspend": "an engine of several ranks does not sleep; stop the server and start it again",
     "--weight-transfer-config": "weights are loaded once; restart the server with new ones",
     # Text, templates, tools.
     "--chat-template-content-format": "the template decides; leave it out",

@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
+from windowpane.engine.sleep import Sleeper
 from windowpane.kv.disk import DiskStore
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from windowpane.drafts.config import DraftConfig
+    from windowpane.drafts.drafter import Drafter
     from windowpane.drafts.speculator import Speculator
     from windowpane.engine.engine import Engine
     from windowpane.lowering.scales import Calibration
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from windowpane.runners.plain import Runner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Started:
     """A running engine, the plan it follows, and where its model lies (None for a shape that came with the package).
 
@@ -61,6 +63,7 @@ class Started:
     reports: tuple[RankReport, ...]
     workers: Workers | None
     disk: DiskStore | None = None
+    sleeper: Sleeper = field(init=False)
 
     def close(self) -> None:
         """End the other ranks, and finish what is being written to disk. The engine runs no more then."""
@@ -154,7 +157,9 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
         weakref.finalize(engine, disk.close)
     if console is not None:
         print_accounts(console, plan, ranks.reports)
-    return Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers, disk)
+    started = Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers, disk)
+    started.sleeper = Sleeper(started, lambda: start_ranks(job, devices, None))
+    return started
 
 
 def _disk(
@@ -182,11 +187,17 @@ def _files(source: Path) -> list[tuple[str, int, int]]:
 
 
 def _speculator(config: DraftConfig, runner: Runner | CudaRunner) -> Speculator:
-    from windowpane.drafts.ngram import NgramDrafter
     from windowpane.drafts.speculator import Speculator
 
-    own = getattr(runner, "drafter", None)
-    return Speculator(NgramDrafter(*config.ngram_tokens) if own is None else own, config.num_speculative_tokens)
+    return Speculator(drafter_of(config, runner), config.num_speculative_tokens)
+
+
+def drafter_of(config: DraftConfig, runner: Runner | CudaRunner) -> Drafter:
+    """The runner's own model that drafts, if it has one; else n-grams do."""
+    from windowpane.drafts.ngram import NgramDrafter
+
+    own: Drafter | None = getattr(runner, "drafter", None)
+    return NgramDrafter(*config.ngram_tokens) if own is None else own
 
 
 def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source: Path | None) -> RankJob:

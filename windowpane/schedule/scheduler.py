@@ -190,6 +190,8 @@ class Scheduler:
         for slot in self._admission.fetching:
             self._leave(slot, requeue=True, keep=False)
         self.restoring.clear()
+        if self.adapters is not None:
+            self.adapters.place_again()
 
     def drop_restore_points(self) -> int:
         """Give up what is only cached, and say how many points that were; those still being written stay."""

@@ -20,7 +20,7 @@ from windowpane.server.auth import ADMIN, Access, ApiKeys, BodyLimit, caller
 from windowpane.server.chat import chat, render
 from windowpane.server.completions import complete
 from windowpane.server.embeddings import embed
-from windowpane.server.errors import ApiError, ErrorDocument, unavailable
+from windowpane.server.errors import ApiError, ErrorDocument, bad_request, unavailable
 from windowpane.server.json_body import JsonRoute
 from windowpane.server.loop import EngineDied
 from windowpane.server.messages import CountBody, MessagesBody, answer_messages, count_tokens
@@ -289,6 +289,24 @@ def _add_administration(app: FastAPI, service: Service) -> None:
     @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
     async def reset_prefix_cache() -> dict[str, int]:
         return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
+
+    @app.post(
+        "/sleep", summary="Give memory back when all is answered: level 1 drops KV, 2 weights too; for the admin key"
+    )
+    async def sleep(level: int = 1) -> dict[str, int]:
+        try:
+            return {"level": level, "freed_bytes": await service.sleep(level)}
+        except ValueError as error:
+            raise bad_request(str(error), "level") from None
+
+    @app.post("/wake_up", summary="Take the memory again; for the admin key")
+    async def wake_up() -> dict[str, bool]:
+        await service.wake()
+        return {"is_sleeping": False}
+
+    @app.get("/is_sleeping", summary="Whether it sleeps; for the admin key")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": service.asleep}
 
 
 async def _answered(answer: Any, service: Service) -> Response:

@@ -21,7 +21,12 @@ from windowpane.server.page import is_page
 Refused = Callable[[Scope, ApiError], None]  # told of whom is turned away here, before any route is found
 OPEN_PATHS = frozenset({"/health", "/ping"})
 REQUESTS = "/requests/"  # a key may cancel what it asked for, and the admin key what anybody did
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PATHS = frozenset(
+    {
+        *("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
 
 
 ADMIN = "admin"  # what the admin key's caller is called: no digest is

@@ -185,6 +185,7 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
         traces=None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint, names[0]),
+        sleeper=started.sleeper,
         hardware=(_device(started), started.plan.sizing.compute_dtype, tuple(accounts(started.plan, started.reports))),
         lora_dir=options.lora_dir,
     )

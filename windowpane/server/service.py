@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope
 from windowpane.engine.accounts import Account
 from windowpane.engine.adapters import LoadedAdapter
 from windowpane.engine.engine import Engine, outside_vocabulary
+from windowpane.engine.sleep import Sleeper
 from windowpane.schedule.request import FinishReason, Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import BeyondModelLen, RequestTooLong
 from windowpane.server.errors import ApiError, bad_request, failed, route_path, unavailable
@@ -71,6 +72,8 @@ class Service:
     special_tokens_in_content: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     traces: Traces | None = None
+    sleeper: Sleeper | None = None
+    asleep: bool = False  # or on its way there
     hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
     lora_dir: Path | None = None
     _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
@@ -249,6 +252,9 @@ class Service:
         if self.draining:
             rejected["draining"] += 1
             raise unavailable("the server is shutting down", retry_after_s=5)
+        if self.asleep:
+            rejected["sleeping"] += 1
+            raise unavailable("the engine sleeps; POST /wake_up with the admin key wakes it", retry_after_s=5)
         if not self.loop.is_alive:
             rejected["engine_died"] += 1
             raise unavailable(f"the engine has stopped: {self.loop.error}")
@@ -316,6 +322,22 @@ class Service:
                 pass
         if (failure := failure_of(job)) is not None:
             raise failure
+
+    async def sleep(self, level: int) -> int:
+        """Lets what runs or waits be answered, and nobody else in; then gives memory back, and says how much."""
+        assert self.sleeper is not None
+        self.sleeper.check(level)
+        sleeper, self.asleep = self.sleeper, True
+        while self.loop.jobs or self._being_made or await self.loop.ask(lambda engine: engine.has_work):
+            await asyncio.sleep(LAG_PROBE_S)
+        return await self.loop.ask(lambda _: sleeper.sleep(level))
+
+    async def wake(self) -> None:
+        """Whoever comes before all is there again is refused as before."""
+        assert self.sleeper is not None
+        sleeper = self.sleeper
+        await self.loop.ask(lambda _: sleeper.wake())
+        self.asleep = False
 
     async def watch(self, question: Callable[[Engine], T]) -> T:
         """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""
