@@ -77,7 +77,8 @@ def test_what_runs_is_answered_first(server: Running) -> None:
     assert rest[-1] == "data: [DONE]" and not any("error" in line for line in rest)
     thread.join()
     waking.join()
-    assert [answer.status_code for answer in given] == [200, 200] and "freed_bytes" in given[0].json()
+    assert [answer.status_code for answer in given] == [200, 200]
+    assert sum(answer.json().get("freed_bytes", 0) for answer in given) >= 0.99 * ARENA_BYTES, "it slept, then woke"
     assert server.complete(**BODY).status_code == 200
 
 
