@@ -35,7 +35,8 @@ class BuildKernels(build_py):
             objects = [f"{target}/{Path(source).stem}.o" for source in sources]
             for source, made in zip(sources, objects, strict=True):
                 subprocess.run(["gcc", *level.flags, "-c", source, "-o", made], check=True)
-            subprocess.run(["gcc", "-shared", *objects, "-o", f"{target}/{level.name}.so", "-lm"], check=True)
+            linked = f"{target}/{level.name}.so"
+            subprocess.run(["gcc", *levels.LINK_FLAGS, *objects, "-o", linked, "-lm"], check=True)
             for made in objects:
                 Path(made).unlink()
 

@@ -132,8 +132,10 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
         found[workload] = _rounds(started, workload, case, given, roof)
         if given.adapters:
             found[f"{workload} adapted"] = _rounds(started, workload, case, given, roof, know_adapters(started, given))
-            share = found[f"{workload} adapted"]["rate"] / found[workload]["rate"]
-            print(f"  {workload}, {given.adapters} adapters of rank {given.adapter_rank}: {share:.3f} of its rate")
+            rates = [found[name].get("rate") for name in (f"{workload} adapted", workload)]
+            if all(rates):
+                what = f"{given.adapters} adapters of rank {given.adapter_rank}"
+                print(f"  {workload}, {what}: {rates[0] / rates[1]:.3f} of its rate", flush=True)
     found["peak_bytes"] = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()
     print(f"  peak {found['peak_bytes'] / GIB:.2f} GiB allocated, {reserved / GIB:.2f} reserved")

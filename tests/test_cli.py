@@ -130,6 +130,8 @@ DOCUMENT: dict[str, Any] = {
     "bytes_per_sequence": int,
     "shortest_reusable_prefix_tokens": int,
     "restore_point_bytes": int,
+    "host_bytes_per_rank": int,
+    "host_sessions": int,
     "max_model_len": int,
     "concurrency": NUMBER,
     "sequences": int,

@@ -170,6 +170,20 @@ def test_two_requests_for_one_session_fetch_it_once():
     assert [one.output for one in both] == [solo_output(one) for one in both]
 
 
+def test_a_session_waits_for_room_rather_than_be_computed_again():
+    """Resumed sequences pin a window beside their own, so fewer of them fit at once than of those that begin afresh."""
+    engine = engine_for(MIXES["two windows"], sequences=3, host=40, length=340)
+    sessions = [ask(engine, tokens(seed, 300)) for seed in range(9)]
+    turns = [
+        Request(str(i), np.array([*s.prompt.tolist(), *s.output, 5]), SamplingParams(9)) for i, s in enumerate(sessions)
+    ]
+    for turn in turns:
+        engine.scheduler.add(turn)
+    engine.run()
+    assert [turn.cached_tokens for turn in turns] == [307] * 9
+    assert [turn.output for turn in turns] == [solo_output(turn) for turn in turns]
+
+
 def test_what_is_computed_sooner_than_fetched_is_computed():
     engine = engine_for(FULL_AND_WINDOW, sequences=2.5, host=16)
     sessions = [ask(engine, tokens(seed, 300)) for seed in range(5)]

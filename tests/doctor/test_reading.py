@@ -56,6 +56,12 @@ class TestSettings:
         assert (facts.speculative_method, facts.speculative_tokens) == ("mtp", 2)
         assert (facts.tensor_parallel_size, facts.mamba_cache_mode) == (1, "all")
 
+    def test_a_value_that_was_cut_off_is_not_the_value(self) -> None:
+        arguments = "INFO [utils.py:233] non-default args: {'model': 'acme/gemma-4-31B-it', 'max_model_len': 4096}\n"
+        engine = "INFO [core.py:93] Initializing a V1 LLM engine (v0.19.1) with config: model='acme/gem"
+        facts = facts_of(arguments + engine)
+        assert (facts.model, facts.version, facts.max_model_len) == ("acme/gemma-4-31B-it", "0.19.1", 4096)
+
     @pytest.mark.parametrize(
         "command",
         [

@@ -62,6 +62,9 @@ def test_qwen_3_slides_only_if_it_says_so_and_only_in_the_last_layers(tmp_path: 
     assert kept(read(tmp_path, small("qwen3", **window))) == [Full()] * 4
     assert kept(read(tmp_path, small("qwen3", use_sliding_window=True, **window))) == [Full()] * 3 + [Window(8)]
     assert kept(read(tmp_path, small("qwen3 moe", use_sliding_window=True, **window))) == [Window(8)] * 4
+    kinds = ["sliding_attention", "full_attention"] * 2  # transformers has no window then, and cannot run
+    with pytest.raises(ModelError, match="windows are switched off"):
+        read(tmp_path, small("qwen3", layer_types=kinds, **window))
 
 
 def test_a_mistral_window_is_on_every_layer_and_null_means_none(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from ctypes import c_int, c_long, c_void_p
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from windowpane.native import build
 from windowpane.native.calls import function
-from windowpane.native.levels import LEVELS
+from windowpane.native.levels import LEVELS, NATIVE_FLAGS
 
 PRINT = """
 from windowpane.native import build
@@ -93,3 +94,12 @@ def test_without_a_compiler_a_wheel_has_kernels_for_each_kind_of_processor(tmp_p
         find = function(library, "highest_places", c_void_p, c_long, c_void_p, c_long, c_long, c_int)
         find(rows.data_ptr(), 100, out.data_ptr(), 3, 100, 2)
         assert torch.equal(out, rows.argmax(dim=-1))
+
+
+def test_wheels_are_configured_for_three_platforms() -> None:
+    configured = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    platforms = {name.partition("-")[2] for name in configured["build"].split()}
+    assert platforms == {"manylinux_x86_64", "manylinux_aarch64", "macosx_arm64"}
+    # Each kind of machine has kernels in its wheel, and compiles them where there is none.
+    machines = {name.split("_", 1)[1] for name in platforms}
+    assert machines == set(LEVELS) == set(NATIVE_FLAGS) == {m for some in build._SYSTEMS.values() for m in some}

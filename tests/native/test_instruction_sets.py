@@ -7,11 +7,11 @@ import platform
 import shutil
 import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.native.instruction_sets import SETS, compiled_only, runnable, summary
 from tests.native.test_experts import check_experts
 from tests.native.test_kernels import PLAIN, Decoding, asked_of, assert_close, chunk_step, through_format_cases
 from tests.native.test_packed import KINDS, packed
@@ -26,11 +26,10 @@ from windowpane.lowering.cpu.repacked import in_strips
 from windowpane.lowering.strips import Packed
 from windowpane.native import build
 
-PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-SETS = {"aarch64": ["-march=armv8-a"], "x86_64": ["-march=x86-64", *["-march=haswell"] * (" avx2 " in PROCESSOR)]}
+PACKED = next(source for source in build.SOURCES if source.name == "packed.c")
 
 
-@pytest.fixture(scope="module", params=SETS.get(platform.machine(), []))
+@pytest.fixture(scope="module", params=runnable())
 def library(request, tmp_path_factory) -> ctypes.CDLL:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
@@ -42,6 +41,16 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
         [compiler, *build.FLAGS, request.param, "-shared", *sources, "-o", target, openmp, "-lm"], check=True
     )
     return ctypes.CDLL(str(target))
+
+
+@pytest.mark.parametrize(("compiler", "flag"), compiled_only())
+def test_sets_that_this_processor_lacks_compile(compiler, flag, tmp_path):
+    subprocess.run([compiler, *build.FLAGS, flag, "-Werror", "-c", PACKED, "-o", tmp_path / "packed.o"], check=True)
+
+
+def test_every_set_is_run_compiled_or_named():
+    assert all(flag in summary() for flags in SETS.values() for flag in flags)
+    assert platform.machine() not in SETS or runnable()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

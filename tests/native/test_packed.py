@@ -136,3 +136,18 @@ def test_outputs_are_cut_at_strips() -> None:
     assert torch.equal(weight[32:].dequantize(torch.float32), values[32:])
     with pytest.raises(IndexError, match="cut through strips of 16"):
         weight[8:32]
+
+
+@pytest.mark.parametrize("kind", INTEGER_KINDS, ids=[GGML_TYPES[k].scheme for k in INTEGER_KINDS])
+def test_scales_that_are_no_numbers_are_found(kind: int) -> None:
+    raw, found = stored(kind, 40, 512), GGML_TYPES[kind]
+    weight = StripWeight.empty(StripForm(kind, 40, 512))
+    weight.fill(0, torch.from_numpy(raw))
+    assert weight.has_finite_scales
+    if found.scheme == "MXFP4":
+        return  # its scales are exponents, which all are numbers
+    for at in HALVES.get(found.scheme, (0,)):
+        damaged = raw.copy()
+        damaged[37, -found.stored_bytes + at : len(damaged[37]) - found.stored_bytes + at + 2] = (0, 0x7C)  # infinity
+        weight.fill(0, torch.from_numpy(damaged))
+        assert not weight.has_finite_scales

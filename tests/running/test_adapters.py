@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,10 +15,11 @@ from tests.running.adapters import RANK, merged, write_adapter
 from tests.running.harness import Knobs, Run, generate_by, generate_with, host_slabs
 from tests.running.small_models import spec_of, weights_of
 from tests.running.test_against_transformers import prompt
-from windowpane.kv.layout import Layout
+from windowpane.kv.layout import Layout, rollback_for
 from windowpane.models.adapters import AdapterError, AdapterRoom
 from windowpane.models.tensors import ONLY_RANK
 from windowpane.runners.plain import Runner
+from windowpane.schedule.request import Request, Tokens
 from windowpane.weights.adapters import read_adapter
 
 NEW_TOKENS = 12
@@ -37,6 +39,7 @@ def run_adapted(name: str, paths: list[Path], prompts: list[list[int]], knobs: K
         runner = Runner(
             spec, weights_of(name), layout, slabs, knobs.num_slots, length, device=torch.device("cpu"),
             dtype=torch.float32, adapter_room=room, host_slabs=host_slabs(layout, length, knobs),
+            rollback_tokens=rollback_for(knobs.drafts, layout),
         )  # fmt: skip
         assert runner.adapters is not None
         for number, path in enumerate(paths, start=1):
@@ -100,6 +103,22 @@ def test_what_is_kept_of_a_prompt_is_its_adapters_alone(room, host_room, tmp_pat
         assert_close(run.logits[i], alone.logits[0], run.outputs[i], alone.outputs[0])
 
 
+def test_drafts_are_verified_by_the_adapter(tmp_path):
+    """Drafts of adapted sequences, which layers in one call would take as rows: the same answers, in fewer steps."""
+    write_adapter(tmp_path / "1", spec_of("gemma3"), 1)
+    knobs = Knobs(adapters=(1, 0, 1), adapter_slots=1)
+    plain = run_adapted("gemma3", [tmp_path / "1"], PROMPTS[:3], knobs)
+
+    def guess(request: Request, room: int) -> Tokens:
+        known = plain.outputs[int(request.id)][len(request.output) : len(request.output) + room]
+        return np.array(known, dtype=np.int32)
+
+    run = run_adapted("gemma3", [tmp_path / "1"], PROMPTS[:3], replace(knobs, drafts=3, guess=guess))
+    assert run.accepted_drafts > NEW_TOKENS
+    for i in range(3):
+        assert_close(run.logits[i], plain.logits[i], run.outputs[i], plain.outputs[i])
+
+
 @pytest.mark.parametrize("name", ["llama int4", "qwen3 fp8"])
 def test_packed_weights_take_adapters(name, tmp_path):
     """What an adapter adds does not depend on how the weights are held: against the same weights, widened."""
@@ -129,6 +148,7 @@ class TestFiles:
             ({"peft_type": "IA3"}, "peft_type 'IA3' is not run"),
             ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
             ({"r": 0}, "r is 0, not a number above 0"),
+            ({"rank_pattern": {"q_(": 4}}, "rank_pattern is .* not numbers by patterns"),
             ({"r": 8}, r"lora_A.weight is \[4, 64\], not \[8, 64\]"),
         ],
     )

@@ -187,6 +187,18 @@ class TestPolicies:
         assert (whole.preemptions, whole.recomputed_tokens) == (0, 0)
         assert short.mean_running > whole.mean_running
 
+    def test_a_host_tier_finds_what_the_arena_gave_up(self) -> None:
+        """Twelve sessions take turns on an arena that holds a few of them."""
+        nothing = np.zeros(0, dtype=np.int32)
+        turns = (Turn(2000, 20), *(Turn(30, 20, wait_s=20.0) for _ in range(3)))
+        sessions = [Session(f"s{i}", 0.1 * i, nothing, turns, seed=i) for i in range(12)]
+        plan = small_plan(0.25)
+        without, tiered = (run(plan, policy, sessions, "4090") for policy in ("windowpane", "host-tier"))
+        assert tiered.hit_rate > without.hit_rate + 0.1
+        assert tiered.recomputed_tokens < without.recomputed_tokens / 4
+        assert sum(tiered.ttft_s) < sum(without.ttft_s)
+        assert tiered.output_tokens == without.output_tokens
+
     def test_names_are_checked(self) -> None:
         assert [p.name for p in parse_policies("full, windowpane,full")] == ["full", "windowpane"]
         assert len(parse_policies("all")) == len(POLICIES)

@@ -14,6 +14,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import gguf
 import numpy as np
@@ -255,11 +256,47 @@ def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:
     assert "unexpected: blk.0.mystery.weight" in str(caught.value)
 
 
-def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing_bytes", [1, 5000, 300_000])
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path, missing_bytes: int) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, made_up(BLOCK))
-    path.write_bytes(path.read_bytes()[:-5000])
-    with pytest.raises(WeightsError, match="cut short"):
+    path.write_bytes(path.read_bytes()[:-missing_bytes])
+    with pytest.raises(WeightsError, match=r"m.gguf is cut short or damaged: \S+ ends at byte [\d,]+ of"):
         read(path)
+
+
+def test_whatever_is_wrong_with_a_header_is_one_error_of_ours(tmp_path: Path) -> None:
+    """Cut anywhere, or with any bit flipped: it loads, or says what is wrong."""
+    whole = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, made_up(BLOCK)).read_bytes()
+    header_bytes, random, refused = (
+        min(t.offset for t in read_header(tmp_path / "m.gguf").tensors.values()),
+        Random(1),
+        0,
+    )
+    broken = [whole[:length] for length in range(0, header_bytes, 97)]
+    for _ in range(200):
+        flipped = bytearray(whole)
+        flipped[random.randrange(header_bytes)] ^= 1 << random.randrange(8)
+        broken.append(bytes(flipped))
+    for number, data in enumerate(broken):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(data)
+        try:
+            read(path)
+        except (ModelError, WeightsError):
+            refused += 1
+        path.unlink()
+    assert refused > len(broken) // 2
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str) -> None:
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    spec, up = load(path), read_header(path).tensors["blk.1.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    data[up.offset : up.offset + 2] = np.float16(np.inf).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(WeightsError, match=r"m.gguf is damaged: a scale of blk.1.ffn_up.weight is no number"):
+        load_weights(path, spec, dtype=torch.float32, device=CPU)
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,13 @@ KvOffloadingSize = Annotated[
     str | None,
     typer.Option(metavar="GIB", help="Host memory for restore points, over all ranks.", rich_help_panel=MEMORY),
 ]
+KvDiskPath = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Keep restore points on disk too, across restarts.", rich_help_panel=MEMORY),
+]
+KvDiskSize = Annotated[
+    str | None, typer.Option(metavar="GIB", help="Most of them, as in 200GiB (16GiB).", rich_help_panel=MEMORY)
+]
 KvCacheDtype = Annotated[
     str | None, typer.Option(help="auto, a format, or full=FORMAT,window=FORMAT.", rich_help_panel=MEMORY)
 ]
@@ -275,6 +282,8 @@ class EngineFlags(PlanFlags):
     revision: Revision = None
     download_dir: DownloadDir = None
     max_itl_ms: MaxItlMs = None
+    kv_disk_path: KvDiskPath = None
+    kv_disk_size: KvDiskSize = None
     enforce_eager: EnforceEager = False
     enable_layer_chain: EnableLayerChain = True
 

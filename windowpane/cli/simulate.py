@@ -26,7 +26,7 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
-            help="windowpane, window+chunk, window+2chunks, full, pair, whole-life; several with commas, or all.",
+            help="windowpane, window+chunk, window+2chunks, full, pair, whole-life, host-tier; several, or all.",
             rich_help_panel=WORKLOAD,
         ),
     ] = "windowpane",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -104,8 +105,14 @@ def _runs(on_device: NDArray[np.int32], on_host: NDArray[np.int32], page_units: 
 
 
 def _host_memory(size_bytes: int) -> torch.Tensor:
-    """Fresh memory costs nothing until it is touched."""
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8) if size_bytes else torch.zeros(0)
+    """Fresh memory costs nothing until it is touched, and large pages are touched and pinned sooner."""
+    if not size_bytes:
+        return torch.zeros(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel may have none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -111,7 +111,8 @@ def _split(text: str) -> Iterator[str]:
         elif char == "," and depth == 0:
             yield text[start:at]
             start = at + 1
-    yield text[start:]
+    if not quote:  # a value that was cut off in the middle is not the value
+        yield text[start:]
 
 
 def _words(text: str) -> list[str]:

@@ -39,6 +39,8 @@ class Sleeper:
             raise ValueError("an engine of several ranks cannot sleep; stop the server and start it again")
         if self._started.engine.adapters is not None and not self._stays(level):
             raise ValueError("an engine with adapters sleeps on a CPU and at level 1 only: they are the runner's")
+        if self._started.engine.scheduler.tier is not None and not self._stays(level):
+            raise ValueError("an engine with a host tier sleeps on a CPU and at level 1 only: that is the runner's")
 
     def sleep(self, level: int) -> int:
         """Returns the bytes that were given back. The engine must be idle; one that sleeps already gives none."""

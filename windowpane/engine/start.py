@@ -7,6 +7,8 @@ was really taken is printed beside it.
 from __future__ import annotations
 
 import gc
+import hashlib
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +23,14 @@ from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import start_ranks
 from windowpane.engine.sleep import Sleeper
+from windowpane.kv.disk import DiskStore
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.tier import HostTier
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK
 from windowpane.plan.planner import Plan
+from windowpane.plan.sizes import parse_gib
 from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.pace import Pace
 from windowpane.schedule.scheduler import Scheduler
@@ -58,10 +62,13 @@ class Started:
     source: Path | None
     reports: tuple[RankReport, ...]
     workers: Workers | None
+    disk: DiskStore | None = None
     sleeper: Sleeper = field(init=False)
 
     def close(self) -> None:
-        """End the other ranks. The engine runs no more then; of one rank nothing has to be ended."""
+        """End the other ranks, and finish what is being written to disk. The engine runs no more then."""
+        if self.disk is not None:
+            self.disk.close()
         if self.workers is not None:
             self.workers.close()
 
@@ -134,6 +141,7 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     )  # fmt: skip
     job = _job(plan, options, source, drafter_source)
     ranks = start_ranks(job, devices, console)
+    disk = None if tier is None else _disk(tier, plan, source, options, ranks.own)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
     speculator = None if config.drafting is None else _speculator(config.drafting, ranks.own)
     adapters = None
@@ -145,11 +153,37 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
         scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator,
         adapters=adapters,
     )  # fmt: skip
+    if disk is not None:
+        weakref.finalize(engine, disk.close)
     if console is not None:
         print_accounts(console, plan, ranks.reports)
-    started = Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers)
+    started = Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers, disk)
     started.sleeper = Sleeper(started, lambda: start_ranks(job, devices, None))
     return started
+
+
+def _disk(
+    tier: HostTier, plan: Plan, source: Path | None, options: StartOptions, runner: Runner | CudaRunner
+) -> DiskStore | None:
+    """Restore points on disk, if they were asked for."""
+    sizing, config = plan.sizing, plan.sizing.config
+    if config.kv_disk_path is None:
+        return None
+    made_of = (sizing.spec.name, sizing.compute_dtype, runner.device.type, sizing.layout)
+    weights = options.seed if options.load_format == "dummy" or source is None else _files(source)
+    fingerprint = hashlib.sha256(repr((made_of, weights)).encode()).hexdigest()
+    memory = runner.pages.host.memory.numpy()
+    path = Path(config.kv_disk_path).expanduser()
+    disk = DiskStore(path, parse_gib(config.kv_disk_size), fingerprint, sizing.layout, memory)
+    tier.use_disk(disk)
+    return disk
+
+
+def _files(source: Path) -> list[tuple[str, int, int]]:
+    """What tells one checkpoint from another without reading it: names, sizes and times of its files."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def _speculator(config: DraftConfig, runner: Runner | CudaRunner) -> Speculator:

@@ -1,4 +1,4 @@
-"""The second tier: restore points in host memory, in pages of the same layout.
+"""The second tier: restore points in host memory, in pages of the same layout; and behind it, if asked for, a disk.
 
     device books ── spill: pages copied ahead of need, then let go ──►  host books
                  ◄── fetch: into pages of a pending restore point ────
@@ -9,12 +9,16 @@ begin with the same tokens share pages on the host as they do on the device: wha
 copied again. Copies run beside steps (`Changes.transfers`). Until one has landed, its pages on both sides are live:
 nobody frees, overwrites or resumes from them.
 
+With a disk (`kv.disk`), every point that arrives on the host is written there too, and one that only the disk has is
+read to the host first, while whoever wants it waits in the queue.
+
 A request that can go on from a point on the host gets its slot and its reservation at once, and begins when the pages
 have arrived. What is computed sooner than it is fetched is computed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +26,7 @@ import numpy as np
 
 from windowpane.kv.arena import Cursor, Offsets
 from windowpane.kv.books import Books
+from windowpane.kv.disk import DiskStore
 from windowpane.kv.index import Found, PointIndex
 from windowpane.kv.prefixes import Tokens
 from windowpane.kv.restore import Hit, RestorePoints
@@ -33,6 +38,8 @@ from windowpane.kv.tables import PageTable
 AHEAD = 0.5  # of the arena that can be had without losing anything: points are spilled until so much is
 MOST_IN_TRANSIT = 0.25  # of the arena that spills hold at once
 SPILLED_WORTH = 0.05  # of a point that can be fetched again, beside one that would have to be computed
+MOST_WRITES = 64  # points that wait to be written to disk; those beyond are not
+WITHOUT_ADAPTER = "0:"  # keys of requests without an adapter (`Request.prefix_key`)
 NOT_HERE = -1
 
 
@@ -49,6 +56,10 @@ class TierStats:
     hit_tokens: int = 0
     fetch_seconds: float = 0.0
     evictions: int = 0
+    disk_hit_tokens: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,9 @@ class HostTier:
         self._transfers: dict[int, _Transfer] = {}
         self._unspilled: dict[RestorePoint, None] = {}  # on the device only, those kept first first
         self._copies: dict[RestorePoint, RestorePoint] = {}  # on the device → on the host, which may have dropped it
+        self._disk: DiskStore | None = None
+        self._writes: set[int] = set()  # numbers of what is being written to disk
+        self._reads: dict[int, RestorePoint] = {}  # and of points that are being read from it, which are pending
         self._counted = TierStats()
         points.on_add, points.on_drop = self._added, self._dropped
         manager.books.worth = self._worth
@@ -85,19 +99,67 @@ class HostTier:
     def look_up(self, key: str, tokens: Tokens, here: Hit) -> Hit:
         """What the device has (`here`), or a longer beginning that is fetched sooner than it is computed."""
         found = self.index.find(key, tokens)
-        if found.common <= max(here.length, MIN_PREFIX_TOKENS - 1):
-            return here
         length, point = found.longest(len(tokens) - 1, self.manager.longest_resume)
+        if self._disk is not None and self._read_more(self._disk, key, tokens, max(length, here.length)):
+            return Hit(arrives=True)
         if point is None or length <= max(here.length, MIN_PREFIX_TOKENS - 1):
             return here
         on_device = self.points.index.find(key, tokens[:length]).exact
         if on_device is not None:  # a step computes it just now, or it is being fetched
-            return Hit(length, arrives=True) if self._is_being_fetched(on_device) else here
+            return Hit(arrives=True) if self._is_being_fetched(on_device) else here
         missing_bytes = self._bytes_of(map(_count_missing, self._on_device(key, tokens, length)))
         if not self.speeds.is_fetched_sooner(length - here.length, missing_bytes):
             return here
         branch = max(found.common, here.branch)
         return Hit(length, branch=branch if branch > length else 0, on_host=point, instead=here)
+
+    def _read_more(self, disk: DiskStore, key: str, tokens: Tokens, known: int) -> bool:
+        """Begin to read a beginning of more than `known` tokens from disk; True while that goes on."""
+        length, point = disk.index.find(key, tokens).longest(len(tokens) - 1, self.manager.longest_resume)
+        if point is None or length <= max(known, MIN_PREFIX_TOKENS - 1):
+            return False
+        found = self.index.find(key, tokens[:length])
+        if found.exact is not None:
+            return found.exact in self._reads.values()
+        pages = [self._shared_pages(g, found, length, pending_too=False) for g in range(len(self.manager.tables))]
+        missing = [ids == NOT_HERE for ids in pages]
+        copy_bytes = self._bytes_of(map(_count_missing, pages))
+        if not self.speeds.is_fetched_sooner(length - known, copy_bytes):
+            return False
+        kept = [ids[ids != NOT_HERE] for ids in pages]
+        for g, ids in enumerate(kept):
+            self.books.hold(g, ids)
+        if has_room := self._make_room([int(m.sum()) for m in missing], score=math.inf):
+            places = [self.manager.resumed_part(g, point, length)[m] for g, m in enumerate(missing)]
+            targets, copy = self._new_copy(key, tokens[:length], pages)
+            self._number += 1
+            self._reads[self._number] = copy
+            offsets = [self.books.shared[g].offsets[ids] for g, ids in enumerate(targets)]
+            disk.read(self._number, point, list(zip(places, offsets, strict=True)))
+        for g, ids in enumerate(kept):
+            self.books.let_go(g, ids)
+        return has_room
+
+    def use_disk(self, disk: DiskStore) -> None:
+        """Write every point that reaches the host to disk too, and look there for what the host does not have."""
+        self._disk, self._ahead = disk, 1.0
+
+    def take_from_disk(self) -> bool:
+        """Take in what was written and read; True where a point has arrived, or will not."""
+        arrived = False
+        for number, went_well in self._disk.done() if self._disk is not None else ():
+            if number in self._writes:
+                self._writes.remove(number)
+                self.books.land(number)
+                continue
+            arrived = True
+            point = self._reads.pop(number)
+            if not went_well:
+                self.books.drop(point)
+                continue
+            self._counted.disk_hit_tokens += point.length
+            self._publish(point)
+        return arrived
 
     def fetch_demand(self, tokens: int, key: str, known: Tokens, hit: Hit) -> list[int]:
         """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched."""
@@ -114,7 +176,7 @@ class HostTier:
     @property
     def is_busy(self) -> bool:
         """Whether copies are on their way, or some should be."""
-        return bool(self._transfers) or (bool(self._unspilled) and self._is_short())
+        return self.in_transit or (bool(self._unspilled) and self._is_short())
 
     @property
     def is_spilling(self) -> bool:
@@ -123,7 +185,8 @@ class HostTier:
 
     @property
     def in_transit(self) -> bool:
-        return bool(self._transfers)
+        """Whether pages are on their way between the tiers. What is written to disk is waited for by nobody."""
+        return bool(self._transfers or self._reads)
 
     def fetch(self, slot: int, tokens: int, key: str, known: Tokens, hit: Hit) -> RestorePoint:
         """Begin to copy a point to the device, for an empty slot that reserves room for `tokens` tokens.
@@ -226,9 +289,8 @@ class HostTier:
         self.manager.books.log.landed(number)
         if transfer.spilled is not None:
             self._counted.spilled_bytes += transfer.copy_bytes
-            transfer.spilled.pending = False
-            for g, ids in enumerate(transfer.spilled.pages):
-                self.books.let_go(g, ids)
+            self._publish(transfer.spilled)
+            self._write(transfer.spilled)
             return None
         self.books.land(number)
         self._counted.fetched_bytes += transfer.copy_bytes
@@ -252,7 +314,7 @@ class HostTier:
         dropped = [point for point in self.books.points if not point.pending]
         for point in dropped:
             self.books.drop(point)
-        return len(dropped)
+        return len(dropped) + (self._disk.clear() if self._disk is not None else 0)
 
     # -- counting --------------------------------------------------------------------------------------------------
 
@@ -262,12 +324,15 @@ class HostTier:
         counted.restore_points = len(self.books.points)
         counted.cached_bytes = sum(map(arena.used_bytes, range(len(self.books.tables))))
         counted.total_bytes, counted.evictions = arena.total_bytes, self.books.evictions
+        if (disk := self._disk) is not None:
+            counted.disk_written_bytes, counted.disk_read_bytes = disk.written_bytes, disk.read_bytes
+            counted.disk_bytes = disk.used_bytes
         return counted
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's books agree; nothing is live there but what is on its way."""
         self.books.check_integrity(())
-        if not self._transfers:
+        if not self._transfers and not self._writes and not self._reads:
             assert not any(self.books.live_pages), "no transfer is under way, but pages of the host are held"
         assert set(self._transfers) == set(self.manager.books.transit), "transfers are miscounted"
         assert set(self.index.points()) == set(self.books.points), "index and books of the host disagree"
@@ -278,22 +343,44 @@ class HostTier:
         self, key: str, tokens: Tokens, point: RestorePoint, pages: list[Ids], sources: list[Ids]
     ) -> RestorePoint:
         """Copy pages of `point` to the places in `pages` that are NOT_HERE. There is room."""
+        targets, copy = self._new_copy(key, tokens, pages)
+        self._begin(sources, targets, _Transfer(self._bytes_of(map(len, sources)), spilled=copy))
+        return copy
+
+    def _new_copy(self, key: str, tokens: Tokens, pages: list[Ids]) -> tuple[list[Ids], RestorePoint]:
+        """Enter a pending point of the host, with new pages where `pages` are NOT_HERE, and name these."""
         targets, arena = [], self.books.arena
         # Whole slabs make long copies, but where there are not enough of them, gaps do.
-        slabs = sum(-(-len(ids) // per) for ids, per in zip(sources, arena.pages_per_slab, strict=True))
+        counts = [_count_missing(ids) for ids in pages]
+        slabs = sum(-(-count // per) for count, per in zip(counts, arena.pages_per_slab, strict=True))
         fill_slabs = slabs <= arena.free_slabs
-        for g, ids in enumerate(pages):
-            count = len(sources[g])
+        for g, (ids, count) in enumerate(zip(pages, counts, strict=True)):
             offsets = arena.take(g, count, Cursor()) if fill_slabs else arena.take_packed(g, count)
             ids[ids == NOT_HERE] = target = _share_new(self.books, g, offsets)
             targets.append(target)
-        copy = RestorePoint(point.length, pages, pending=True)
+        copy = RestorePoint(len(tokens), pages, pending=True)
         self.books.keep(copy)
         for g, ids in enumerate(pages):
             self.books.hold(g, ids)
         self.index.put(key, tokens, copy)
-        self._begin(sources, targets, _Transfer(self._bytes_of(map(len, sources)), spilled=copy))
-        return copy
+        return targets, copy
+
+    def _publish(self, copy: RestorePoint) -> None:
+        """A point of the host is there."""
+        copy.pending = False
+        for g, ids in enumerate(copy.pages):
+            self.books.let_go(g, ids)
+
+    def _write(self, copy: RestorePoint) -> None:
+        """Begin to write a point of the host to disk. Numbers of adapters mean nothing after a restart."""
+        key, tokens = self.index.content(copy)
+        if self._disk is None or not key.startswith(WITHOUT_ADAPTER) or len(self._writes) >= MOST_WRITES:
+            return
+        offsets = [self.books.shared[g].offsets[ids] for g, ids in enumerate(copy.pages)]
+        if self._disk.write(self._number + 1, key, tokens, offsets):
+            self._number += 1
+            self._writes.add(self._number)
+            self.books.send(self._number, copy.pages)
 
     def _begin(self, on_device: list[Ids], on_host: list[Ids], transfer: _Transfer) -> None:
         self._number += 1
@@ -336,7 +423,8 @@ class HostTier:
         table = self.manager.tables[g]
         ids: Ids = np.full(_page_count(table, length), NOT_HERE)
         for point in found.near():
-            if (pending_too or not point.pending) and (ids == NOT_HERE).any():
+            is_sure = not point.pending or (pending_too and point not in self._reads.values())
+            if is_sure and (ids == NOT_HERE).any():
                 _share(table, ids, length, point, min(found.common, point.length), g)
         return ids
 

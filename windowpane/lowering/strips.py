@@ -14,7 +14,7 @@ from functools import cache, cached_property
 
 import torch
 
-from windowpane.models.ggml import STRIP_OUTPUTS, StripForm
+from windowpane.models.ggml import GGML_TYPES, STRIP_OUTPUTS, StripForm
 from windowpane.native import build
 from windowpane.native.calls import address, function
 
@@ -109,6 +109,17 @@ class StripWeight:
         units, scales, zeros = units.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous()
         source = Units(units.data_ptr(), scales.data_ptr(), address(zeros), scales.shape[1])
         _kernels().repack_units(ctypes.byref(self.described), ctypes.byref(source), torch.get_num_threads())
+
+    @property
+    def has_finite_scales(self) -> bool:
+        """Of ggml's types, whether every float16 scale is a number."""
+        kind = GGML_TYPES[self.form.kind]
+        if not kind.half_bytes:
+            return True
+        halves = self.scales
+        if kind.half_bytes < kind.scale_bytes:
+            halves = self.scales.view(-1, kind.scale_bytes)[:, : kind.half_bytes].contiguous()
+        return bool(halves.view(torch.float16).isfinite().all())
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """float32 rows [which, inputs], exactly what the file means."""

@@ -152,8 +152,8 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         _number(fields, "lora_alpha", file),
         str(fields.get("base_model_name_or_path") or ""),
         bool(fields.get("use_rslora")),
-        fields.get("rank_pattern") or None,
-        fields.get("alpha_pattern") or None,
+        _patterns(fields, "rank_pattern", file),
+        _patterns(fields, "alpha_pattern", file),
     )
 
 
@@ -162,6 +162,17 @@ def _number(fields: Mapping[str, Any], name: str, file: Path) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise AdapterError(f"{file}: {name} is {value!r}, not a number above 0")
     return value
+
+
+def _patterns(fields: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any] | None:
+    patterns = fields.get(name) or {}
+    try:
+        valid = all(re.compile(pattern) and _number(patterns, pattern, file) for pattern in patterns)
+    except (re.error, TypeError):
+        valid = False
+    if not valid or not isinstance(patterns, dict):
+        raise AdapterError(f"{file}: {name} is {patterns!r}, not numbers by patterns of modules")
+    return patterns or None
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:

@@ -28,7 +28,8 @@ _BITS = {INT4: 4, INT4_ZEROS: 4, FP8: 8}
 class GgmlType:
     """One type: a block of `inputs` takes `stored_bytes` in a file.
 
-    In memory a value takes `bits`, and the scales of sixteen outputs and 256 inputs take `scale_bytes`.
+    In memory a value takes `bits`, and the scales of sixteen outputs and 256 inputs take `scale_bytes`, the first
+    `half_bytes` of which are float16.
     """
 
     scheme: str
@@ -36,24 +37,25 @@ class GgmlType:
     stored_bytes: int
     bits: int
     scale_bytes: int = 0
+    half_bytes: int = 0
 
 
 # By ggml's numbers.
 GGML_TYPES: dict[int, GgmlType] = {
     F32: GgmlType("F32", 1, 4, 32),
     1: GgmlType("F16", 1, 2, 16),
-    2: GgmlType("Q4_0", 32, 18, 4, 256),
-    3: GgmlType("Q4_1", 32, 20, 4, 512),
-    6: GgmlType("Q5_0", 32, 22, 5, 256),
-    7: GgmlType("Q5_1", 32, 24, 5, 512),
-    8: GgmlType("Q8_0", 32, 34, 8, 256),
-    10: GgmlType("Q2_K", 256, 84, 2, 576),
-    11: GgmlType("Q3_K", 256, 110, 3, 288),
-    12: GgmlType("Q4_K", 256, 144, 4, 320),
-    13: GgmlType("Q5_K", 256, 176, 5, 320),
-    14: GgmlType("Q6_K", 256, 210, 6, 288),
-    20: GgmlType("IQ4_NL", 32, 18, 4, 256),
-    23: GgmlType("IQ4_XS", 256, 136, 4, 160),
+    2: GgmlType("Q4_0", 32, 18, 4, 256, 256),
+    3: GgmlType("Q4_1", 32, 20, 4, 512, 512),
+    6: GgmlType("Q5_0", 32, 22, 5, 256, 256),
+    7: GgmlType("Q5_1", 32, 24, 5, 512, 512),
+    8: GgmlType("Q8_0", 32, 34, 8, 256, 256),
+    10: GgmlType("Q2_K", 256, 84, 2, 576, 64),
+    11: GgmlType("Q3_K", 256, 110, 3, 288, 32),
+    12: GgmlType("Q4_K", 256, 144, 4, 320, 64),
+    13: GgmlType("Q5_K", 256, 176, 5, 320, 64),
+    14: GgmlType("Q6_K", 256, 210, 6, 288, 32),
+    20: GgmlType("IQ4_NL", 32, 18, 4, 256, 256),
+    23: GgmlType("IQ4_XS", 256, 136, 4, 160, 32),
     30: GgmlType("BF16", 1, 2, 16),
     MXFP4: GgmlType("MXFP4", 32, 17, 4, 128),
 }
@@ -129,6 +131,8 @@ class StoredTypes:
         sizes: Counter[str] = Counter()
         for name, (shape, kind) in shapes_and_kinds.items():
             found = ggml_type(kind, name)
+            if not prod(shape) or not shape:
+                raise ModelError(f"{name} has the shape {list(shape)}, which holds nothing: the file is damaged")
             if shape[-1] % found.inputs:
                 blocks = f"{found.scheme} blocks of {found.inputs}"
                 raise ModelError(f"{name} has {shape[-1]} inputs, which {blocks} do not divide: the file is damaged")

@@ -24,13 +24,14 @@ from pathlib import Path
 import torch
 
 from windowpane.models.embedded import cache_directory
-from windowpane.native.levels import FLAGS, LEVELS
+from windowpane.native.levels import FLAGS, LEVELS, LINK_FLAGS, NATIVE_FLAGS
 
 SWITCH = "WINDOWPANE_CPU_KERNELS"
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 PREBUILT = Path(__file__).parent / "prebuilt"
 BUILD_SECONDS = 120
 _COMPILERS = ("gcc", "cc")
+_SYSTEMS = {"Linux": ("aarch64", "x86_64"), "Darwin": ("arm64",)}
 
 
 class NoKernels(Exception):
@@ -64,7 +65,7 @@ def _building() -> Future[ctypes.CDLL]:
 def _build() -> ctypes.CDLL:
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "no"):
         raise NoKernels(f"{SWITCH} turns them off")
-    if platform.system() != "Linux" or platform.machine() not in ("aarch64", "x86_64"):
+    if platform.machine() not in _SYSTEMS.get(platform.system(), ()):
         raise NoKernels(f"none for {platform.system()} on {platform.machine()}")
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None and not PREBUILT.is_dir():
@@ -79,12 +80,12 @@ def load_prebuilt() -> ctypes.CDLL:
     """The best that this processor has. It was linked without OpenMP, whose functions are found in what is loaded."""
     features = set(_processor().split())
     level = next(level for level in LEVELS[platform.machine()] if level.needs <= features)
-    ctypes.CDLL(str(_openmp() or "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_openmp() or _openmp_name()), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(PREBUILT / f"{level.name}.so"))
 
 
 def _compiled(compiler: str) -> Path:
-    command = [compiler, *FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
+    command = [compiler, *FLAGS, NATIVE_FLAGS[platform.machine()]]
     version = _run([compiler, "--version"])
     openmp = _openmp()
     sources = [source.read_text() for source in SOURCES]
@@ -99,20 +100,27 @@ def _compiled(compiler: str) -> Path:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda source: _run([*command, "-c", str(source), "-o", objects[source]]), objects))
             linked = Path(scratch) / "kernels.so"
-            _run([compiler, "-shared", *objects.values(), "-o", str(linked), str(openmp or "-lgomp"), "-lm"])
+            library = str(openmp or f"-l{_openmp_name()[3:].split('.')[0]}")
+            _run([compiler, *LINK_FLAGS, *objects.values(), "-o", str(linked), library, "-lm"])
             linked.replace(target)
     return target
 
 
 def _openmp() -> Path | None:
     """torch's own OpenMP library: a second one would bring threads that get in the way of the first's."""
-    home = Path(torch.__file__).parent
-    found = [*home.glob("lib/libgomp*.so*"), *home.parent.glob("torch.libs/libgomp*.so*")]
-    return found[0] if found else None
+    home = Path(torch.__file__).parent.parent
+    names = ("torch/lib/libgomp*.so*", "torch.libs/libgomp*.so*", "torch/lib/libomp*.dylib")
+    return next((path for name in names for path in home.glob(name)), None)
+
+
+def _openmp_name() -> str:
+    return "libomp.dylib" if platform.system() == "Darwin" else "libgomp.so.1"
 
 
 def _processor() -> str:
     """What this processor can do: a cache that several machines share holds a library for each kind."""
+    if platform.system() == "Darwin":
+        return _run(["sysctl", "-n", "machdep.cpu.brand_string"]).strip()
     wanted = ("model name", "CPU part", "CPU implementer", "flags", "Features")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in wanted}))

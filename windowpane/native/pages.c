@@ -49,13 +49,9 @@ INLINE void hadamard(float *x, long dim) {
     for (long i = 0; i < dim; i += LANES) {
         vec v = LOAD(x + i);
         UNROLL for (int apart = 1; apart < LANES; apart *= 2) {
-            ivec others;
             vec signs;
-            UNROLL for (int lane = 0; lane < LANES; lane++) {
-                others[lane] = lane ^ apart;
-                signs[lane] = lane & apart ? -1 : 1;
-            }
-            v = __builtin_shuffle(v, others) + v * signs;
+            UNROLL for (int lane = 0; lane < LANES; lane++) signs[lane] = lane & apart ? -1 : 1;
+            v = neighbours(v, apart) + v * signs;
         }
         STORE(x + i, v);
     }

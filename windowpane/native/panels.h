@@ -75,17 +75,17 @@ static __attribute__((noinline, unused)) void tile(const float *rows, const floa
 #define FROM_HIGH(s, j) ((j) & (s) ? LANES + (j) : (j) + (s))
 #define FOUR(F, s, j) F(s, j), F(s, j + 1), F(s, j + 2), F(s, j + 3)
 #if LANES == 4
-#define ALL(F, s) ((ivec){FOUR(F, s, 0)})
+#define ALL(F, s) FOUR(F, s, 0)
 #elif LANES == 8
-#define ALL(F, s) ((ivec){FOUR(F, s, 0), FOUR(F, s, 4)})
+#define ALL(F, s) FOUR(F, s, 0), FOUR(F, s, 4)
 #else
-#define ALL(F, s) ((ivec){FOUR(F, s, 0), FOUR(F, s, 4), FOUR(F, s, 8), FOUR(F, s, 12)})
+#define ALL(F, s) FOUR(F, s, 0), FOUR(F, s, 4), FOUR(F, s, 8), FOUR(F, s, 12)
 #endif
 #define EXCHANGE(s)                                                        \
     UNROLL for (int i = 0; i < LANES; i++) if (!(i & (s))) {               \
         vec low = v[i], high = v[i + (s)];                                 \
-        v[i] = __builtin_shuffle(low, high, ALL(FROM_LOW, s));             \
-        v[i + (s)] = __builtin_shuffle(low, high, ALL(FROM_HIGH, s));      \
+        v[i] = SHUFFLE(low, high, ALL(FROM_LOW, s));                       \
+        v[i + (s)] = SHUFFLE(low, high, ALL(FROM_HIGH, s));                \
     }
 
 INLINE void transpose(vec v[LANES]) {

@@ -31,6 +31,25 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define LOAD(p) (*(const vec *)(p))
 #define STORE(p, v) (*(vec *)(p) = (v))
 
+#if defined(__clang__)
+#define SHUFFLE(low, high, ...) __builtin_shufflevector(low, high, __VA_ARGS__)
+#else
+#define SHUFFLE(low, high, ...) __builtin_shuffle(low, high, (ivec){__VA_ARGS__})
+#endif
+
+/* Lanes that are `apart` (1, 2, 4 or 8) trade places. Clang makes one instruction of the loop, GCC does not. */
+INLINE vec neighbours(vec v, const int apart) {
+#if defined(__clang__)
+    vec found;
+    UNROLL for (int lane = 0; lane < LANES; lane++) found[lane] = v[lane ^ apart];
+    return found;
+#else
+    ivec from;
+    UNROLL for (int lane = 0; lane < LANES; lane++) from[lane] = lane ^ apart;
+    return __builtin_shuffle(v, from);
+#endif
+}
+
 INLINE float sum(vec v) {
 #if defined(__aarch64__) && LANES == 4
     return vaddvq_f32(v);

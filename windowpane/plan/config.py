@@ -13,6 +13,7 @@ from windowpane.plan.sizes import parse_bytes, parse_gib, parse_tokens
 
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_NUM_SEQS = 256
+DEFAULT_DISK_SIZE = "16GiB"
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 _NO_LORA = (1, DEFAULT_RANK, None)
 
@@ -36,6 +37,7 @@ class EngineConfig:
     are the modules that they may change (None: all projections).
     `speculative_config` names a drafter: a `DraftConfig`, a mapping or JSON with its fields.
     `kv_offloading_size` is host memory for restore points, over all ranks, in GiB or with a unit.
+    With `kv_disk_path` they are kept in that directory too, and found again after a restart: `kv_disk_size` of them.
     `block_tokens` and `slab_bytes` override the layout search.
     """
 
@@ -56,6 +58,8 @@ class EngineConfig:
     swa_full: bool = False
     enable_return_routed_experts: bool = False
     kv_offloading_size: float | str | None = None
+    kv_disk_path: str | None = None
+    kv_disk_size: float | str = DEFAULT_DISK_SIZE
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = DEFAULT_RANK
@@ -73,6 +77,8 @@ class EngineConfig:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}")
         if self.kv_offloading_size is not None:
             self._check_offloading()
+        if self.kv_disk_path is not None:
+            self._check_disk()
         if self.fit is not None and self.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"--fit chooses the KV formats and --kv-cache-dtype {self.kv_cache_dtype} names them; leave one out"
@@ -107,6 +113,21 @@ class EngineConfig:
             raise ConfigError(
                 f"--kv-offloading-size {self.kv_offloading_size} keeps restore points, and "
                 "--no-enable-prefix-caching leaves none; leave one out"
+            )
+
+    def _check_disk(self) -> None:
+        try:
+            parse_gib(self.kv_disk_size)
+        except ValueError as error:
+            raise ConfigError(f"--kv-disk-size: {error}") from None
+        if not self.offloading_bytes:
+            raise ConfigError(
+                f"--kv-disk-path {self.kv_disk_path} takes pages from host memory; add --kv-offloading-size, as in 8"
+            )
+        if (self.tensor_parallel_size or 1) > 1:
+            raise ConfigError(
+                f"--kv-disk-path {self.kv_disk_path} is for one rank so far; leave --tensor-parallel-size "
+                f"{self.tensor_parallel_size} or it out"
             )
 
     @property

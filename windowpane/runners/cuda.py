@@ -192,11 +192,12 @@ class CudaRunner:
 
     def _update_tables(self, batch: Batch) -> StepOutput:
         """A step without rows, which only begins copies between tiers."""
-        transfer = Transfer(self.device)
-        for updates in self.tables.updates(batch.changes):
-            transfer.add(updates)
-        for updates_there in transfer.send():
-            self.tables.apply(updates_there)
+        transfer, lists = Transfer(self.device), self.tables.updates(batch.changes)
+        if any(len(updates) for updates in lists):
+            for updates in lists:
+                transfer.add(updates)
+            for there in transfer.send():
+                self.tables.apply(there)
         return StepOutput(self._hidden.nothing.float(), {})
 
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:

@@ -49,6 +49,10 @@ class AdapterSlots:
             self._placed.pop(slot, None)
             self._free.append(slot)
 
+    def place_again(self) -> None:
+        """A step failed, perhaps before it had filled its slots: the next one fills all that hold an adapter."""
+        self._placed = {slot: adapter for adapter, slot in self._slots.items()}
+
     def take_placed(self) -> tuple[tuple[int, int], ...]:
         """(slot, adapter) to be filled before the next step."""
         placed, self._placed = tuple(self._placed.items()), {}

@@ -35,7 +35,8 @@ class Admission:
         """How a request can be admitted, with `tokens` tokens reserved; None: not now.
 
         A sequence that resumes pins the window's pages beside its own, so where memory is short it may have to begin
-        with its first token. Where room would be made of what is spilled in a moment, it waits for that.
+        with its first token; with a host tier it waits for others to end. Where room would be made of what is spilled
+        in a moment, it waits for that.
         """
         manager = self._manager
         hit = self._restoring.look_up(request)
@@ -47,6 +48,8 @@ class Admission:
                 demand = self._demand(request, tokens, hit)
             if manager.can_reserve(demand):
                 return self._unless_lossy(hit, demand)
+            if self._is_worth_waiting(demand):
+                return None
             hit = self._restoring.look_up(request, on_host=False)
         if hit.point is not None:
             demand = manager.start_demand(tokens, hit.point, hit.length)
@@ -57,6 +60,8 @@ class Admission:
                 manager.start_demand(tokens, hit.point, hit.length)
             ):
                 return hit
+            if self._tier is not None and self._is_worth_waiting(demand):
+                return None
             hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
         demand = manager.start_demand(tokens)
         return self._unless_lossy(hit, demand) if manager.can_reserve(demand) or manager.give_way(demand) else None
@@ -97,6 +102,14 @@ class Admission:
     def _demand(self, request: Request, tokens: int, hit: Hit) -> list[int]:
         assert self._tier is not None
         return self._tier.fetch_demand(tokens, request.prefix_key, request.tokens(0, request.known_tokens), hit)
+
+    def _is_worth_waiting(self, demand: list[int]) -> bool:
+        """Whether there is room for this once those that run have ended: with a tier what they leave is not lost, and
+        waiting for them takes less time than computing a long beginning again.
+        """
+        per_slab = self._manager.arena.pages_per_slab
+        slabs = sum(-(-pages // per) for pages, per in zip(demand, per_slab, strict=True))
+        return any(self._manager.live_pages) and slabs <= self._manager.arena.num_slabs
 
     def _unless_lossy(self, hit: Hit, demand: list[int]) -> Hit | None:
         return None if self._tier is not None and self._tier.should_wait(demand) else hit

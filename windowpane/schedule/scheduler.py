@@ -190,6 +190,8 @@ class Scheduler:
         for slot in self._admission.fetching:
             self._leave(slot, requeue=True, keep=False)
         self.restoring.clear()
+        if self.adapters is not None:
+            self.adapters.place_again()
 
     def drop_restore_points(self) -> int:
         """Give up what is only cached, and say how many points that were; those still being written stay."""
@@ -247,6 +249,8 @@ class Scheduler:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
         if self._unlanded and (drafts or self._unlanded[-1].verifying):
             raise RuntimeError("steps with drafts do not overlap: commit the step in flight first")
+        if self.tier is not None and self.tier.take_from_disk():
+            self._nothing_fits = False
         decoding, verifying = self._decode(drafts or {})
         budget = self.max_num_batched_tokens - len(decoding) - sum(len(c.tokens) for c in verifying)
         if self.pace is not None and (len(decoding) or verifying):

@@ -202,6 +202,10 @@ class Metrics:
         yield self._counter("host_fetched_bytes", "Bytes copied from the host.", stats.fetched_bytes)
         yield self._counter("host_fetch_seconds", "Seconds that requests waited for those copies.", stats.fetch_seconds)
         yield self._counter("host_evictions", "Restore points that the host gave up for room.", stats.evictions)
+        yield self._gauge("disk_bytes", "Bytes of restore points on disk.", stats.disk_bytes)
+        yield self._counter("disk_hits", "Prompt tokens that were read from disk.", stats.disk_hit_tokens)
+        yield self._counter("disk_written_bytes", "Bytes written to disk.", stats.disk_written_bytes)
+        yield self._counter("disk_read_bytes", "Bytes read from disk.", stats.disk_read_bytes)
 
     def _draft_families(self, stats: DraftStats) -> Iterator[Metric]:
         yield self._counter("spec_decode_num_drafts", "Requests' steps with drafts.", stats.drafts)

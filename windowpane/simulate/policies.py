@@ -10,12 +10,14 @@ from windowpane.plan.planner import Sizing, rank_caches
 from windowpane.schedule.scheduler import DEFAULT_GROWTH_TOKENS
 
 WHOLE_LIFE = 2**40
+HOST_BYTES_PER_SECOND = 50e9  # each way: 16 lanes of PCIe 5
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """`chunks_in_flight`: windows keep so many steps' tokens beside themselves. `swa_full`: sliding layers keep every
     token. `pair`: K and V are both stored where one vector would do. `growth_tokens` is what is reserved ahead.
+    `host_bytes` is what a rank has of a host tier, to and from which pages are copied at HOST_BYTES_PER_SECOND.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Policy:
     swa_full: bool = False
     pair: bool = False
     growth_tokens: int = DEFAULT_GROWTH_TOKENS
+    host_bytes: int = 0
 
     def layout(self, sizing: Sizing) -> Layout:
         config = replace(sizing.config, swa_full=sizing.config.swa_full or self.swa_full)
@@ -43,6 +46,7 @@ POLICIES: dict[str, Policy] = {
         Policy("full", "sliding layers are reserved for the whole prompt", swa_full=True),
         Policy("pair", "K and V are both stored where one vector would do", pair=True),
         Policy("whole-life", "every token that a request may ever have is reserved", growth_tokens=WHOLE_LIFE),
+        Policy("host-tier", "restore points go to 64 GiB of host memory too, at 50 GB/s", host_bytes=64 * 2**30),
     )
 }
 

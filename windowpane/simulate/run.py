@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from windowpane.kv.arena import Offsets
 from windowpane.kv.changes import NO_CHANGES, ChangeLog, Changes, Place
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.sharing import Ids, SharedPages
 from windowpane.kv.tables import Columns, PageTable
+from windowpane.kv.tier import HostTier
 from windowpane.plan.hardware import Gpu
 from windowpane.plan.planner import Sizing
 from windowpane.schedule.batch import Batch
@@ -22,7 +24,7 @@ from windowpane.schedule.coasting import Coasting
 from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import RequestTooLong, Scheduler
 from windowpane.simulate.cost import CostModel, cost_model
-from windowpane.simulate.policies import Policy
+from windowpane.simulate.policies import HOST_BYTES_PER_SECOND, Policy
 from windowpane.simulate.traffic import ANSWER_TOKEN, Session
 
 MOST_SAMPLES = 1000
@@ -107,7 +109,20 @@ class _Asked:
 
 
 class _Unheard(ChangeLog):
-    """Changes for tables on a device that there is none of: dropped as they come."""
+    """Changes for tables on a device that there is none of: dropped as they come, but for copies between tiers."""
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__(num_groups)
+        self.begun: list[tuple[int, bool, Sequence[tuple[int, Ids, Offsets]]]] = []
+
+    def transfer(self, number: int, pages: Sequence[tuple[int, Ids, Offsets]], *, to_host: bool) -> None:
+        self.begun.append((number, to_host, pages))
+
+    def landed(self, number: int) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
 
     def entry(self, group: int, slot: int, column: int) -> None:
         pass
@@ -139,15 +154,18 @@ class Simulation:
         slots = min(config.max_num_seqs, tokens)
         in_flight = policy.chunks_in_flight * tokens
         manager = KVManager(layout, kv_bytes // layout.slab_bytes, slots, max_model_len, in_flight)
-        manager.books.log = _Unheard(len(layout.groups))
+        manager.books.log = self._log = _Unheard(len(layout.groups))
         points = RestorePoints(manager) if prefix_caching else None
-        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore_points=points)
+        tier = HostTier(points, policy.host_bytes // layout.slab_bytes) if points and policy.host_bytes else None
+        self.scheduler = Scheduler(manager, tokens, policy.growth_tokens, restore_points=points, tier=tier)
         # Sliding layers that are reserved in full still read only what they see.
         self.cost: CostModel = cost_model(sizing, sizing.layout if policy.swa_full else layout, card)
         self.result = Result(policy.name, arena_bytes=manager.arena.total_bytes)
         self._now_s = 0.0
         self._arrivals: list[tuple[float, int, Session]] = []
         self._order = 0
+        self._landings: list[tuple[float, int, float]] = []  # of copies: when, which, and how long they take
+        self._link_free_s = {True: 0.0, False: 0.0}  # each way
         self._asked: dict[Request, _Asked] = {}
         self._seen: dict[str, int] = {}
 
@@ -158,12 +176,15 @@ class Simulation:
         result, scheduler = self.result, self.scheduler
         while self._arrivals or scheduler.has_work:
             self._take_arrivals()
+            self._land()
             if scheduler.only_decodes and self._coast():
                 continue
             batch = scheduler.schedule()
+            self._begin_copies()
             if batch is None:
-                if self._arrivals:
-                    self._now_s = max(self._now_s, self._arrivals[0][0])
+                events = [queue[0][0] for queue in (self._arrivals, self._landings) if queue]
+                if events:
+                    self._now_s = max(self._now_s, min(events))
                 elif scheduler.has_work:
                     raise RuntimeError("requests wait and nothing runs: the scheduler is stuck")
                 continue
@@ -178,6 +199,21 @@ class Simulation:
     def _come(self, session: Session, at_s: float) -> None:
         self._order += 1
         heapq.heappush(self._arrivals, (at_s, self._order, session))
+
+    def _begin_copies(self) -> None:
+        """Copies of one direction follow one another, beside steps."""
+        groups, begun = self.scheduler.manager.layout.groups, self._log.begun
+        for number, to_host, pages in begun:
+            copy_bytes = sum(len(ids) * groups[g].page_bytes for g, ids, _ in pages)
+            seconds = copy_bytes / HOST_BYTES_PER_SECOND
+            self._link_free_s[to_host] = max(self._now_s, self._link_free_s[to_host]) + seconds
+            heapq.heappush(self._landings, (self._link_free_s[to_host], number, seconds))
+        begun.clear()
+
+    def _land(self) -> None:
+        while self._landings and self._landings[0][0] <= self._now_s:
+            _, number, seconds = heapq.heappop(self._landings)
+            self.scheduler.land([(number, seconds)])
 
     def _take_arrivals(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self._now_s:
@@ -227,6 +263,8 @@ class Simulation:
         """Let the time of one step pass, and count it."""
         seconds = float(self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops))
         self._now_s += seconds
+        if self.scheduler.tier is not None:
+            self.scheduler.tier.speeds.computed(prefilling, seconds)
         self.result.computed_tokens += prefilling
         self.result.output_tokens += sampled - decoding
         self._count(seconds, decoding, [seconds])

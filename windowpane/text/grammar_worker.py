@@ -267,10 +267,13 @@ class Worker:
 
     def _compile(self, order: CompileOrder) -> Compiled:
         began = time.process_time()
-        error = self._learn(order.grammar, order.source)
+        error = self._learn(order.grammar, order.source, is_checked=False)
         return Compiled(error, time.process_time() - began)
 
-    def _learn(self, grammar: int, source: Source) -> str | None:
+    def _learn(self, grammar: int, source: Source, *, is_checked: bool) -> str | None:
+        """Compile a grammar. One that another worker has not checked computes a mask at once: that finds what is too
+        complex to follow.
+        """
         from llguidance import LLMatcher, LLParserLimits
 
         try:
@@ -279,8 +282,8 @@ class Worker:
             return f"{error}"
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds what is too complex to follow
+        if not is_checked and not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
             return matcher.get_error()
         self._grammars[grammar] = matcher
@@ -313,7 +316,7 @@ class Worker:
         """Bring an answer to where the server knows it is; returns what asks for its mask, or why nothing can."""
         if row.is_new:
             if row.grammar not in self._grammars and row.source is not None:
-                error = self._learn(row.grammar, row.source)
+                error = self._learn(row.grammar, row.source, is_checked=True)
                 if error is not None:
                     return error, None
             self._answers[row.answer] = self._grammars[row.grammar].deep_copy()

@@ -27,7 +27,7 @@ from windowpane.models.adapters import (
     adapter_name,
     read_adapter_config,
 )
-from windowpane.models.blocks import Decoder, ExpertProjection, Projection
+from windowpane.models.blocks import Decoder, ExpertProjection, Projection, tensors_of
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import RankPlace, TensorSpec
 from windowpane.weights.checkpoint import is_of_shared_kv, plain_name
@@ -143,8 +143,6 @@ class _File:
 
     def check_rest(self, decoder: Decoder) -> None:
         """Whatever no projection took fits no module of this model."""
-        from windowpane.models.blocks import tensors_of
-
         wanted = {plain_name(name) for name in tensors_of(decoder)}
         unknown = [m for m in self._modules if not is_of_shared_kv(f"{m}.weight", wanted)]
         unknown += [found.module for some in self._experts.values() for found in some]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,9 @@ class GgufCheckpoint:
         self._tensors = tensors_by_hf_name(header)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.files = sorted({tensor.file for tensor in self._tensors.values()})
+        sizes = {file: file.stat().st_size for file in self.files}
+        for tensor in self._tensors.values():
+            _check_place(tensor, sizes[tensor.file])
 
     def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
@@ -74,6 +78,8 @@ class GgufCheckpoint:
                 rows = torch.cat([blocks[:, blocks_of] for blocks_of in ranges], dim=1).flatten(1)
             out.fill(first, rows)
             first += len(rows)
+        if not out.has_finite_scales:
+            raise WeightsError(f"{tensor.file} is damaged: a scale of {tensor.name} is no number; fetch it again")
         return out
 
     def _rows(self, tensor: GgufTensor, cut: RankSlice | None, at_once: int) -> Iterator[torch.Tensor]:
@@ -83,7 +89,10 @@ class GgufCheckpoint:
         through_rows = cut is not None and cut.axis == len(tensor.shape) - 1
         columns = [i for some in cut.ranges for i in some] if cut is not None and through_rows else None
         for raw in self._raw(tensor, cut, at_once):
-            values = _dequantized(raw, tensor.kind)
+            with np.errstate(invalid="ignore", over="ignore"):  # of what is damaged: it is checked next
+                values = _dequantized(raw, tensor.kind)
+            if not np.isfinite(values).all():
+                raise WeightsError(f"{tensor.file} is damaged: a value of {tensor.name} is no number; fetch it again")
             shape = tensor.shape if len(tensor.shape) == 1 else (len(raw), tensor.shape[-1])
             # Unquantized types come as a view of the bytes read, which torch must not take for writable.
             found = torch.from_numpy(np.require(values, requirements="W").reshape(shape))
@@ -101,6 +110,17 @@ class GgufCheckpoint:
                 if len(raw) < len(rows) * row_bytes:
                     raise WeightsError(f"{tensor.file} is cut short: {tensor.name} passes its end; fetch it again")
                 yield raw.reshape(len(rows), row_bytes)
+
+
+def _check_place(tensor: GgufTensor, file_bytes: int) -> None:
+    """Before the first byte is read: the file holds all of it."""
+    stored = ggml_type(tensor.kind, tensor.name)
+    end = tensor.offset + prod(tensor.shape) // stored.inputs * stored.stored_bytes
+    if end > file_bytes:
+        raise WeightsError(
+            f"{tensor.file} is cut short or damaged: {tensor.name} ends at byte {end:,} of {file_bytes:,}; "
+            "fetch it again"
+        )
 
 
 def _undo_interleaving(weight: torch.Tensor, heads: int) -> torch.Tensor:

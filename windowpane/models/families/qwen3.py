@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from windowpane.models.blocks import Experts, Mixer, Router
 from windowpane.models.building import Norms, attention, decoder, described_spec, experts, gated_mlp
-from windowpane.models.config import Config
+from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
     FULL,
     SLIDING,
@@ -98,4 +98,10 @@ def _kinds(config: Config, layers: int, first_sliding: int) -> tuple[str, ...]:
         config.flag("use_sliding_window", False) and config.fields.get("sliding_window", DEFAULT_WINDOW) is not None
     )
     rule = (SLIDING if slides and layer >= first_sliding else FULL for layer in range(layers))
-    return config.layer_types(layers, (FULL, SLIDING), rule)
+    kinds = config.layer_types(layers, (FULL, SLIDING), rule)
+    if SLIDING in kinds and not slides:
+        raise ModelError(
+            f"{config.where}layer_types has {SLIDING}, but windows are switched off; set use_sliding_window to true "
+            f"and sliding_window to how far they see, or make these layers {FULL}"
+        )
+    return kinds
