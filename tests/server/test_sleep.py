@@ -68,13 +68,18 @@ def test_what_runs_is_answered_first(server: Running) -> None:
     with server.http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 200, "stream": True}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        thread = threading.Thread(target=lambda: given.append(httpx.post(f"{server.url}/sleep", headers=ADMIN)))
+        thread = threading.Thread(target=lambda: given.append(post(server, "/sleep")))
         thread.start()
+        server.wait_until(lambda: server.service.asleep, "it is on its way to sleep")
+        waking = threading.Thread(target=lambda: given.append(post(server, "/wake_up")))
+        waking.start()  # waits until it sleeps
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and not any("error" in line for line in rest)
     thread.join()
-    assert given[0].status_code == 200
-    assert post(server, "/wake_up").status_code == 200
+    waking.join()
+    assert [answer.status_code for answer in given] == [200, 200]
+    assert sum(answer.json().get("freed_bytes", 0) for answer in given) >= 0.99 * ARENA_BYTES, "it slept, then woke"
+    assert server.complete(**BODY).status_code == 200
 
 
 def test_only_the_administrator_may_and_levels_are_two(server: Running) -> None:

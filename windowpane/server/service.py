@@ -74,6 +74,7 @@ class Service:
     traces: Traces | None = None
     sleeper: Sleeper | None = None
     asleep: bool = False  # or on its way there
+    _falling_asleep: asyncio.Lock = field(default_factory=asyncio.Lock)  # or waking up: one at a time
     hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
     lora_dir: Path | None = None
     _grammar_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(GRAMMAR_THREADS))
@@ -327,17 +328,20 @@ class Service:
         """Lets what runs or waits be answered, and nobody else in; then gives memory back, and says how much."""
         assert self.sleeper is not None
         self.sleeper.check(level)
-        sleeper, self.asleep = self.sleeper, True
-        while self.loop.jobs or self._being_made or await self.loop.ask(lambda engine: engine.has_work):
-            await asyncio.sleep(LAG_PROBE_S)
-        return await self.loop.ask(lambda _: sleeper.sleep(level))
+        sleeper = self.sleeper
+        async with self._falling_asleep:
+            self.asleep = True
+            while self.loop.jobs or self._being_made or await self.loop.ask(lambda engine: engine.has_work):
+                await asyncio.sleep(LAG_PROBE_S)
+            return await self.loop.ask(lambda _: sleeper.sleep(level))
 
     async def wake(self) -> None:
         """Whoever comes before all is there again is refused as before."""
         assert self.sleeper is not None
         sleeper = self.sleeper
-        await self.loop.ask(lambda _: sleeper.wake())
-        self.asleep = False
+        async with self._falling_asleep:
+            await self.loop.ask(lambda _: sleeper.wake())
+            self.asleep = False
 
     async def watch(self, question: Callable[[Engine], T]) -> T:
         """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""
