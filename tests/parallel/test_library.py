@@ -18,6 +18,7 @@ from windowpane.models import load
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",
+    "dtype": "float32",  # else rows are rounded to 8 bits, which sums of two ranks, in another order, may tip over
     "kv_cache_memory_bytes": 8 * 2**20,
     "max_model_len": 256,
     "max_num_seqs": 4,
