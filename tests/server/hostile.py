@@ -211,7 +211,10 @@ def _detokenize(random: Random) -> Attack:
 def _administer(random: Random) -> Attack:
     keys = {"Authorization": f"Bearer {ADMIN_KEY}"}
     wrong: list[dict[str, str]] = [{}, {"Authorization": "Bearer x"}, {"x-api-key": "x" * 9000}, {"Authorization": "?"}]
-    path = random.choice(["/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+    paths = ["/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up", "/is_sleeping"]
+    # Of no level that it knows: asleep, it would refuse everybody else.
+    paths.append(f"/sleep?level={random.choice(['0', '3', '-1', 'x', '', '9' * 400, '%00'])}")
+    path = random.choice(paths)
     body = {"lora_name": _mostly(random, _text(random)), "lora_path": _mostly(random, "../../etc"), "nonsense": 1}
     content = json.dumps(dict(random.sample(list(body.items()), random.randrange(4)))).encode()
     return Attack("POST", path, content, random.choice([keys, keys, *wrong]) | JSON)
@@ -220,7 +223,7 @@ def _administer(random: Random) -> Attack:
 def _place(random: Random) -> Attack:
     paths = ["/health", "/metrics", "/stats", "/version", "/openapi.json", "/", "/docs", "/v1/models", "/v1/models/x"]
     paths += ["/ping", "/load", "/tokenizer_info", "/api/tags", "/api/version", "/reset_prefix_cache"]
-    paths += ["/stats/history", *(f"/requests/{name}" for name in STORED)]
+    paths += ["/sleep", "/stats/history", *(f"/requests/{name}" for name in STORED)]
     paths += [f"/v1/responses/{name}" for name in (*STORED, "x", "%00", "%F0%9F")] * 2
     paths += ["/%1b%5b2J", "/v1/models/%00", "/../../etc/passwd", "/" + "a" * 5000, *BODIES]
     headers = (
