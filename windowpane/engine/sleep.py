@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from windowpane.engine.start import Started
 
 LEVELS = (1, 2)
-MADV_DONTNEED = 4
 
 
 class Sleeper:
@@ -37,10 +36,10 @@ class Sleeper:
             raise ValueError(f"level is 1 (KV is dropped) or 2 (weights too), not {level}")
         if self._started.workers is not None:
             raise ValueError("an engine of several ranks cannot sleep; stop the server and start it again")
-        if self._started.engine.adapters is not None and not self._stays(level):
-            raise ValueError("an engine with adapters sleeps on a CPU and at level 1 only: they are the runner's")
-        if self._started.engine.scheduler.tier is not None and not self._stays(level):
-            raise ValueError("an engine with a host tier sleeps on a CPU and at level 1 only: that is the runner's")
+        engine = self._started.engine
+        for what, held in (("adapters", engine.adapters), ("a host tier", engine.scheduler.tier)):
+            if held is not None and not self._stays(level):
+                raise ValueError(f"an engine with {what} sleeps on a CPU and at level 1 only: the runner holds them")
 
     def sleep(self, level: int) -> int:
         """Returns the bytes that were given back. The engine must be idle; one that sleeps already gives none."""
@@ -84,7 +83,7 @@ def _give_back(arena: torch.Tensor) -> int:
     start = -(-arena.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (arena.data_ptr() + arena.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
-    if size > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_DONTNEED) != 0:
+    if size > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED) != 0:
         raise OSError(ctypes.get_errno(), "madvise")
     return max(size, 0)
 

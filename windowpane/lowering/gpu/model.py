@@ -1,4 +1,4 @@
-"""A description as Triton launches over device tables: `forward` of a step whose shape is fixed can be captured."""
+"""A description as Triton launches over device tables: a step whose shape is fixed can be captured."""
 
 from __future__ import annotations
 
@@ -93,10 +93,6 @@ class GpuModel:
     def rows_at_once(self) -> int:
         """Rows of one sequence that every layer attends in one pass over its pages."""
         return min(rows_at_once(a.paged.group, a.view.dim) for a in self._attentions.values())
-
-    def forward(self, step: DeviceStep, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 logits [wanted rows, vocabulary], in `out` where it is given."""
-        return self.logits(self.final_hidden(step, tokens), out)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = look_up(self.embedding, tokens, self._group)
