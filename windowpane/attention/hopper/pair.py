@@ -3,8 +3,8 @@
 Each of a program's warp groups owns 64 rows with all their output (128 registers a thread at 256 dims) and runs on its
 own: while one computes its softmax, another keeps the tensor cores busy. Rows are query heads of one KV head times as
 many tokens as that leaves. Heads to a row block are a power of two, so 6 query heads to a KV head are 3 pairs of them.
-There are three warp groups at 64 dims, where a softmax takes as long as its products, and two at more. K and V tiles have two buffers each, filled by a ninth warp through
-TMA. Within a warp group, scores of the next tile go to the tensor cores ahead of P.V of this one.
+There are three warp groups at 64 dims, where a softmax takes as long as its products, and two at more. K and V tiles
+have two buffers each, filled by a further warp through TMA. Within a warp group, scores of the next tile go to the tensor cores ahead of P.V of this one.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _attend(q_box, out, SINKS, tiles, bars, heads, first_token, first_query, see
 )  # fmt: skip
 def pair_kernel(
     q, out, SINKS, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count,
-    edge_tile, table_stride, stripe, columns, kv_heads, parts, window, scale_log2, GROUP: gl.constexpr, DIM: gl.constexpr,
-    TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    edge_tile, table_stride, stripe, columns, kv_heads, parts, window, scale_log2, GROUP: gl.constexpr,
+    DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr, WARP_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """GROUP query heads to a row block, and `parts` times as many to a KV head."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
