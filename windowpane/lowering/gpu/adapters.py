@@ -16,6 +16,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.adapters import LinearAdapter
 from windowpane.lowering.gpu.kernels.adapters import (
+    NO_ADAPTER,
     NO_ROW,
     TILE_OUTPUTS,
     UNUSED,
@@ -60,7 +61,7 @@ def host_tables(indices: NDArray[np.int32], rows: int, slots: int) -> NDArray[np
     order, counts = np.argsort(of_rows, kind="stable"), np.bincount(of_rows)
     own_tiles = -(-counts // at_once)
     places.fill(UNUSED)
-    made = np.repeat(np.arange(-1, len(counts) - 1), own_tiles)
+    made = np.repeat(np.arange(len(counts)) + NO_ADAPTER, own_tiles)
     places[: len(made)] = made
     of_tiles.fill(NO_ROW)
     # A row is as far behind the first of its adapter's tiles as it is behind the first of its adapter's rows.

@@ -61,19 +61,23 @@ def _ranks(rank: int) -> int:
 
 
 def empty_shrunk(a: torch.Tensor, by_adapter: RowTiles) -> torch.Tensor:
-    """float32 [splits, rows of all tiles, parts × rank], for `shrink`."""
+    """float32 [splits, rows of all tiles, parts × rank], for `shrink`.
+
+    Where rows are many, one program makes all splits and adds them in the order in which they would be added later.
+    """
     _, parts, rank, inputs = a.shape
-    return a.new_empty(Splits.of(inputs).count, by_adapter.rows.numel(), parts * _ranks(rank), dtype=torch.float32)
+    splits = Splits.of(inputs).count if by_adapter.launched_rows == LEAST_ROWS else 1
+    return a.new_empty(splits, by_adapter.rows.numel(), parts * _ranks(rank), dtype=torch.float32)
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor, *, pdl: bool) -> None:
     """out (`empty_shrunk`) = A · x of each split of the inputs. `a` is [places, parts, rank, inputs]."""
     _, parts, rank, inputs = a.shape
-    (splits, per_split), (tiles, at_once) = Splits.of(inputs), by_adapter.rows.shape
-    shrink_kernel[(tiles * parts, splits)](
-        x, a, by_adapter.places, by_adapter.rows, out, x.stride(0), inputs, rank, tiles * at_once, per_split,
-        AT_ONCE=at_once, PARTS=parts, ROWS=by_adapter.launched_rows, RANKS=_ranks(rank), STEP=STEP, PDL=pdl,
-        num_warps=4, num_stages=4, launch_pdl=pdl,
+    splits, (tiles, at_once) = Splits.of(inputs), by_adapter.rows.shape
+    shrink_kernel[(tiles * parts, len(out))](
+        x, a, by_adapter.places, by_adapter.rows, out, x.stride(0), inputs, rank, tiles * at_once, splits.inputs,
+        ADDS_SPLITS=len(out) < splits.count, AT_ONCE=at_once, PARTS=parts, ROWS=by_adapter.launched_rows,
+        RANKS=_ranks(rank), STEP=STEP, PDL=pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -149,10 +153,11 @@ def _load_b(B, place, n, end, b_stride, b_output_stride, rank, RANKS: tl.constex
 # What varies from step to step must not lead to another kernel.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["PLACES", "TILE_ROWS"])
 def shrink_kernel(
-    X, A, PLACES, TILE_ROWS, OUT, x_stride, inputs, rank, count, per_split, AT_ONCE: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    X, A, PLACES, TILE_ROWS, OUT, x_stride, inputs, rank, count, per_split, ADDS_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program: a tile of rows and a part, and a split of the inputs."""
+    """Program: a tile of rows and a part, and a split of the inputs, or all of them."""
     if PDL:
         gdc_launch_dependents()
     tile, part, split = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
@@ -166,12 +171,18 @@ def shrink_kernel(
     x_at = X + row[:, None] * x_stride
     a_at = A + ((place * PARTS + part) * rank + r)[:, None] * inputs
     sums = tl.zeros([ROWS, RANKS], tl.float32)
-    end = tl.minimum((split + 1) * per_split, inputs)
+    before = tl.zeros([ROWS, RANKS], tl.float32)  # sums of the splits before
+    end = inputs if ADDS_SPLITS else tl.minimum((split + 1) * per_split, inputs)
     for start in tl.range(split * per_split, end, STEP):
         inside = (start + k < end)[None, :]
         x = tl.load(x_at + (start + k)[None, :], mask=(row >= 0)[:, None] & inside, other=0.0, cache_modifier=".cg")
         a = tl.load(a_at + (start + k)[None, :], mask=(r < rank)[:, None] & inside, other=0.0)
         sums = tl.dot(x, tl.trans(a), sums, input_precision="ieee")
+        if ADDS_SPLITS:
+            ends = (start + STEP) % per_split == 0
+            before += tl.where(ends, sums, 0.0)
+            sums = tl.where(ends, 0.0, sums)
+    sums += before
     at = split.to(tl.int64) * count + tile.to(tl.int64) * AT_ONCE + m
     tl.store(OUT + at[:, None] * (PARTS * RANKS) + part * RANKS + r[None, :], sums, mask=(m < AT_ONCE)[:, None])
 
