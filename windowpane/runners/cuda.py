@@ -245,7 +245,7 @@ class CudaRunner:
         if graphs is not None and padded in graphs.sizes:
             return graphs.replay(rows, several=several)
         together = self._segments[:padded] if several else None
-        on_rows = None if adapters is None else adapters.decoding(rows)
+        on_rows = None if adapters is None else adapters.decoding(rows, in_graph=False)
         on_device = DeviceStep.decoding(self._inputs[:, :rows], together, self._most_rows, on_rows)
         normed = self.model.final_hidden(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
         if self._final is not None:
