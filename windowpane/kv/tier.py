@@ -297,6 +297,8 @@ class HostTier:
             return None
         self.manager.books.land(number)
         self.manager.books.log.landed(number)
+        if self._disk is not None:
+            self._disk.landed(number, to_host=transfer.spilled is not None)
         if transfer.spilled is not None:
             self._counted.spilled_bytes += transfer.copy_bytes
             self._publish(transfer.spilled)
