@@ -4,7 +4,8 @@ Each of a program's warp groups owns 64 rows with all their output (128 register
 own: while one computes its softmax, another keeps the tensor cores busy. Rows are query heads of one KV head times as
 many tokens as that leaves. Heads to a row block are a power of two, so 6 query heads to a KV head are 3 pairs of them.
 There are three warp groups at 64 dims, where a softmax takes as long as its products, and two at more. K and V tiles
-have two buffers each, filled by a further warp through TMA. Within a warp group, scores of the next tile go to the tensor cores ahead of P.V of this one.
+have two buffers each, filled by a further warp through TMA. Within a warp group, scores of the next tile go to the
+tensor cores ahead of P.V of this one.
 """
 
 from __future__ import annotations
