@@ -287,7 +287,7 @@ class KVManager:
             passed.setdefault(g, []).append(ids)
         for g, all_ids in passed.items():
             # One column's pages are all different.
-            for once in all_ids if len(all_ids) == 1 else _without_repeats(np.concatenate(all_ids).tolist()):
+            for once in all_ids if len(all_ids) == 1 else _without_repeats([i for ids in all_ids for i in ids.tolist()]):
                 books.let_go(g, once)
         books.outgoing.clear()
 
