@@ -10,6 +10,10 @@ fixed     State, Cross    all columns filled at the start
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -191,29 +195,23 @@ class PageTable:
         self.entries[slot, column, stripe] = offset
         return slot, column
 
-    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, Columns]]:
-        """Replace moved offsets wherever they stand; returns the columns that changed, slot by slot."""
-        order = np.argsort(sources)
-        sources, targets = sources[order], targets[order]
+    def rewrite(self, moved: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Replace moved offsets wherever they stand; returns the slot and the column of each change."""
         slots = [slot for slot, filled in enumerate(self.filled) if filled]
         if not slots:
             return []
         rows = [self.entries[slot, : self.filled[slot]] if self.grows else self.entries[slot] for slot in slots]
         pages = np.concatenate(rows).reshape(-1)
-        near = np.flatnonzero((pages >= sources[0]) & (pages <= sources[-1]))
-        index = np.minimum(np.searchsorted(sources, pages[near]), len(sources) - 1)
-        moved = sources[index] == pages[near]
-        at, new = near[moved], targets[index[moved]]
-        starts = np.cumsum([0, *(len(row) for row in rows)])
-        column_of, stripe_of = np.divmod(at, self.group.stripes)
-        row_of = np.searchsorted(starts, column_of, side="right") - 1
-        changed = []
-        for row in np.unique(row_of).tolist():
-            here = row_of == row
-            columns = column_of[here] - starts[row]
-            rows[row][columns, stripe_of[here]] = new[here]
-            changed.append((slots[row], np.unique(columns)))
-        return changed
+        near = np.flatnonzero((pages >= min(moved)) & (pages <= max(moved)))
+        starts = list(accumulate(map(len, rows), initial=0))
+        changed: dict[tuple[int, int], None] = {}
+        for at, page in zip(near.tolist(), pages[near].tolist(), strict=True):
+            if page in moved:
+                column, stripe = divmod(at, self.group.stripes)
+                row = bisect_right(starts, column) - 1
+                rows[row][column - starts[row], stripe] = moved[page]
+                changed[slots[row], column - starts[row]] = None
+        return list(changed)
 
 
 def _whole_tiles(columns: int, block_tokens: int) -> int:
