@@ -298,23 +298,13 @@ class Service:
         self.loop.submit(job)
         gone = asyncio.create_task(_until_gone(job, receive))
         try:
-            yield self._batches(job)
+            yield _Batches(job)
         finally:
             gone.cancel()
             self.loop.cancel(job)
             log_job(log, job)
             if self.traces is not None:
                 self.traces.job_ended(job)
-
-    async def _batches(self, job: Job) -> AsyncIterator[list[Piece]]:
-        left = len(job.answers)
-        while left:
-            # Before, for who left while something was being sent; and after, for who left while nothing came.
-            batch = [] if job.client_gone else await job.mailbox.take()
-            if job.client_gone:
-                raise ClientGone
-            left -= sum(piece.finish_reason is not None for piece in batch)
-            yield batch
 
     async def finished(self, job: Job, receive: Receive) -> None:
         """Run a job to its end. A choice that failed fails the whole."""
@@ -348,6 +338,30 @@ class Service:
         if self.draining:
             raise EngineDied("the server is shutting down")
         return await self.loop.ask(question)
+
+
+class _Batches:
+    """What a job says, as it comes, until every choice has ended."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._left = len(job.answers)
+
+    def __aiter__(self) -> _Batches:
+        return self
+
+    async def __anext__(self) -> list[Piece]:
+        job = self._job
+        if not self._left:
+            raise StopAsyncIteration
+        # Before, for who left while something was being sent; and after, for who left while nothing came.
+        batch = [] if job.client_gone else await job.mailbox.take()
+        if job.client_gone:
+            raise ClientGone
+        for piece in batch:
+            if piece.finish_reason is not None:
+                self._left -= 1
+        return batch
 
 
 def _unnamed(error: ValueError, id: str) -> str:
