@@ -37,9 +37,9 @@ class ChatWriter:
         self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gives_prompt = bool(body.return_token_ids)  # still to come, in a stream
-        tells_more = body.logprobs or body.return_token_ids or self._usage_last or self._usage_always
-        tells_more = tells_more or body.return_routed_experts
-        plain = not tells_more and not any(reader.reads for reader in readers)
+        tells_more = body.logprobs or body.return_token_ids or body.return_routed_experts
+        tells_usage = self._usage_last or self._usage_always
+        plain = not tells_more and not tells_usage and not any(reader.reads for reader in readers)
         heads = [b"data: " + before + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.answers))]
         self._plain = PlainChunks(heads, PLAIN_TAIL) if plain else None
 

@@ -163,9 +163,8 @@ class _Writer:
         self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gave_prompt = [not body.return_token_ids] * len(job.answers)
-        tells_more = body.return_token_ids or self._usage_last or self._usage_always or body.echo
-        tells_more = tells_more or body.return_routed_experts
-        plain = body.logprobs is None and not tells_more
+        tells_more = body.return_token_ids or body.return_routed_experts or body.echo or body.logprobs is not None
+        plain = not tells_more and not self._usage_last and not self._usage_always
         heads = [b"data: " + before + b'{"index":%d,"text":' % i for i in range(len(job.answers))]
         self._plain = PlainChunks(heads, PLAIN_TAIL) if plain else None
 
