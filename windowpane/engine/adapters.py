@@ -51,7 +51,7 @@ class EngineAdapters:
         self,
         held: Adapters,
         slots: AdapterSlots,
-        read: Callable[[str], dict[str, Pair]],
+        read: Callable[[str, Adapters], dict[str, Pair]],
         workers: Workers | None = None,
     ) -> None:
         self._held, self._slots, self._read, self._workers = held, slots, read, workers
@@ -70,7 +70,7 @@ class EngineAdapters:
 
     def read(self, path: str | Path) -> dict[str, Pair]:
         """An adapter from its directory, for `add`. Raises AdapterError for one that cannot be used."""
-        return self._read(str(path))
+        return self._read(str(path), self._held)
 
     def add(self, name: str, path: str | Path, read: dict[str, Pair]) -> LoadedAdapter:
         """Make one that was read known to all ranks."""
@@ -91,6 +91,18 @@ class EngineAdapters:
         """No request can name it any more. Those that did go on; then its memory is given back."""
         self._leaving.add(self._loaded.pop(name).number)
         self.sweep()
+
+    def leave(self) -> dict[int, dict[str, Pair]]:
+        """The runner goes, and its slots with it. What was read stays on the host, for `enter`."""
+        known = self._held.known
+        del self._held
+        return known
+
+    def enter(self, held: Adapters, known: dict[int, dict[str, Pair]]) -> None:
+        """Another runner of the same model is there."""
+        held.known |= known
+        self._held = held
+        self._slots.place_again()
 
     def queued(self, request: Request) -> None:
         if request.adapter:

@@ -23,7 +23,7 @@ from windowpane.weights import LoadedWeights, load_weights
 from windowpane.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
-    from windowpane.lowering.adapters import Pair
+    from windowpane.lowering.adapters import Adapters, Pair
     from windowpane.lowering.group import RankGroup
     from windowpane.lowering.scales import Calibration
     from windowpane.runners.cuda import CudaRunner
@@ -110,10 +110,10 @@ class RankJob:
             drafter_weights=self._load_drafter(device),
         )
 
-    def read_adapter(self, path: str, runner: Runner | CudaRunner, place: RankPlace) -> dict[str, Pair]:
+    def read_adapter(self, path: str, adapters: Adapters, place: RankPlace) -> dict[str, Pair]:
         """An adapter as this rank's slots take it; raises AdapterError. Any thread may ask."""
-        assert self.adapter_room is not None and runner.adapters is not None
-        return runner.adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
+        assert self.adapter_room is not None
+        return adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
 
     def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
         drafter = self.spec.drafter
