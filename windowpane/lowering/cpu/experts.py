@@ -69,9 +69,9 @@ class _Held:
     @property
     def described(self) -> _Weights:
         if isinstance(self.weight, torch.Tensor):
-            places = self.weight.data_ptr(), None, None
+            places: tuple[int | None, ...] = (self.weight.data_ptr(), None, None)
         else:
-            places = None, *(ctypes.addressof(part.described) for part in self.weight)
+            places = (None, *(ctypes.addressof(part.described) for part in self.weight))
         return _Weights(*places[:3], bias=address(self.bias), outputs=self.outputs, inputs=self.inputs)
 
 
