@@ -33,7 +33,7 @@ from windowpane import models
 from windowpane.drafts.drafter import Drafter
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import Speculator
-from windowpane.engine import engine as engine_module
+from windowpane.engine import sent_step
 from windowpane.engine.engine import Engine
 from windowpane.engine.start import Started, start
 from windowpane.models.embedded import EMBEDDED
@@ -106,7 +106,7 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
         wrong = np.flatnonzero(chance.random(len(proposed)) >= given.rate)
         return int(wrong[0]) if len(wrong) else len(proposed)
 
-    engine_module.accepted = taken_for_right  # type: ignore[attr-defined]
+    sent_step.accepted = taken_for_right
     any_tokens: Drafter = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
     if given.assistant:
         assert started.runner.drafter is not None
