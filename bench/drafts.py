@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.known_drafts import Eager, KnownAnswers, Overheard
 from bench.machine import machine_line
 from windowpane import models
-from windowpane.drafts.drafter import Drafter
+from windowpane.drafts.drafter import Drafter, ModelDrafter
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import Speculator
 from windowpane.engine import sent_step
@@ -110,7 +110,7 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
     any_tokens: Drafter = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
     if given.assistant:
         assert started.runner.drafter is not None
-        any_tokens = Overheard(started.runner.drafter, any_tokens)
+        any_tokens = Overheard(ModelDrafter(started.runner.drafter), any_tokens)
     rng, params = np.random.default_rng(3), SamplingParams(max_tokens=given.new_tokens, temperature=0, ignore_eos=True)
     kind, found = Eager if given.eager else Speculator, []
     for count in given.requests:

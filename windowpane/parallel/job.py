@@ -89,7 +89,7 @@ class RankJob:
                 host_slabs=self.host_slabs,
                 group=group,
                 calibration=self.calibration,
-                drafter_weights=self._load_drafter(device),
+                drafter_weights=self._load_drafter(device, group.place),
                 adapter_room=self.adapter_room,
             )
         from windowpane.runners.cuda import CudaRunner
@@ -106,7 +106,7 @@ class RankJob:
             calibration=self.calibration,
             progress=progress,
             adapter_room=self.adapter_room,
-            drafter_weights=self._load_drafter(device),
+            drafter_weights=self._load_drafter(device, group.place),
         )
 
     def read_adapter(self, path: str, runner: Runner | CudaRunner, place: RankPlace) -> dict[str, Pair]:
@@ -114,14 +114,15 @@ class RankJob:
         assert self.adapter_room is not None and runner.adapters is not None
         return runner.adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
 
-    def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
+    def _load_drafter(self, device: torch.device, place: RankPlace) -> LoadedWeights | None:
         drafter = self.spec.drafter
         if drafter is None or drafter.spec is None:
             return None
         dtype = getattr(torch, self.dtype)
         return load_weights(
-            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format, seed=self.seed
-        )
+            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format,
+            seed=self.seed, place=place,
+        )  # fmt: skip
 
     def rehearse(self, runner: Runner | CudaRunner) -> None:
         """Run the largest step once where it is worth it, all ranks together."""
