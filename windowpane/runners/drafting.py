@@ -114,7 +114,7 @@ class DraftingLayers:
         counts = [min(s.q_count, KEPT_ROWS) for s in segments]
         rows = [s.q_row + s.q_count - n + np.arange(n) for s, n in zip(segments, counts, strict=True)]
         kept = hidden[to_device(np.concatenate(rows), hidden.device)]
-        for segment, part in zip(segments, kept.split(counts), strict=True):
+        for segment, part in zip(segments, torch.split_with_sizes(kept, counts), strict=True):
             first = segment.stop - len(part)
             self._hidden[segment.slot] = _Hidden(first, part, self._states(segment.slot, first - 1, first))
 
@@ -151,8 +151,8 @@ class DraftingLayers:
         there = to_device(tokens, self._pages.device, torch.int64)
         hidden = self._run(step, there, torch.cat(before) if before else None, keeps=False)
         found, passed_on = self.model.logits(hidden).argmax(dim=-1).tolist(), self.model.passed_on(hidden)
-        for d, token, row in zip(drafting, found, passed_on.split(1), strict=True):
-            d.add(token, row)
+        for at, (d, token) in enumerate(zip(drafting, found, strict=True)):
+            d.add(token, passed_on[at : at + 1])
 
     def _run(
         self, step: Step, tokens: torch.Tensor, before: torch.Tensor | None, *, keeps: bool = True

@@ -70,7 +70,7 @@ class GpuModel:
             context.decoded = target.decoded
         else:
             self.prefill_scratch_bytes = self._make_prefill_scratch(context, max_model_len, use_hopper)
-        self.decoded = context.decoded
+        self.decoded: torch.Tensor = context.decoded
         following = [layer.blocks[0].before for layer in decoder.layers[1:]] + [decoder.norm]
         layers = [
             GpuLayer(layer, context, norm, decoder.last_keeping_block if index == decoder.last_keeper else None)
