@@ -83,17 +83,15 @@ class CudaRunner:
         decoder = runnable(spec, on_gpu=True)
         self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
         parameters = Parameters(decoder, weights, adapters=self.adapters)
+        drafting, own = spec.drafter.decoder if spec.drafter else None, None
+        if drafting is not None:
+            own = Parameters(drafting, weights if drafter_weights is None else drafter_weights, parameters)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
-        drafting = spec.drafter.decoder if spec.drafter else None
-        own = None
-        if drafting is not None:
-            own = Parameters(drafting, weights if drafter_weights is None else drafter_weights, parameters)
-        plain = ReferenceModel(decoder, parameters, max_model_len, group)
-        plain_drafter = (
-            ReferenceModel(drafting, own, max_model_len, group, target=plain) if drafting and own is not None else None
-        )
+        plain, plain_drafter = ReferenceModel(decoder, parameters, max_model_len, group), None
+        if drafting is not None and own is not None:
+            plain_drafter = ReferenceModel(drafting, own, max_model_len, group, target=plain)
         settle_scales(plain, self.pages, calibration or Calibration(), plain_drafter)
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables([entries.shape for entries in self.pages.reading], device)
