@@ -90,7 +90,7 @@ class RankJob:
                 host_slabs=self.host_slabs,
                 group=group,
                 calibration=self.calibration,
-                drafter_weights=self._load_drafter(device),
+                drafter_weights=self._load_drafter(device, group.place),
                 adapter_room=self.adapter_room,
             )
         from windowpane.runners.cuda import CudaRunner
@@ -107,7 +107,7 @@ class RankJob:
             calibration=self.calibration,
             progress=progress,
             adapter_room=self.adapter_room,
-            drafter_weights=self._load_drafter(device),
+            drafter_weights=self._load_drafter(device, group.place),
         )
 
     def read_adapter(self, path: str, adapters: Adapters, place: RankPlace) -> dict[str, Pair]:
@@ -115,14 +115,15 @@ class RankJob:
         assert self.adapter_room is not None
         return adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
 
-    def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
+    def _load_drafter(self, device: torch.device, place: RankPlace) -> LoadedWeights | None:
         drafter = self.spec.drafter
         if drafter is None or drafter.spec is None:
             return None
         dtype = getattr(torch, self.dtype)
         return load_weights(
-            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format, seed=self.seed
-        )
+            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format,
+            seed=self.seed, place=place,
+        )  # fmt: skip
 
     def rehearse(self, runner: Runner | CudaRunner) -> None:
         """Run the largest step once where it is worth it, all ranks together."""
