@@ -20,7 +20,8 @@ HOUSE: dict[str, set[str]] = {
     "schedule": {"kv"},
     "drafts": {"schedule.request"},
     "plan": {"kv", "models", "drafts.config"},
-    "simulate": {"kv", "models", "schedule", "plan"},
+    "routing": {"kv", "schedule"},
+    "simulate": {"kv", "models", "schedule", "plan", "routing"},
     "doctor": {"kv", "models", "plan"},
     "text": {"models", "schedule.request"},
     # with torch
@@ -51,7 +52,7 @@ HOUSE: dict[str, set[str]] = {
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }
 
-WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "simulate", "doctor", "text")
+WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "routing", "simulate", "doctor", "text")
 
 ROOT = Path(windowpane.__file__).parent
 
