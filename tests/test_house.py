@@ -46,9 +46,20 @@ HOUSE: dict[str, set[str]] = {
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
-    "server": {"kv", "schedule", "drafts", "text", "parallel", "engine"},
+    "server": {"kv", "schedule", "routing.events", "drafts", "text", "parallel", "engine"},
     "__main__": {"cli"},
-    "cli": {"models", "schedule", "plan", "simulate", "doctor", "text", "engine", "measure", "server"},
+    "cli": {
+        "models",
+        "schedule",
+        "plan",
+        "simulate",
+        "doctor",
+        "text",
+        "engine",
+        "measure",
+        "server",
+        "routing.events",
+    },
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }
 

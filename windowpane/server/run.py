@@ -23,6 +23,7 @@ from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
 from windowpane.engine.start import Started, start
 from windowpane.parallel.launch import RanksLost
+from windowpane.routing.events import KvEvents, KvEventsConfig
 from windowpane.schedule.request import SamplingParams
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app
@@ -99,6 +100,7 @@ class ServerOptions:
     lora_dir: Path | None = None
     shutdown_timeout_s: int = 300
     patience: Patience = field(default_factory=Patience)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -123,6 +125,7 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
     with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
         started = start(model, {**_defaults(flags), **flags}, console)
         service = make_service(started, options, console)
+        events = KvEvents(options.kv_events, started.engine.scheduler) if options.kv_events.publishes else None
         app = make_app(service, options.access)
         server_log.set_up(options.log_level, options.uvicorn_log_level)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -137,6 +140,8 @@ def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -
         finally:
             service.loop.stop()
             started.close()
+            if events is not None:
+                events.close()
     return 1 if server.force_exit or server.gave_up or service.loop.error is not None else 0
 
 
