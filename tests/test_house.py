@@ -47,6 +47,7 @@ HOUSE: dict[str, set[str]] = {
     },
     "measure": {"kv", "models", "schedule", "engine"},
     "server": {"kv", "schedule", "routing.events", "drafts", "text", "parallel", "engine"},
+    "cluster": {"kv", "schedule", "routing", "text", "engine", "server"},
     "__main__": {"cli"},
     "cli": {
         "models",

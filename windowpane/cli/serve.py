@@ -98,6 +98,17 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many engines on Ray (docs/cluster.md; the `ray` extra).", rich_help_panel=SERVER),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="The cluster that --replicas run on, as in ray://head:10001 or auto; else this machine.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
@@ -212,6 +223,12 @@ def serve(
             shutdown_timeout_s=shutdown_timeout,
             kv_events=KvEventsConfig.parse(kv_events_config or "{}"),
         )
+        if replicas is not None:
+            from windowpane.cluster.serve import serve_replicas
+
+            return serve_replicas(model, {**flags.given(), "seed": seed}, options, replicas, ray_address)
+        if ray_address is not None:
+            raise UserError(f"--ray-address {ray_address} is for --replicas; add that too")
         return run_server(model, {**flags.given(), "seed": seed}, options)
 
 
