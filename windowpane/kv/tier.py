@@ -143,6 +143,10 @@ class HostTier:
             self.books.let_go(g, ids)
         return has_room
 
+    @property
+    def disk(self) -> DiskStore | None:
+        return self._disk
+
     def use_disk(self, disk: DiskStore) -> None:
         """Write every point that reaches the host to disk too, and look there for what the host does not have."""
         self._disk, self._ahead = disk, 1.0

@@ -52,19 +52,21 @@ class Session:
         self.history = self.system
         self.ends = [len(self.system)] if len(self.system) else []
 
-    def next_prompt(self) -> tuple[Tokens, tuple[int, ...]]:
-        """The prompt of the next turn and where its messages end."""
+    def coming_prompt(self) -> tuple[Tokens, tuple[int, ...]]:
+        """What `next_prompt` will give."""
         turn = self.turns[self.said]
         if turn.tokens is not None:
-            self.history = np.asarray(turn.tokens, dtype=np.int32)
-            self.ends = []
-        else:
-            rng = np.random.default_rng((self.seed, self.said))
-            message = rng.integers(FIRST_TEXT_TOKEN, VOCABULARY, turn.message_tokens).astype(np.int32)
-            self.history = np.concatenate([self.history, message])
+            return np.asarray(turn.tokens, dtype=np.int32), (len(turn.tokens),)
+        rng = np.random.default_rng((self.seed, self.said))
+        message = rng.integers(FIRST_TEXT_TOKEN, VOCABULARY, turn.message_tokens).astype(np.int32)
+        return np.concatenate([self.history, message]), (*self.ends, len(self.history) + len(message))
+
+    def next_prompt(self) -> tuple[Tokens, tuple[int, ...]]:
+        """The prompt of the next turn and where its messages end."""
+        self.history, ends = self.coming_prompt()
+        self.ends = list(ends)
         self.said += 1
-        self.ends.append(len(self.history))
-        return self.history, tuple(self.ends)
+        return self.history, ends
 
     def answered(self, tokens: int) -> None:
         self.history = np.concatenate([self.history, np.full(tokens, ANSWER_TOKEN, dtype=np.int32)])
