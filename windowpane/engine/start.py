@@ -146,7 +146,7 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     if slots is not None and ranks.own.adapters is not None:
         place = ONLY_RANK if ranks.workers is None else ranks.workers.group.place
         read = partial(job.read_adapter, place=place)
-        adapters = EngineAdapters(ranks.own.adapters, slots, read, ranks.workers)
+        adapters = EngineAdapters(ranks.own.adapters, slots, read, ranks.workers, tier)
     engine = Engine(
         scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator,
         adapters=adapters,
