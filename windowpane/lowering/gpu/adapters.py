@@ -16,6 +16,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.adapters import LinearAdapter
 from windowpane.lowering.gpu.kernels.adapters import (
+    ALIGNMENT,
     NO_ADAPTER,
     NO_ROW,
     TILE_OUTPUTS,
@@ -81,9 +82,7 @@ class Begun(NamedTuple):
         """out += B · A · x"""
         rows, adapter = self.rows, self.adapter
         overlaps = rows.join()
-        expand(
-            self.shrunk, adapter.b, section_tiles(adapter), rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps
-        )  # fmt: skip
+        add_expanded(adapter, self.shrunk, rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps)
 
     def gate(self, made: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         """out = activation(gate) × up, both with what is added to them; they are halves of `made`'s columns."""
@@ -187,6 +186,15 @@ class AdapterTables:
         return find
 
 
+def add_expanded(
+    adapter: LinearAdapter, shrunk: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor, *, pdl: bool, overlaps: bool
+) -> None:
+    """out += B · shrunk: see `expand`."""
+    aligned = all(end % ALIGNMENT == 0 for section in adapter.sections for end in (section.start, section.stop))
+    tiles = section_tiles(adapter)
+    expand(shrunk, adapter.b, tiles, by_adapter, out, aligned=aligned, pdl=pdl, overlaps=overlaps)
+
+
 def section_tiles(adapter: LinearAdapter) -> torch.Tensor:
     """See `expand`. Made once: graphs go on reading it."""
     held, key = adapter.held, (adapter.first, len(adapter.order))
@@ -231,7 +239,7 @@ def run_adapted_experts(
         if (adapter := linear.adapter) is not None:
             shrunk = empty_shrunk(adapter.held.a, reads)
             shrink(read_x, adapter.held.a, reads, shrunk, pdl=False)
-            expand(shrunk, adapter.b, section_tiles(adapter), writes, out, pdl=False, overlaps=False)
+            add_expanded(adapter, shrunk, writes, out, pdl=False, overlaps=False)
         return out
 
     of_pairs = x[:, None].expand(-1, chosen, -1).flatten(0, 1)
