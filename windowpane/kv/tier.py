@@ -130,7 +130,10 @@ class HostTier:
         for g, ids in enumerate(kept):
             self.books.hold(g, ids)
         if has_room := self._make_room([int(m.sum()) for m in missing], score=math.inf):
-            places = [self.manager.resumed_part(g, point, length)[m] for g, m in enumerate(missing)]
+            tables = self.manager.tables
+            places = [
+                tables[g].resumed_pages(ids, point.length, length)[missing[g]] for g, ids in enumerate(point.pages)
+            ]
             targets, copy = self._new_copy(key, tokens[:length], pages)
             self._number += 1
             self._reads[self._number] = copy
@@ -161,15 +164,21 @@ class HostTier:
             self._publish(point)
         return arrived
 
-    def fetch_demand(self, tokens: int, key: str, known: Tokens, hit: Hit) -> list[int]:
-        """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched."""
+    def fetch_demands(self, tokens: int, key: str, known: Tokens, hit: Hit) -> tuple[list[int], list[int]]:
+        """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched.
+
+        The second list is for a sequence that takes over the window pages which are fetched for it, so that the point
+        does not stay on the device.
+        """
         demand = self.manager.demand(tokens)
+        taking_over = list(demand)
         for g, ids in enumerate(self._on_device(key, known, hit.length)):
-            shared = self.manager.books.shared[g]
-            demand[g] += len(ids) - int(np.count_nonzero(shared.slots[ids[ids != NOT_HERE]]))
-            if not self.manager.tables[g].is_ring:
-                demand[g] -= len(self.manager.shared_part(g, ids, hit.length))
-        return demand
+            shared, table = self.manager.books.shared[g], self.manager.tables[g]
+            to_share = table.shared_pages(ids, hit.length)
+            more = len(ids) - int(np.count_nonzero(shared.slots[ids[ids != NOT_HERE]]))
+            demand[g] += more if table.is_ring else more - len(to_share)
+            taking_over[g] += more - (_count_missing(to_share) if table.is_ring else len(to_share))
+        return demand, taking_over
 
     # -- copying ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +212,8 @@ class HostTier:
         sources, targets = [], []
         for g, ids in enumerate(pages):
             is_missing = ids == NOT_HERE
-            source: Ids = self.manager.resumed_part(g, hit.on_host, length)[is_missing]
+            there = self.manager.tables[g].resumed_pages(hit.on_host.pages[g], hit.on_host.length, length)
+            source: Ids = there[is_missing]
             ids[is_missing] = target = _share_new(books, g, books.take(g, len(source), Cursor()))
             sources.append(source)
             targets.append(target)
@@ -287,6 +297,8 @@ class HostTier:
             return None
         self.manager.books.land(number)
         self.manager.books.log.landed(number)
+        if self._disk is not None:
+            self._disk.landed(number, to_host=transfer.spilled is not None)
         if transfer.spilled is not None:
             self._counted.spilled_bytes += transfer.copy_bytes
             self._publish(transfer.spilled)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from windowpane.device.host_pages import HostHandle
 from windowpane.kv.layout import Layout
 from windowpane.models.adapters import AdapterRoom
 from windowpane.models.spec import ModelSpec
@@ -144,15 +145,17 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank has taken. `activation_bytes` is None where they are not measured."""
+    """What a rank has taken. `activation_bytes` is None where they are not measured; `host` is its host memory."""
 
     weights_bytes: int
     arena_bytes: int
     activation_bytes: int | None
     adapter_bytes: int = 0
+    host: HostHandle | None = None
 
     @classmethod
     def of(cls, runner: Runner | CudaRunner) -> RankReport:
         arena_bytes = runner.arena.numel() * runner.arena.element_size()
         adapter_bytes = 0 if runner.adapters is None else runner.adapters.nbytes
-        return cls(runner.weights_bytes, arena_bytes, getattr(runner, "activation_bytes", None), adapter_bytes)
+        activation_bytes = getattr(runner, "activation_bytes", None)
+        return cls(runner.weights_bytes, arena_bytes, activation_bytes, adapter_bytes, runner.pages.host.handle)
