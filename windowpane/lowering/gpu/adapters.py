@@ -54,7 +54,7 @@ def table_length(rows: int, slots: int) -> int:
 
 
 def host_tables(indices: NDArray[np.int32], rows: int, slots: int) -> NDArray[np.int32]:
-    """[indices of `rows` rows | places of tiles | their rows], as `DeviceRows.of` reads it; `indices` may be fewer."""
+    """[indices of `rows` rows | places of tiles | their rows], as `DeviceRows` reads it; `indices` may be fewer."""
     table = np.empty(table_length(rows, slots), dtype=np.int32)
     tiles, at_once = most_tiles(rows, slots), tile_rows(rows)
     of_rows, places, of_tiles = np.split(table, [rows, rows + tiles])
@@ -80,9 +80,9 @@ class Begun(NamedTuple):
 
     def add(self, out: torch.Tensor) -> None:
         """out += B · A · x"""
-        rows, adapter = self.rows, self.adapter
+        rows = self.rows
         overlaps = rows.join()
-        add_expanded(adapter, self.shrunk, rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps)
+        add_expanded(self.adapter, self.shrunk, rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps)
 
     def gate(self, made: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         """out = activation(gate) × up, both with what is added to them; they are halves of `made`'s columns."""
@@ -161,6 +161,11 @@ class AdapterTables:
         """Those of steps of so many decoding rows, at the fixed place."""
         table = self._fixed[: table_length(rows, self._slots)]
         return DeviceRows(table, rows, self._slots, pdl=self._pdl, beside=self._beside if in_graph else None)
+
+    def clear(self, rows: int) -> None:
+        """At the fixed place, so many rows without adapters."""
+        table = host_tables(np.zeros(rows, dtype=np.int32), rows, self._slots)
+        self._fixed[: len(table)].copy_(torch.from_numpy(table))
 
     def add_decoding(
         self, indices: NDArray[np.int32], rows: int, transfer: Transfer
