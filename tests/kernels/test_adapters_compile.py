@@ -26,12 +26,14 @@ def test_projections_of_gemma_4_e4b(rows, rank, monkeypatch, tmp_path):
     x, out = torch.zeros(rows, hidden, dtype=BF16), torch.zeros(rows, outputs, dtype=BF16)
     shrunk = empty_shrunk(a, by_adapter)
     shrink(x, a, by_adapter, shrunk, pdl=True)
-    expand(shrunk, b, torch.zeros(24, 3, dtype=torch.int32), by_adapter, out, pdl=True, overlaps=True)
+    sections = torch.zeros(24, 3, dtype=torch.int32)
+    expand(shrunk, b, sections, by_adapter, out, aligned=True, pdl=True, overlaps=True)
     made, b = torch.zeros(rows, 2 * width, dtype=BF16), torch.zeros(SLOTS, 2 * width, rank, dtype=BF16)
     inner = made.new_empty(rows, width)
     adapted_gated(made, shrunk, b, (0, 1), by_adapter, inner, "gelu_pytorch_tanh", pdl=True, overlaps=True)
     for kernel in kernels:
         (compiled,) = kernel.found
+        assert rank == 1 or "global.b16" not in compiled.asm["ptx"], "values move one by one"
         assert "mma" in compiled.asm["ptx"], "products do not go to the tensor cores"
         assert kernel is not kernels[0] or "cp.async" in compiled.asm["ptx"], "loads do not run ahead"
         assert compiled.metadata.shared <= SHARED_BYTES[90]

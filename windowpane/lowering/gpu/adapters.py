@@ -16,6 +16,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.adapters import LinearAdapter
 from windowpane.lowering.gpu.kernels.adapters import (
+    ALIGNMENT,
     NO_ADAPTER,
     NO_ROW,
     TILE_OUTPUTS,
@@ -53,7 +54,7 @@ def table_length(rows: int, slots: int) -> int:
 
 
 def host_tables(indices: NDArray[np.int32], rows: int, slots: int) -> NDArray[np.int32]:
-    """[indices of `rows` rows | places of tiles | their rows], as `DeviceRows.of` reads it; `indices` may be fewer."""
+    """[indices of `rows` rows | places of tiles | their rows], as `DeviceRows` reads it; `indices` may be fewer."""
     table = np.empty(table_length(rows, slots), dtype=np.int32)
     tiles, at_once = most_tiles(rows, slots), tile_rows(rows)
     of_rows, places, of_tiles = np.split(table, [rows, rows + tiles])
@@ -79,11 +80,9 @@ class Begun(NamedTuple):
 
     def add(self, out: torch.Tensor) -> None:
         """out += B · A · x"""
-        rows, adapter = self.rows, self.adapter
+        rows = self.rows
         overlaps = rows.join()
-        expand(
-            self.shrunk, adapter.b, section_tiles(adapter), rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps
-        )  # fmt: skip
+        add_expanded(self.adapter, self.shrunk, rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps)
 
     def gate(self, made: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         """out = activation(gate) × up, both with what is added to them; they are halves of `made`'s columns."""
@@ -163,6 +162,11 @@ class AdapterTables:
         table = self._fixed[: table_length(rows, self._slots)]
         return DeviceRows(table, rows, self._slots, pdl=self._pdl, beside=self._beside if in_graph else None)
 
+    def clear(self, rows: int) -> None:
+        """At the fixed place, so many rows without adapters."""
+        table = host_tables(np.zeros(rows, dtype=np.int32), rows, self._slots)
+        self._fixed[: len(table)].copy_(torch.from_numpy(table))
+
     def add_decoding(
         self, indices: NDArray[np.int32], rows: int, transfer: Transfer
     ) -> Callable[[list[torch.Tensor]], None]:
@@ -185,6 +189,15 @@ class AdapterTables:
             return DeviceRows(sent[every], len(indices), self._slots, pdl=self._pdl, wanted=narrowed)
 
         return find
+
+
+def add_expanded(
+    adapter: LinearAdapter, shrunk: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor, *, pdl: bool, overlaps: bool
+) -> None:
+    """out += B · shrunk: see `expand`."""
+    aligned = all(end % ALIGNMENT == 0 for section in adapter.sections for end in (section.start, section.stop))
+    tiles = section_tiles(adapter)
+    expand(shrunk, adapter.b, tiles, by_adapter, out, aligned=aligned, pdl=pdl, overlaps=overlaps)
 
 
 def section_tiles(adapter: LinearAdapter) -> torch.Tensor:
@@ -231,7 +244,7 @@ def run_adapted_experts(
         if (adapter := linear.adapter) is not None:
             shrunk = empty_shrunk(adapter.held.a, reads)
             shrink(read_x, adapter.held.a, reads, shrunk, pdl=False)
-            expand(shrunk, adapter.b, section_tiles(adapter), writes, out, pdl=False, overlaps=False)
+            add_expanded(adapter, shrunk, writes, out, pdl=False, overlaps=False)
         return out
 
     of_pairs = x[:, None].expand(-1, chosen, -1).flatten(0, 1)

@@ -24,6 +24,7 @@ from windowpane.models.adapters import SHRUNK_SPLITS
 STEP = 128  # inputs at a time
 SPLIT_INPUTS = 512  # of a split, at least
 TILE_OUTPUTS = 128
+ALIGNMENT = 16
 GATED_OUTPUTS, GATED_RANKS = 128, 32  # of a tile; fewer outputs beyond so many ranks, as registers hold B
 LEAST_ROWS = LEAST_RANK = 16  # the narrowest sides of a tensor-core product
 NO_ADAPTER, UNUSED = -1, -2  # places of tiles whose rows have none, and of tiles without rows
@@ -83,10 +84,11 @@ def shrink(x: torch.Tensor, a: torch.Tensor, by_adapter: RowTiles, out: torch.Te
 
 def expand(
     shrunk: torch.Tensor, b: torch.Tensor, sections: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor,
-    *, pdl: bool, overlaps: bool,
+    *, aligned: bool, pdl: bool, overlaps: bool,
 ) -> None:  # fmt: skip
     """out [rows, outputs] += B · shrunk. `b` is [places, outputs, rank]; `sections` [tiles, 3] int32 have the first
-    output, the end of the outputs and the part of each tile of at most `TILE_OUTPUTS` outputs.
+    output, the end of the outputs and the part of each tile of at most `TILE_OUTPUTS` outputs. `aligned`: all of those
+    are multiples of `ALIGNMENT`, so that several outputs move at once.
 
     `pdl` lets the next launch begin early, `overlaps` this one: what it reads must come from the launch before it.
     """
@@ -94,7 +96,8 @@ def expand(
     expand_kernel[(len(by_adapter.places), len(sections))](
         shrunk, b, sections, by_adapter.places, by_adapter.rows, out, b.stride(0), b.stride(1), rank, out.stride(0),
         count, width, AT_ONCE=by_adapter.rows.shape[1], SPLITS=splits, ROWS=rows, RANKS=_ranks(rank),
-        OUTPUTS=TILE_OUTPUTS, PDL=pdl, num_warps=_warps(rows), launch_pdl=pdl and overlaps,
+        OUTPUTS=TILE_OUTPUTS, ALIGNMENT=ALIGNMENT if aligned else 1, PDL=pdl, num_warps=_warps(rows),
+        launch_pdl=pdl and overlaps,
     )  # fmt: skip
 
 
@@ -191,7 +194,7 @@ def shrink_kernel(
 def expand_kernel(
     SHRUNK, B, SECTIONS, PLACES, TILE_ROWS, OUT, b_stride, b_output_stride, rank, out_stride, count, width,
     AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PDL: tl.constexpr,
+    ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program: a tile of rows and a tile of outputs."""
     if PDL:
@@ -200,6 +203,7 @@ def expand_kernel(
     place = tl.load(PLACES + tile, cache_modifier=".cg")
     row = _tile_rows(TILE_ROWS, tile, AT_ONCE, ROWS)
     begin, end, part = tl.load(section), tl.load(section + 1), tl.load(section + 2)
+    begin, end = tl.multiple_of(begin, ALIGNMENT), tl.multiple_of(end, ALIGNMENT)
     if place < 0:
         if PDL:
             gdc_wait()  # what follows takes this launch's end for that of all before it
