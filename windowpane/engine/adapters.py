@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from windowpane.kv.tier import HostTier
 from windowpane.parallel.messages import AddAdapter, RemoveAdapter
 from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.request import Request
@@ -53,8 +55,10 @@ class EngineAdapters:
         slots: AdapterSlots,
         read: Callable[[str, Adapters], dict[str, Pair]],
         workers: Workers | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        self._held, self._slots, self._read, self._workers = held, slots, read, workers
+        self._held, self._slots, self._read, self._workers, self._tier = held, slots, read, workers, tier
+        self._contents: dict[str, str] = {}  # of those that were read and not added yet, by path
         self._numbers = count(1)
         self._loaded: dict[str, LoadedAdapter] = {}
         self._known: set[int] = set()
@@ -80,7 +84,10 @@ class EngineAdapters:
 
     def read(self, path: str | Path) -> dict[str, Pair]:
         """An adapter from its directory, for `add`. Raises AdapterError for one that cannot be used."""
-        return self._read(str(path), self._held)
+        read = self._read(str(path), self._held)
+        if self._tier is not None and self._tier.has_disk:
+            self._contents[str(path)] = _content(Path(path))
+        return read
 
     def add(self, name: str, path: str | Path, read: dict[str, Pair]) -> LoadedAdapter:
         """Make one that was read known to all ranks."""
@@ -88,6 +95,8 @@ class EngineAdapters:
             raise ValueError(f"the adapter {name!r} is loaded already, from {self._loaded[name].path}")
         adapter = LoadedAdapter(name, str(path), next(self._numbers))
         self._held.know(adapter.number, read)
+        if self._tier is not None and (content := self._contents.pop(str(path), None)) is not None:
+            self._tier.know_adapter(adapter.number, content)
         if self._workers is not None:
             self._workers.send(AddAdapter(adapter.number, str(Path(path).resolve())))
         self._loaded[name] = adapter
@@ -131,3 +140,14 @@ class EngineAdapters:
             self._held.forget(number)
             if self._workers is not None:
                 self._workers.send(RemoveAdapter(number))
+
+
+def _content(path: Path) -> str:
+    """What an adapter's files hold: after a restart its number may be another one's."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("adapter_*")):
+        digest.update(f"{file.name}\n{file.stat().st_size}\n".encode())
+        with file.open("rb") as data:
+            while block := data.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()

@@ -84,7 +84,7 @@ class Sleeper:
 
                 drafting = started.plan.sizing.config.drafting
                 assert drafting is not None
-                started.engine.speculator.drafter = drafter_of(drafting, ranks.own)
+                started.engine.speculator.drafter = drafter_of(drafting, ranks.together)
             gc.freeze()
         self.level = 0
 
