@@ -95,7 +95,7 @@ class DiskStore:
         self.index = PointIndex()
         self.used_bytes = 0
         self.written_bytes = self.read_bytes = 0
-        self._path, self._size_bytes, self._fingerprint = path, size_bytes, fingerprint
+        self._path, self.size_bytes, self._fingerprint = path, size_bytes, fingerprint
         self._page_bytes = [group.page_bytes for group in layout.groups]
         self._memories, self._marks = memories, marks
         self._landed = [0, 0]
@@ -118,9 +118,9 @@ class DiskStore:
             return False
         data_bytes = sum(len(p) * size for p, size in zip(pages, self._page_bytes, strict=True)) * len(self._memories)
         file_bytes = data_bytes + tokens.nbytes  # the header comes on top, and is small
-        if file_bytes > self._size_bytes:
+        if file_bytes > self.size_bytes:
             return False
-        while self.used_bytes + file_bytes > self._size_bytes:
+        while self.used_bytes + file_bytes > self.size_bytes:
             self.forget(next(iter(self._records)))
         content = hashlib.sha256(f"{self._fingerprint}\n{key}\n".encode() + tokens.tobytes()).hexdigest()
         point = RestorePoint(len(tokens), [np.arange(len(p)) for p in pages], pending=True)
@@ -288,7 +288,7 @@ class DiskStore:
         data_bytes = sum(n * size for n, size in zip(pages, self._page_bytes, strict=True)) * len(self._memories)
         if zlib.crc32(tokens.tobytes()) != header["tokens"] or size != start + data_bytes:
             raise ValueError("it is torn")
-        if self.used_bytes + size > self._size_bytes:
+        if self.used_bytes + size > self.size_bytes:
             return
         point = RestorePoint(len(tokens), [np.arange(count) for count in pages])
         self.index.put(header["key"], tokens, point)

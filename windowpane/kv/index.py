@@ -67,6 +67,9 @@ class PointIndex:
     def remove(self, point: RestorePoint) -> None:
         self._tree.remove(self._nodes.pop(point))
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
     def __contains__(self, point: RestorePoint) -> bool:
         return point in self._nodes
 

@@ -60,6 +60,8 @@ class TierStats:
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
     disk_bytes: int = 0
+    disk_total_bytes: int = 0
+    disk_restore_points: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +356,8 @@ class HostTier:
         counted.total_bytes, counted.evictions = arena.total_bytes, self.books.evictions
         if (disk := self._disk) is not None:
             counted.disk_written_bytes, counted.disk_read_bytes = disk.written_bytes, disk.read_bytes
-            counted.disk_bytes = disk.used_bytes
+            counted.disk_bytes, counted.disk_total_bytes = disk.used_bytes, disk.size_bytes
+            counted.disk_restore_points = len(disk.index)
         return counted
 
     def check_integrity(self) -> None:
