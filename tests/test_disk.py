@@ -196,7 +196,7 @@ def test_a_mount_that_is_lost_while_chats_are_read_and_written_is_one_line(
 
 def test_an_adapter_finds_what_it_left_under_another_number(model: Path, tmp_path: Path) -> None:
     """Numbers are given as adapters are loaded, so files are keyed by what an adapter holds."""
-    flags = {"load_format": "auto", "enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    flags = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     one, other = (LoRARequest(name, i, str(tmp_path / name)) for i, name in ((7, "one"), (8, "other")))
     for seed, adapter in enumerate((one, other)):
         write_adapter(Path(adapter.lora_path), load(model), seed)

@@ -331,6 +331,20 @@ def test_an_adapter_finds_its_own_pages_on_the_host():
     assert engine.scheduler.tier.stats.fetches == 1
 
 
+@EVERY_MIX
+def test_an_identical_prompt_needs_only_the_head_from_the_host_too(mix):
+    engine = engine_for(MIXES[mix], sequences=2.5, host=16, ahead=1.0)
+    prompt = tokens(0, 301)
+    ask(engine, prompt)
+    for _ in range(2):
+        for point in engine.scheduler.manager.restore_points:
+            engine.scheduler.manager.drop(point)
+        before = engine.computed_tokens
+        again = ask(engine, prompt, max_tokens=1)
+        assert (again.cached_tokens, engine.computed_tokens) == (301, before)
+    assert engine.scheduler.tier.stats.fetches == 2
+
+
 def test_the_host_gives_up_what_is_cheapest_to_lose():
     engine = engine_for(FULL_AND_WINDOW, sequences=2.5, host=4)
     for seed in range(12):
