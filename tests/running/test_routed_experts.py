@@ -140,14 +140,21 @@ def test_of_tokens_found_by_prefix_reuse(name, overlapped):
 
 @pytest.mark.parametrize(("name", "overlapped"), BOTH_WAYS)
 def test_of_sessions_that_went_to_the_host_and_came_back(name, overlapped):
-    """Everything is spilled at every step; three sessions on an arena that holds little more than one."""
-    first = [asking(i, prompt(i + 1, 61)) for i in range(3)]
-    second = [asking(3 + i, prompt(i + 1, 61) + prompt(9, 9)) for i in range(3)]
-    knobs = Knobs(chunk_tokens=33, block_tokens=16, keep=True, one_by_one=True, room=2.0, host_room=12.0)
-    engine = generate(name, first + second, knobs, overlapped=overlapped)
-    assert_right(name, first + second)
-    assert engine.scheduler.tier is not None and engine.scheduler.tier.stats.fetches >= 2
-    assert [r.cached_tokens for r in second] == [61] * 3
+    """Everything is spilled at every step, and what the device has is given up before each session's next turn."""
+    knobs = Knobs(chunk_tokens=33, block_tokens=16, keep=True, room=2.0, host_room=12.0)
+    engine = engine_of(name, 100, knobs, overlapped=overlapped)
+    run = Run([], [], engine.scheduler, engine.runner, [])
+    turns = [asking(i, prompt(i % 2, 61) + prompt(9, 9 * (i // 2))) for i in range(4)]
+    for turn in turns:
+        for point in engine.manager.restore_points:
+            engine.manager.drop(point)
+        engine.add(turn)
+        while engine.has_work:
+            engine.step()
+            poison_unheld(run)
+    assert_right(name, turns)
+    assert engine.scheduler.tier is not None and engine.scheduler.tier.stats.fetches == 2
+    assert [turn.cached_tokens for turn in turns] == [0, 0, 61, 61]
 
 
 @pytest.mark.parametrize(("name", "overlapped"), BOTH_WAYS)
