@@ -24,8 +24,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -76,8 +75,7 @@ class StepRunner(Protocol):
     def landed(self) -> list[tuple[int, float]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One new token of a request, None where a failed step ended it. `finish_reason` is set with the last one.
 
     `output_tokens` is how many the answer has with it. A step with drafts may give several, of which a stop string

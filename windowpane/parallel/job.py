@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from windowpane.device.host_pages import HostHandle
 from windowpane.kv.layout import Layout
 from windowpane.models.adapters import AdapterRoom
 from windowpane.models.spec import ModelSpec
@@ -22,7 +23,7 @@ from windowpane.weights import LoadedWeights, load_weights
 from windowpane.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
-    from windowpane.lowering.adapters import Pair
+    from windowpane.lowering.adapters import Adapters, Pair
     from windowpane.lowering.group import RankGroup
     from windowpane.lowering.scales import Calibration
     from windowpane.runners.cuda import CudaRunner
@@ -109,10 +110,10 @@ class RankJob:
             drafter_weights=self._load_drafter(device, group.place),
         )
 
-    def read_adapter(self, path: str, runner: Runner | CudaRunner, place: RankPlace) -> dict[str, Pair]:
+    def read_adapter(self, path: str, adapters: Adapters, place: RankPlace) -> dict[str, Pair]:
         """An adapter as this rank's slots take it; raises AdapterError. Any thread may ask."""
-        assert self.adapter_room is not None and runner.adapters is not None
-        return runner.adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
+        assert self.adapter_room is not None
+        return adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
 
     def _load_drafter(self, device: torch.device, place: RankPlace) -> LoadedWeights | None:
         drafter = self.spec.drafter
@@ -145,15 +146,17 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank has taken. `activation_bytes` is None where they are not measured."""
+    """What a rank has taken. `activation_bytes` is None where they are not measured; `host` is its host memory."""
 
     weights_bytes: int
     arena_bytes: int
     activation_bytes: int | None
     adapter_bytes: int = 0
+    host: HostHandle | None = None
 
     @classmethod
     def of(cls, runner: Runner | CudaRunner) -> RankReport:
         arena_bytes = runner.arena.numel() * runner.arena.element_size()
         adapter_bytes = 0 if runner.adapters is None else runner.adapters.nbytes
-        return cls(runner.weights_bytes, arena_bytes, getattr(runner, "activation_bytes", None), adapter_bytes)
+        activation_bytes = getattr(runner, "activation_bytes", None)
+        return cls(runner.weights_bytes, arena_bytes, activation_bytes, adapter_bytes, runner.pages.host.handle)

@@ -75,7 +75,8 @@ class Rank:
                 self._runner.drafter.draft(known)
             case AddAdapter(number, path):
                 assert self._job is not None and self._runner is not None and self._runner.adapters is not None
-                self._runner.adapters.know(number, self._job.read_adapter(path, self._runner, self._group.place))
+                adapters = self._runner.adapters
+                adapters.know(number, self._job.read_adapter(path, adapters, self._group.place))
             case RemoveAdapter(number):
                 assert self._runner is not None and self._runner.adapters is not None
                 self._runner.adapters.forget(number)
