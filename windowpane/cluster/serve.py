@@ -70,8 +70,11 @@ def deploy(
     options: dict[str, Any] = {"num_cpus": 1}
     if device == "cuda":
         options["num_gpus"] = flags.get("tensor_parallel_size") or 1
+    routing: dict[str, Any] = {
+        "request_router_class": "windowpane.cluster.ray_router.RestorePointRouter",
+        "request_routing_stats_period_s": DIGEST_PERIOD_S,
+    }
     deployment = serve.deployment(
-        Replica,
         name="Replica",
         num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -80,14 +83,11 @@ def deploy(
         health_check_timeout_s=30.0,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=300.0,
-        request_router_config=RequestRouterConfig(
-            request_router_class="windowpane.cluster.ray_router.RestorePointRouter",
-            request_routing_stats_period_s=DIGEST_PERIOD_S,
-        ),
-    )
+        request_router_config=RequestRouterConfig(**routing),
+    )(Replica)
     if console is not None:
         console.print(f"starting {replicas} replicas on Ray", highlight=False)
-    serve.start(http_options={"location": "NoServer"})
+    serve.start(proxy_location="Disabled")
     try:
         handle = serve.run(deployment.bind(model, dict(flags)), name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
@@ -121,5 +121,5 @@ def shut_down(*, is_ours: bool) -> None:
 
     serve.delete(APPLICATION)
     if is_ours:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
