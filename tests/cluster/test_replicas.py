@@ -18,9 +18,9 @@ import pytest
 
 from tests.server.harness import FLAGS, Running, running, serving
 from tests.tiny_model import make_model
-from windowpane.cluster.ray_router import PUBLISHED
+from windowpane.cluster.published import LATEST
 from windowpane.cluster.serve import connect, deploy, remote_service, shut_down
-from windowpane.routing.digest import Digest
+from windowpane.routing.digest import Digest, Load
 from windowpane.server.run import ServerOptions
 
 # Ray's own code warns of what it uses; ours is held to the rule everywhere else.
@@ -100,9 +100,11 @@ def test_a_chat_finds_what_it_said_before(cluster: Running) -> None:
                 cached_tokens += answer.usage.prompt_tokens_details.cached_tokens or 0
             messages += [{"role": "assistant", "content": "fine"}, user(f"turn {turn}")]
     assert cached_tokens > 0.9 * prompt_tokens
-    assert len(PUBLISHED) == REPLICAS
-    held = [stats["prompt_tokens"] for stats in PUBLISHED.values()]
-    assert all(held), "one replica was left out"
+    cluster.wait_until(lambda: len(LATEST) == REPLICAS, "all have published")
+    cluster.wait_until(lambda: all(s["prompt_tokens"] for s in LATEST.values()), "every replica has had some")
+    shown = cluster.http.get("/metrics").text
+    assert shown.count("windowpane:replica_prefixes{") == REPLICAS
+    assert 'windowpane:replicas{model_name="tiny"} 3.0' in shown
 
 
 def test_a_client_that_leaves_ends_its_request(cluster: Running) -> None:
@@ -112,14 +114,12 @@ def test_a_client_that_leaves_ends_its_request(cluster: Running) -> None:
     next(iter(stream))
     stream.close()
     cluster.wait_until(lambda: not cluster.service.loop.jobs, "the ingress has let go of it")
-    touched = time.monotonic()
+    time.sleep(2.5)  # digests from before are over then
+    cluster.wait_until(lambda: not any(load.running for load in loads()), "no replica runs it")
 
-    def nobody_runs() -> bool:
-        cluster.openai.chat.completions.create(model="tiny", messages=[user("?")], max_tokens=1)  # digests are read
-        loads = [Digest.unpack(stats["digest"]).load for stats in PUBLISHED.values()]
-        return time.monotonic() - touched > 2.5 and len(loads) == REPLICAS and not any(load.running for load in loads)
 
-    cluster.wait_until(nobody_runs, "no replica runs it")
+def loads() -> list[Load]:
+    return [Digest.unpack(stats["digest"]).load for stats in LATEST.values()]
 
 
 class Asking(threading.Thread):
@@ -147,9 +147,11 @@ def test_a_replica_that_is_killed_takes_no_request_with_it_that_had_not_begun(cl
     asking = [Asking(cluster, number, 150) for number in range(36)]
     for one in asking:
         one.start()
-    cluster.wait_until(lambda: sum(one.pieces > 0 for one in asking) >= 12, "some have begun")
+    cluster.wait_until(
+        lambda: sum(one.pieces > 0 for one in asking) >= 12 and any(load.running for load in loads()), ""
+    )
     begun = {one for one in asking if one.pieces}
-    killed = next(stats["process_id"] for stats in PUBLISHED.values())
+    killed = next(s["process_id"] for s in LATEST.values() if Digest.unpack(s["digest"]).load.running)
     os.kill(killed, signal.SIGKILL)
     for one in asking:
         one.join(60)
@@ -160,8 +162,7 @@ def test_a_replica_that_is_killed_takes_no_request_with_it_that_had_not_begun(cl
     assert all("the replica that ran the request is gone" in str(one.error) for one in lost)
 
     def is_back() -> bool:
-        cluster.openai.chat.completions.create(model="tiny", messages=[user("?")], max_tokens=1)
-        return len(PUBLISHED) == REPLICAS and all(s["process_id"] != killed for s in PUBLISHED.values())
+        return len(LATEST) == REPLICAS and all(s["process_id"] != killed for s in LATEST.values())
 
     cluster.wait_until(is_back, "another replica is there and has published")
 
