@@ -2,7 +2,7 @@
 
 *Chats*: 30 chats with a shared system prompt take turns on three replicas of a small model with random weights, routed
 by restore points, in rotation, and on one replica alone with the memory of all three. *Streaming*: processor time per
-token of all processes, through Ray and from a plain server, for the same streams. Ratios within one run are what counts.
+token of all processes, through Ray and from a plain server, for the same streams. Only ratios within a run count.
 """
 
 from __future__ import annotations

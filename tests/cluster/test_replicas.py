@@ -21,6 +21,7 @@ from tests.tiny_model import make_model
 from windowpane.cluster.published import LATEST
 from windowpane.cluster.serve import connect, deploy, remote_service, shut_down
 from windowpane.routing.digest import Digest, Load
+from windowpane.schedule.request import FinishReason
 from windowpane.server.run import ServerOptions
 
 # Ray's own code warns of what it uses; ours is held to the rule everywhere else.
@@ -147,19 +148,20 @@ def test_a_replica_that_is_killed_takes_no_request_with_it_that_had_not_begun(cl
     asking = [Asking(cluster, number, 150) for number in range(36)]
     for one in asking:
         one.start()
-    cluster.wait_until(
-        lambda: sum(one.pieces > 0 for one in asking) >= 12 and any(load.running for load in loads()), ""
-    )
-    begun = {one for one in asking if one.pieces}
+    cluster.wait_until(lambda: len(cluster.service.loop.jobs) == len(asking), "all have come")
+    jobs = list(cluster.service.loop.jobs)
+    cluster.wait_until(lambda: any(load.running for load in loads()) and any(one.pieces for one in asking), "some run")
     killed = next(s["process_id"] for s in LATEST.values() if Digest.unpack(s["digest"]).load.running)
     os.kill(killed, signal.SIGKILL)
     for one in asking:
         one.join(60)
         assert not one.is_alive(), "a request hangs"
-    lost = {one for one in asking if one.error is not None}
-    assert lost and lost <= {one for one in asking if one.pieces}
-    assert len(lost) < len(asking) and begun
+    lost = [one for one in asking if one.error is not None]
     assert all("the replica that ran the request is gone" in str(one.error) for one in lost)
+    failed = [job.requests[0] for job in jobs if job.requests[0].finish_reason is FinishReason.FAILED]
+    assert 0 < len(failed) == len(lost) < len(asking)
+    assert all(request.output for request in failed), "one that had not begun was not given to another"
+    assert all(len(job.requests[0].output) == 150 for job in jobs if job.requests[0] not in failed)
 
     def is_back() -> bool:
         return len(LATEST) == REPLICAS and all(s["process_id"] != killed for s in LATEST.values())
