@@ -10,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # The client reads its variables when it is imported.
 os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "windowpane-tests-have-no-cache")
 
+# Workers of pytest-xdist are as many as there are cores: threads of torch would only wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -40,7 +40,10 @@ HOUSE: dict[str, set[str]] = {
         "device",
         "lowering",
     },
-    "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
+    "parallel": {
+        *("kv", "models", "schedule.batch", "schedule.request", "drafts.drafter", "plan"),
+        *("device", "lowering", "weights", "runners"),
+    },
     "engine": {
         *("kv", "models", "schedule", "drafts", "plan", "text"),
         *("native", "device", "lowering", "weights", "runners", "parallel"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+from tests.kernels.interpreting import run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -35,16 +34,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch
 
 
 def test_fused_kernels_agree_with_plain_torch_in_the_interpreter():
-    """In a process of its own: the interpreter is chosen when triton is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_fused_kernels"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.kernels.test_fused_kernels")
 
 
 # -- norms ---------------------------------------------------------------------------------------------------------

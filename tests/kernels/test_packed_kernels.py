@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from tests.kernels.interpreting import run_interpreted
 from windowpane.lowering.packed import PackedWeight, pack_units, pack_zeros
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,16 +22,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approxim
 
 
 def test_packed_kernels_agree_with_plain_torch_in_the_interpreter():
-    """In a process of its own: the interpreter is chosen when triton is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_packed_kernels"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.kernels.test_packed_kernels")
 
 
 def random_weight(

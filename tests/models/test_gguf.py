@@ -19,7 +19,8 @@ from windowpane.cli.main import main
 from windowpane.engine.devices import on_gpu, resolve_plan
 from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
-from windowpane.models.gguf import hf_config, read_header
+from windowpane.models.gguf import read_header
+from windowpane.models.gguf_families import hf_config
 from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.planner import make_plan
 
@@ -142,9 +143,9 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        ("mamba", LLAMA, "unknown GGUF architecture 'mamba'; known: gemma3, llama"),
+        ("mamba", LLAMA, "architecture 'mamba' are not read; those that are: gemma2, gemma3, gpt-oss"),
         ("llama", {**LLAMA, "split.count": 3}, "one of 3 parts"),
-        ("llama", {**LLAMA, "rope.scaling.type": "yarn"}, "unknown value 'yarn'; known: linear, none"),
+        ("llama", {**LLAMA, "rope.scaling.type": "ntk"}, "unknown value 'ntk'; known: linear, yarn, none"),
         ("llama", {**LLAMA, "rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
         ("llama", {**LLAMA, "block_count": "two"}, "llama.block_count must be a whole number, not 'two'"),
         ("llama", {k: v for k, v in LLAMA.items() if k != "block_count"}, "no num_hidden_layers"),

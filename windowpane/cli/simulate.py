@@ -26,7 +26,7 @@ def simulate(
     model: ModelShape,
     gpu: Gpu,
     workload: Annotated[
-        str, typer.Option(help="chat, rag, agents, serve, or a trace: FILE.jsonl.", rich_help_panel=WORKLOAD)
+        str, typer.Option(help="chat, rag, agents, tools, serve, or a trace: FILE.jsonl.", rich_help_panel=WORKLOAD)
     ] = "chat",
     policy: Annotated[
         str,

@@ -12,6 +12,7 @@ it fill the gaps in other takers' slabs.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,6 +113,10 @@ class Arena:
         """Per slab, the group that holds it (FREE where none does) and how many of its pages are taken."""
         return self._owner.copy(), self._used.copy()
 
+    def slabs_of(self, offsets: Offsets) -> Set[int]:
+        """The slabs that these pages lie in."""
+        return frozenset(np.unique(offsets // self._slab_units).tolist())
+
     # -- taking and freeing --------------------------------------------------------------------------------------
 
     def take(self, group: int, pages: int, cursor: Cursor) -> Offsets:
@@ -190,44 +195,46 @@ class Arena:
             for offset in offsets.tolist():
                 self._free_one(group, offset)
             return
-        slab_of = offsets // self._slab_units
         if self.pages_per_slab[group] == 1:
-            self._free_slabs_of(group, slab_of)
+            self._free_slabs_of(group, offsets // self._slab_units)
             return
-        if (slab_of == slab_of[0]).all():  # as a rule
-            slabs, counts = slab_of[:1], np.array([len(offsets)])
-        else:
-            slabs, counts = np.unique(slab_of, return_counts=True)
-        left = self._used[slabs] - counts
-        if (self._owner[slabs] != group).any() or (left < 0).any():
+        units, slab_units = self.page_units[group], self._slab_units
+        freed: dict[int, list[int]] = {}
+        for offset in offsets.tolist():
+            slab = offset // slab_units
+            index = (offset - slab * slab_units) // units
+            if slab in freed:
+                freed[slab].append(index)
+            else:
+                freed[slab] = [index]
+        used = {slab: int(self._used[slab]) - len(indexes) for slab, indexes in freed.items()}
+        if min(used.values()) < 0 or any(self._owner[slab] != group for slab in freed):
             raise ValueError(f"freeing pages that {self.layout.groups[group].name} does not hold")
-        self._used[slabs] = left
         self.used_pages[group] -= len(offsets)
-        emptied = slabs[left == 0]
-        self._owner[emptied] = FREE
-        self.held_slabs[group] -= len(emptied)
         gaps = self._gaps[group]
-        for slab in emptied.tolist():
+        for slab, indexes in freed.items():
+            self._used[slab] = used[slab]
+            if used[slab]:
+                gaps.setdefault(slab, []).extend(indexes)
+        emptied = sorted(slab for slab, left in used.items() if not left)
+        self.held_slabs[group] -= len(emptied)
+        for slab in emptied:
+            self._owner[slab] = FREE
             gaps.pop(slab, None)
-            self._free_slabs.append(slab)
-        if len(emptied) < len(slabs):
-            staying = offsets[self._owner[slab_of] == group]
-            for offset in staying.tolist():
-                slab, within = divmod(offset, self._slab_units)
-                gaps.setdefault(slab, []).append(within // self.page_units[group])
+        self._free_slabs += emptied
 
     def _free_slabs_of(self, group: int, slabs: NDArray[np.int32]) -> None:
         """`free` for a group whose pages fill a slab each: none of them has gaps."""
-        slabs = np.sort(slabs)
-        if (slabs[1:] == slabs[:-1]).any():
+        freed = sorted(slabs.tolist())
+        if len(set(freed)) < len(freed):
             raise ValueError(f"freeing a page of {self.layout.groups[group].name} twice")
-        if (self._owner[slabs] != group).any():
+        if np.count_nonzero(self._owner[slabs] != group):
             raise ValueError(f"freeing pages that {self.layout.groups[group].name} does not hold")
         self._used[slabs] = 0
         self._owner[slabs] = FREE
-        self.used_pages[group] -= len(slabs)
-        self.held_slabs[group] -= len(slabs)
-        self._free_slabs += slabs.tolist()
+        self.used_pages[group] -= len(freed)
+        self.held_slabs[group] -= len(freed)
+        self._free_slabs += freed
 
     def _free_one(self, group: int, offset: int) -> None:
         """`free` for a single page, without arrays."""
@@ -246,16 +253,17 @@ class Arena:
         gaps.pop(slab, None)
         self._free_slabs.append(slab)
 
-    def compact(self, group: int) -> list[Move]:
+    def compact(self, group: int, pinned: Set[int] = frozenset()) -> list[Move]:
         """Empty the group's least used slab into the gaps of its others. [] when nothing can be won.
 
-        The pages are moved in the books at once: the caller copies them in order and rewrites its tables.
+        The pages are moved in the books at once: the caller copies them in order and rewrites its tables. No page of a
+        `pinned` slab is moved.
         """
         gaps = self._gaps[group]
-        if self.gap_pages(group) < self.pages_per_slab[group]:
+        if self.gap_pages(group) < self.pages_per_slab[group] or gaps.keys() <= pinned:
             return []
         slabs, free_pages = list(gaps), list(map(len, gaps.values()))
-        at = free_pages.index(max(free_pages))
+        at = max((i for i, slab in enumerate(slabs) if slab not in pinned), key=free_pages.__getitem__)
         victim = slabs[at]
         free_indexes = set(gaps.pop(victim))  # gone from the gaps, so that no target lies in the slab being emptied
         kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]
@@ -266,12 +274,14 @@ class Arena:
                 break
             if i != at:
                 targets += self._take_gaps(group, slabs[i], len(kept) - len(targets))
-        self.tag(group, np.array(targets, dtype=np.int32), self._tags[victim, kept])
+        start, units = victim * self._slab_units, self.page_units[group]
+        for i, target in zip(kept, targets, strict=True):
+            slab, within = divmod(target, self._slab_units)
+            self._tags[slab, within // units] = self._tags[victim, i]
         self._used[victim] = 0
         self._owner[victim] = FREE
         self.held_slabs[group] -= 1
         self._free_slabs.append(victim)
-        start, units = victim * self._slab_units, self.page_units[group]
         return [Move(group, start + i * units, target) for i, target in zip(kept, targets, strict=True)]
 
     def _take_gaps(self, group: int, slab: int, most: int) -> list[int]:

@@ -6,7 +6,7 @@ by restore points are cached: they are given up, or moved together, when a promi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -21,6 +21,7 @@ from windowpane.kv.tables import Columns, PageTable
 SCARCE = 0.1
 GAP_LIMIT = 0.02
 TIDY_PAGES_PER_STEP = 32
+FEW = 4  # pages, for which a loop takes less time than array operations
 CANDIDATES = 32  # least recently used restore points that are weighed when one has to go
 
 
@@ -54,8 +55,8 @@ class Books:
         self.cache_cursors = [Cursor() for _ in groups]
         self.shared = [SharedPages(g, self.arena) for g in groups]
         self.points: dict[RestorePoint, None] = {}  # least recently used first
-        self._freeable_bytes = np.zeros(64, dtype=np.int64)  # by number of restore point: what giving it up would free
-        self._free_numbers = list(range(63, -1, -1))
+        self._freeable_bytes: list[int] = []  # by number of restore point: what giving it up would free
+        self._free_numbers: list[int] = []
         self._next_victims: list[RestorePoint] = []  # weighed in this step, the next to go last
         # Shared pages that sequences slide past in the step being put together, by (group, slot, column).
         self.outgoing: dict[Place, Ids] = {}
@@ -171,10 +172,10 @@ class Books:
 
     def let_go(self, g: int, ids: Ids) -> None:
         """One holder less: a page that restore points keep becomes cached, any other is free."""
-        shared = self.shared[g]
-        if len(ids) == 1:
-            self._let_go_one(g, int(ids[0]))
+        if len(ids) <= FEW:
+            self._let_go_few(g, ids.tolist())
             return
+        shared = self.shared[g]
         holders = shared.slots[ids] - 1
         shared.slots[ids] = holders
         if len(unheld := ids[holders == 0]):
@@ -183,44 +184,63 @@ class Books:
             self._count_freeable(g, unheld[points == 1], 1)
             self._free_shared(g, unheld[points == 0])
 
-    def _let_go_one(self, g: int, i: int) -> None:
-        """`let_go` for one page, without arrays: what a sequence that slides past shared pages does."""
-        shared = self.shared[g]
-        holders = int(shared.slots[i]) - 1
-        shared.slots[i] = holders
-        if holders:
-            return
-        self.live_pages[g] -= 1
-        points = int(shared.point_counts[i])
-        if points == 1:  # from now on giving up that restore point frees the page
-            self._freeable_bytes[shared.point_numbers[i]] += self.layout.groups[g].page_bytes
-        elif points == 0:
-            self._free_shared(g, np.array([i]))
+    def _let_go_few(self, g: int, ids: list[int]) -> None:
+        """`let_go` without arrays: what sequences that slide past shared pages do."""
+        shared, free = self.shared[g], []
+        for i in ids:
+            holders = int(shared.slots[i]) - 1
+            shared.slots[i] = holders
+            if holders:
+                continue
+            self.live_pages[g] -= 1
+            points = int(shared.point_counts[i])
+            if points == 1:  # from now on giving up that restore point frees the page
+                self._freeable_bytes[int(shared.point_numbers[i])] += self.layout.groups[g].page_bytes
+            elif points == 0:
+                free.append(i)
+        if free:
+            self._free_shared(g, np.array(free))
 
     def let_go_offsets(self, g: int, offsets: Offsets) -> None:
         """A sequence lets go of these pages, its own and shared ones."""
         if len(self.shared[g]):
             are_shared = self.shared[g].is_shared(offsets)
-            if are_shared.any():
+            if np.count_nonzero(are_shared):
                 self.let_go(g, self.shared[g].ids(offsets[are_shared]))
                 offsets = offsets[~are_shared]
         self.live_pages[g] -= len(offsets)
         self.arena.free(g, offsets)
 
+    def let_outgoing_go(self) -> None:
+        """The step that slides past shared pages was put together: they are free for later steps."""
+        passed: dict[int, list[Ids]] = {}
+        for (g, _, _), ids in self.outgoing.items():
+            passed.setdefault(g, []).append(ids)
+        for g, all_ids in passed.items():
+            # One column's pages are all different.
+            for once in (
+                all_ids if len(all_ids) == 1 else _without_repeats([i for ids in all_ids for i in ids.tolist()])
+            ):
+                self.let_go(g, once)
+        self.outgoing.clear()
+        self.moved_columns.clear()
+
     def keep(self, point: RestorePoint) -> None:
         """A new restore point keeps its pages."""
         if not self._free_numbers:
-            count = len(self._freeable_bytes)
-            self._freeable_bytes = np.concatenate([self._freeable_bytes, np.zeros(count, dtype=np.int64)])
-            self._free_numbers += range(2 * count - 1, count - 1, -1)
+            self._free_numbers.append(len(self._freeable_bytes))
+            self._freeable_bytes.append(0)
         point.number = self._free_numbers.pop()
         for g, ids in enumerate(point.pages):
             shared = self.shared[g]
-            points, unheld = shared.point_counts[ids], shared.slots[ids] == 0
-            self._count_freeable(g, ids[(points == 1) & unheld], -1)  # another one keeps them too from now on
+            points, holders = shared.point_counts[ids], shared.slots[ids]
+            is_held = np.count_nonzero(holders) == len(ids)  # as a rule: its sequence still runs
+            if not is_held:
+                self._count_freeable(g, ids[(points == 1) & (holders == 0)], -1)  # another one keeps them too now
             shared.point_counts[ids] = points + 1
             shared.point_numbers[ids] ^= point.number
-            self._count_freeable(g, ids[(points == 0) & unheld], 1)
+            if not is_held:
+                self._count_freeable(g, ids[(points == 0) & (holders == 0)], 1)
         self.points[point] = None
         point.last_used = self.clock
 
@@ -240,11 +260,13 @@ class Books:
             points, holders = shared.point_counts[ids] - 1, shared.slots[ids]
             shared.point_counts[ids] = points
             shared.point_numbers[ids] ^= point.number
-            unheld, last = holders == 0, points == 0
-            self._count_freeable(g, ids[(points == 1) & unheld], 1)
-            self._free_shared(g, ids[last & unheld])
+            left = points + holders
+            has_one = left == 1  # another restore point, or a sequence
+            is_kept = points[has_one] == 1
+            self._count_freeable(g, ids[has_one][is_kept], 1)
+            self._free_shared(g, ids[left == 0])
             if self.tables[g].is_ring:
-                self._give_back(g, ids[last & (holders == 1)])
+                self._give_back(g, ids[has_one][~is_kept])
         self._freeable_bytes[point.number] = 0
         self._free_numbers.append(point.number)
         self.on_drop(point)
@@ -252,8 +274,9 @@ class Books:
     def _count_freeable(self, g: int, ids: Ids, sign: int) -> None:
         """One restore point keeps each of these pages and nobody holds it: giving that point up frees more, or less."""
         if len(ids):
-            page_bytes = sign * self.layout.groups[g].page_bytes
-            np.add.at(self._freeable_bytes, self.shared[g].point_numbers[ids], page_bytes)
+            page_bytes, freeable_bytes = sign * self.layout.groups[g].page_bytes, self._freeable_bytes
+            for number in self.shared[g].point_numbers[ids].tolist():
+                freeable_bytes[number] += page_bytes
 
     def _free_shared(self, g: int, ids: Ids) -> None:
         if len(ids):
@@ -280,14 +303,17 @@ class Books:
     # -- making room -----------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Win one slab, or at least one page: move stranded pages together, else give up a restore point."""
+        """Win one slab, or at least one page: move stranded pages together, else give up a restore point, else move
+        what is on its way too.
+        """
         if self._compact_any():
             return
         victim = self.victim()
-        if victim is None:
+        if victim is not None:
+            self.evictions += 1
+            self.drop(victim)
+        elif not self._compact_any(in_transit_too=True):
             raise AssertionError("a promised page is not there: the accounting is broken")
-        self.evictions += 1
-        self.drop(victim)
 
     def give_way(self, demand: Sequence[int]) -> bool:
         """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
@@ -340,7 +366,7 @@ class Books:
             if point in self.points and not point.pending and self._freeable_bytes[point.number]:
                 return point
             self._next_victims.pop()
-        freeable_bytes = self._freeable_bytes.tolist()
+        freeable_bytes = self._freeable_bytes
         freeable = (point for point in self.points if freeable_bytes[point.number] and not point.pending)
         weighed = sorted(islice(freeable, CANDIDATES), key=lambda p: self._score(p, freeable_bytes[p.number]))
         if weighed:
@@ -351,12 +377,12 @@ class Books:
 
     def score(self, point: RestorePoint) -> float | None:
         """Tokens saved per byte and age; None where giving it up frees nothing."""
-        freeable_bytes = int(self._freeable_bytes[point.number])
+        freeable_bytes = self._freeable_bytes[point.number]
         return self._score(point, freeable_bytes) if freeable_bytes else None
 
     def freeable_bytes(self, points: Iterable[RestorePoint]) -> int:
         """What giving up each of these alone would free, added up."""
-        return int(self._freeable_bytes[[point.number for point in points]].sum())
+        return sum(self._freeable_bytes[point.number] for point in points)
 
     def _score(self, point: RestorePoint, freeable_bytes: int) -> float:
         return self.worth(point) / freeable_bytes / (1 + self.clock - point.last_used)
@@ -364,13 +390,20 @@ class Books:
     def _has_cached_page(self, point: RestorePoint) -> bool:
         return any((self.shared[g].slots[ids] == 0).any() for g, ids in enumerate(point.pages))
 
-    def _compact_any(self) -> int:
-        """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+    def _compact_any(self, *, in_transit_too: bool = False) -> int:
+        """Win one slab from the group with the most gaps that has one to win; returns the pages moved.
+
+        A step that moves pages on their way between tiers has to wait for them, so they stay where they are unless
+        asked for.
+        """
         if not self._moves_pages:
             return 0
-        groups = range(len(self.tables))
-        for g in sorted(groups, key=self.arena.gap_bytes, reverse=True):
-            moves = self.arena.compact(g)
+        arena = self.arena
+        candidates = [g for g, per_slab in enumerate(arena.pages_per_slab) if arena.gap_pages(g) >= per_slab]
+        for g in sorted(candidates, key=arena.gap_bytes, reverse=True):
+            offsets = [self.shared[g].offsets[pages[g]] for pages in self.transit.values() if not in_transit_too]
+            pinned = arena.slabs_of(np.concatenate(offsets)) if offsets else frozenset()
+            moves = arena.compact(g, pinned)
             if moves:
                 self.apply_moves(g, moves)
                 return len(moves)
@@ -382,7 +415,7 @@ class Books:
         arena = self.arena
         moved = 0
         while arena.free_slabs < SCARCE * arena.num_slabs and moved < TIDY_PAGES_PER_STEP:
-            gap_bytes = sum(arena.gap_bytes(g) for g in range(len(self.tables)))
+            gap_bytes = sum(map(arena.gap_bytes, range(len(self.tables))))
             if gap_bytes <= GAP_LIMIT * arena.total_bytes:
                 return
             won = self._compact_any()
@@ -395,32 +428,33 @@ class Books:
         self.moved_pages += len(moves)
         self.log.copies += moves
         table = self.tables[g]
-        shared = []
-        tags = self.arena.tags(g, np.array([m.target for m in moves], dtype=np.int32))
-        for place, move in zip(tags.tolist(), moves, strict=True):
+        shared: dict[int, Move] = {}
+        for move in moves:
+            place = self.arena.tag_of_one(g, move.target)
             if place >= 0:
                 slot, column = table.place_page(place, move.target)
                 self._log_moved(g, slot, column)
             else:
-                shared.append((-1 - place, move.source, move.target))
+                shared[-1 - place] = move
         if shared:
-            ids, sources, targets = np.array(shared).T
-            self._move_shared(g, ids, sources.astype(np.int32), targets.astype(np.int32))
+            self._move_shared(g, shared)
 
-    def _move_shared(self, g: int, ids: Ids, sources: Offsets, targets: Offsets) -> None:
+    def _move_shared(self, g: int, moves: dict[int, Move]) -> None:
+        """Rewrite what names these shared pages, by id."""
         shared = self.shared[g]
-        shared.offsets[ids] = targets
-        held = shared.slots[ids] > 0  # the others stand in no table: only restore points keep them
-        if not held.any():
+        held = {}  # the others stand in no table: only restore points keep them
+        for i, move in moves.items():
+            shared.offsets[i] = move.target
+            if shared.slots[i]:
+                held[move.source] = move.target
+        if not held:
             return
-        for slot, columns in self.tables[g].rewrite(sources[held], targets[held]):
-            for column in columns.tolist():
-                self._log_moved(g, slot, column)
-        moved = set(ids.tolist())
-        if any(not moved.isdisjoint(pages[g].tolist()) for pages in self.transit.values()):
+        for slot, column in self.tables[g].rewrite(held):
+            self._log_moved(g, slot, column)
+        if any(not moves.keys().isdisjoint(pages[g].tolist()) for pages in self.transit.values()):
             self.log.settle()
         for place, outgoing in self.outgoing.items():
-            if place[0] == g and not moved.isdisjoint(outgoing.tolist()):
+            if place[0] == g and not moves.keys().isdisjoint(outgoing.tolist()):
                 self.log.moved_read(place)
 
     def _log_moved(self, g: int, slot: int, column: int) -> None:
@@ -498,3 +532,18 @@ class Books:
             for offset in self.shared[g].offsets[point.pages[g]].tolist():
                 kept[offset] = kept.get(offset, 0) + 1
         return kept
+
+
+def _without_repeats(ids: list[int]) -> Iterator[Ids]:
+    """The same ids in runs without repeats: two sequences may slide past one page in the same step."""
+    while ids:
+        once = set(ids)
+        yield np.array(sorted(once), dtype=np.int64)
+        again = []
+        if len(once) < len(ids):
+            for i in ids:
+                if i in once:
+                    once.remove(i)
+                else:
+                    again.append(i)
+        ids = again

@@ -62,7 +62,7 @@ class SharedPages:
         tags = self._arena.tags(self._group, offsets)
         new = tags >= 0
         ids = -1 - tags
-        count = int(new.sum())
+        count = int(np.count_nonzero(new))
         if count:
             fresh = self._new_ids(count)
             self.offsets[fresh] = offsets[new]

@@ -10,6 +10,10 @@ fixed     State, Cross    all columns filled at the start
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +24,7 @@ NO_PAGE = -1
 NEVER = 2**31 - 1  # a length no sequence reaches
 
 Columns = NDArray[np.int64]
+Ids = NDArray[np.int64]  # of shared pages: see `sharing`
 
 
 class PageTable:
@@ -117,6 +122,27 @@ class PageTable:
             blocks %= self.columns
         return blocks
 
+    def resumed_pages(self, kept: Ids, kept_length: int, length: int) -> Ids:
+        """Of the pages that a restore point at `kept_length` keeps, those that a sequence of `length` tokens needs."""
+        if length == kept_length or not (self.grows or self.is_ring):
+            return kept
+        columns = len(self.held_columns(length))
+        first = self.first_block(length) - self.first_block(kept_length) if self.is_ring and columns else 0
+        return kept[first * self.group.stripes : (first + columns) * self.group.stripes]
+
+    def shared_pages(self, resumed: Ids, length: int) -> Ids:
+        """The pages among them that it shares: all but a partly filled last one, and no state."""
+        if isinstance(self.group.retention, State):
+            return resumed[:0]
+        partly = (self.grows or self.is_ring) and length % self.block_tokens != 0
+        return resumed[: -self.group.stripes] if partly else resumed
+
+    def first_block(self, length: int) -> int:
+        """The block of the oldest token that a restore point at `length` keeps, for groups that keep tokens."""
+        retention = self.group.retention
+        assert not isinstance(retention, State | Cross)
+        return retention.held(length).start // self.block_tokens
+
     def can_change(self, slot: int) -> bool:
         """Whether the slot's row may need another page: a ring that is full and shares none never does."""
         if self.is_ring:
@@ -169,29 +195,23 @@ class PageTable:
         self.entries[slot, column, stripe] = offset
         return slot, column
 
-    def rewrite(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, Columns]]:
-        """Replace moved offsets wherever they stand; returns the columns that changed, slot by slot."""
-        order = np.argsort(sources)
-        sources, targets = sources[order], targets[order]
+    def rewrite(self, moved: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Replace moved offsets wherever they stand; returns the slot and the column of each change."""
         slots = [slot for slot, filled in enumerate(self.filled) if filled]
         if not slots:
             return []
         rows = [self.entries[slot, : self.filled[slot]] if self.grows else self.entries[slot] for slot in slots]
         pages = np.concatenate(rows).reshape(-1)
-        near = np.flatnonzero((pages >= sources[0]) & (pages <= sources[-1]))
-        index = np.minimum(np.searchsorted(sources, pages[near]), len(sources) - 1)
-        moved = sources[index] == pages[near]
-        at, new = near[moved], targets[index[moved]]
-        starts = np.cumsum([0, *(len(row) for row in rows)])
-        column_of, stripe_of = np.divmod(at, self.group.stripes)
-        row_of = np.searchsorted(starts, column_of, side="right") - 1
-        changed = []
-        for row in np.unique(row_of).tolist():
-            here = row_of == row
-            columns = column_of[here] - starts[row]
-            rows[row][columns, stripe_of[here]] = new[here]
-            changed.append((slots[row], np.unique(columns)))
-        return changed
+        near = np.flatnonzero((pages >= min(moved)) & (pages <= max(moved)))
+        starts = list(accumulate(map(len, rows), initial=0))
+        changed: dict[tuple[int, int], None] = {}
+        for at, page in zip(near.tolist(), pages[near].tolist(), strict=True):
+            if page in moved:
+                column, stripe = divmod(at, self.group.stripes)
+                row = bisect_right(starts, column) - 1
+                rows[row][column - starts[row], stripe] = moved[page]
+                changed[slots[row], column - starts[row]] = None
+        return list(changed)
 
 
 def _whole_tiles(columns: int, block_tokens: int) -> int:

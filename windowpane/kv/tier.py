@@ -39,7 +39,7 @@ AHEAD = 0.5  # of the arena that can be had without losing anything: points are 
 MOST_IN_TRANSIT = 0.25  # of the arena that spills hold at once
 SPILLED_WORTH = 0.05  # of a point that can be fetched again, beside one that would have to be computed
 MOST_WRITES = 64  # points that wait to be written to disk; those beyond are not
-WITHOUT_ADAPTER = "0:"  # keys of requests without an adapter (`Request.prefix_key`)
+NO_ADAPTER = "0"  # in keys of requests without one (`Request.prefix_key`)
 NOT_HERE = -1
 
 
@@ -90,6 +90,7 @@ class HostTier:
         self._disk: DiskStore | None = None
         self._writes: set[int] = set()  # numbers of what is being written to disk
         self._reads: dict[int, RestorePoint] = {}  # and of points that are being read from it, which are pending
+        self._adapter_contents = {NO_ADAPTER: NO_ADAPTER}  # by number, as keys have it
         self._counted = TierStats()
         points.on_add, points.on_drop = self._added, self._dropped
         manager.books.worth = self._worth
@@ -115,7 +116,9 @@ class HostTier:
 
     def _read_more(self, disk: DiskStore, key: str, tokens: Tokens, known: int) -> bool:
         """Begin to read a beginning of more than `known` tokens from disk; True while that goes on."""
-        length, point = disk.index.find(key, tokens).longest(len(tokens) - 1, self.manager.longest_resume)
+        if (disk_key := self._disk_key(key)) is None:
+            return False
+        length, point = disk.index.find(disk_key, tokens).longest(len(tokens) - 1, self.manager.longest_resume)
         if point is None or length <= max(known, MIN_PREFIX_TOKENS - 1):
             return False
         found = self.index.find(key, tokens[:length])
@@ -130,7 +133,10 @@ class HostTier:
         for g, ids in enumerate(kept):
             self.books.hold(g, ids)
         if has_room := self._make_room([int(m.sum()) for m in missing], score=math.inf):
-            places = [self.manager.resumed_part(g, point, length)[m] for g, m in enumerate(missing)]
+            tables = self.manager.tables
+            places = [
+                tables[g].resumed_pages(ids, point.length, length)[missing[g]] for g, ids in enumerate(point.pages)
+            ]
             targets, copy = self._new_copy(key, tokens[:length], pages)
             self._number += 1
             self._reads[self._number] = copy
@@ -147,6 +153,19 @@ class HostTier:
     def use_disk(self, disk: DiskStore) -> None:
         """Write every point that reaches the host to disk too, and look there for what the host does not have."""
         self._disk, self._ahead = disk, 1.0
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def know_adapter(self, number: int, content: str) -> None:
+        """Numbers of adapters mean nothing after a restart, so on disk their content takes their place."""
+        self._adapter_contents[str(number)] = content
+
+    def _disk_key(self, key: str) -> str | None:
+        adapter, salt = key.split(":", 1)
+        content = self._adapter_contents.get(adapter)
+        return None if content is None else f"{content}:{salt}"
 
     def take_from_disk(self) -> bool:
         """Take in what was written and read; True where a point has arrived, or will not."""
@@ -165,15 +184,21 @@ class HostTier:
             self._publish(point)
         return arrived
 
-    def fetch_demand(self, tokens: int, key: str, known: Tokens, hit: Hit) -> list[int]:
-        """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched."""
+    def fetch_demands(self, tokens: int, key: str, known: Tokens, hit: Hit) -> tuple[list[int], list[int]]:
+        """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched.
+
+        The second list is for a sequence that takes over the window pages which are fetched for it, so that the point
+        does not stay on the device.
+        """
         demand = self.manager.demand(tokens)
+        taking_over = list(demand)
         for g, ids in enumerate(self._on_device(key, known, hit.length)):
-            shared = self.manager.books.shared[g]
-            demand[g] += len(ids) - int(np.count_nonzero(shared.slots[ids[ids != NOT_HERE]]))
-            if not self.manager.tables[g].is_ring:
-                demand[g] -= len(self.manager.shared_part(g, ids, hit.length))
-        return demand
+            shared, table = self.manager.books.shared[g], self.manager.tables[g]
+            to_share = table.shared_pages(ids, hit.length)
+            more = len(ids) - int(np.count_nonzero(shared.slots[ids[ids != NOT_HERE]]))
+            demand[g] += more if table.is_ring else more - len(to_share)
+            taking_over[g] += more - (_count_missing(to_share) if table.is_ring else len(to_share))
+        return demand, taking_over
 
     # -- copying ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +232,8 @@ class HostTier:
         sources, targets = [], []
         for g, ids in enumerate(pages):
             is_missing = ids == NOT_HERE
-            source: Ids = self.manager.resumed_part(g, hit.on_host, length)[is_missing]
+            there = self.manager.tables[g].resumed_pages(hit.on_host.pages[g], hit.on_host.length, length)
+            source: Ids = there[is_missing]
             ids[is_missing] = target = _share_new(books, g, books.take(g, len(source), Cursor()))
             sources.append(source)
             targets.append(target)
@@ -291,6 +317,8 @@ class HostTier:
             return None
         self.manager.books.land(number)
         self.manager.books.log.landed(number)
+        if self._disk is not None:
+            self._disk.landed(number, to_host=transfer.spilled is not None)
         if transfer.spilled is not None:
             self._counted.spilled_bytes += transfer.copy_bytes
             self._publish(transfer.spilled)
@@ -376,12 +404,13 @@ class HostTier:
             self.books.let_go(g, ids)
 
     def _write(self, copy: RestorePoint) -> None:
-        """Begin to write a point of the host to disk. Numbers of adapters mean nothing after a restart."""
+        """Begin to write a point of the host to disk."""
         key, tokens = self.index.content(copy)
-        if self._disk is None or not key.startswith(WITHOUT_ADAPTER) or len(self._writes) >= MOST_WRITES:
+        disk_key = self._disk_key(key)
+        if self._disk is None or disk_key is None or len(self._writes) >= MOST_WRITES:
             return
         offsets = [self.books.shared[g].offsets[ids] for g, ids in enumerate(copy.pages)]
-        if self._disk.write(self._number + 1, key, tokens, offsets):
+        if self._disk.write(self._number + 1, disk_key, tokens, offsets):
             self._number += 1
             self._writes.add(self._number)
             self.books.send(self._number, copy.pages)

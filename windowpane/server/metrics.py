@@ -103,7 +103,7 @@ class Metrics:
 
     def stepped(self, outputs: Sequence[TokenOutput]) -> None:
         self.steps += 1
-        self.generated_tokens += sum(output.token is not None and not output.is_dropped for output in outputs)
+        self.generated_tokens += sum([output.token is not None and not output.is_dropped for output in outputs])
 
     def token_came(self, request: Request, times: Times, now: float) -> None:
         if times.last_token is None:

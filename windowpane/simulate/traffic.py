@@ -116,6 +116,13 @@ def _agents(rng: np.random.Generator) -> Iterator[Turn]:
         yield Turn(_length(rng, 400, 4000), _length(rng, 200, 1000), float(rng.exponential(2)))
 
 
+def _tools(rng: np.random.Generator) -> Iterator[Turn]:
+    """The same contexts, and tools that take three minutes on average (builds, tests, people): twelve turns in all."""
+    yield Turn(int(rng.integers(62_000, 66_000)), _length(rng, 200, 1000))
+    for _ in range(11):
+        yield Turn(_length(rng, 400, 4000), _length(rng, 200, 1000), float(rng.exponential(180)))
+
+
 def _serve(rng: np.random.Generator) -> Iterator[Turn]:
     yield Turn(int(rng.integers(100, 1025)), int(rng.integers(100, 1025)))
 
@@ -126,6 +133,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("chat", "multi-turn, with a system prompt that all share", 0, 0.25, 400, _chat),
         Workload("rag", "long prompts, short answers", 0, 0.2, 300, _rag),
         Workload("agents", "many turns over contexts of 65,000 tokens, all at once", 4, 0.0, 1500, _agents),
+        Workload("tools", "agents whose tools take minutes, over contexts of 65,000 tokens", 0, 0.01, 1500, _tools),
         Workload("serve", "256 requests at once, 100 to 1,024 tokens in and out", 256, 0.0, 0, _serve),
     )
 }
