@@ -82,7 +82,7 @@ class Metrics:
     """Counts of one server. The engine's thread tells it of steps, tokens and ends."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name}
+        self.labels = {"model_name": model_name}
         self._started = time.monotonic()
         self.steps = 0
         self.output_cpu_s = 0.0
@@ -162,7 +162,7 @@ class Metrics:
     def exposition(self, engine: Engine, *, alive: bool) -> bytes:
         """The text that Prometheus reads. Between steps only: it looks into the engine's books."""
         registry = CollectorRegistry(auto_describe=False)
-        families = [*self._engine_families(engine, alive), *self._families()]
+        families = [*self.engine_families(engine, alive), *self._families()]
         registry.register(_Collected([*families, *_named_as_in_vllm(families)]))
         return generate_latest(registry)
 
@@ -186,13 +186,13 @@ class Metrics:
         )
         for value in vars(self).values():
             if isinstance(value, Histogram):
-                yield value.family(self._labels)
+                yield value.family(self.labels)
 
-    def _engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
+    def engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
         scheduler, manager = engine.scheduler, engine.manager
-        yield self._gauge("engine_up", "1 while the engine runs, 0 when it died.", int(alive))
-        yield self._gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
-        yield self._gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
+        yield self.gauge("engine_up", "1 while the engine runs, 0 when it died.", int(alive))
+        yield self.gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
+        yield self.gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
         yield self._counter("num_preemptions", "Requests sent back to the queue.", scheduler.preemptions)
         if engine.adapters is not None:
             yield self._adapters_family(engine)
@@ -202,19 +202,19 @@ class Metrics:
             yield from self._tier_families(scheduler.tier.stats)
         groups = {group.name: manager.group_bytes(index) for index, group in enumerate(manager.layout.groups)}
         live = sum(held.live for held in groups.values())
-        yield self._gauge(
+        yield self.gauge(
             "kv_cache_usage_perc", "Live bytes over arena bytes; 1 is full.", live / manager.arena.total_bytes
         )
-        yield self._gauge("kv_arena_bytes", "Bytes of the arena.", manager.arena.total_bytes)
+        yield self.gauge("kv_arena_bytes", "Bytes of the arena.", manager.arena.total_bytes)
         held_bytes = GaugeMetricFamily(
             PREFIX + "kv_bytes",
             "Bytes of the arena by group and state; free ones belong to no group. All of them add up to the arena.",
-            labels=[*self._labels, "group", "state"],
+            labels=[*self.labels, "group", "state"],
         )
         for name, held in groups.items():
             for state in ("live", "cached", "stranded"):
-                held_bytes.add_metric([*self._labels.values(), name, state], getattr(held, state))
-        held_bytes.add_metric([*self._labels.values(), "", "free"], manager.free_bytes)
+                held_bytes.add_metric([*self.labels.values(), name, state], getattr(held, state))
+        held_bytes.add_metric([*self.labels.values(), "", "free"], manager.free_bytes)
         yield held_bytes
 
     def _adapters_family(self, engine: Engine) -> Metric:
@@ -235,16 +235,16 @@ class Metrics:
         return family
 
     def _tier_families(self, stats: TierStats) -> Iterator[Metric]:
-        yield self._gauge("host_arena_bytes", "Bytes of the host tier.", stats.total_bytes)
-        yield self._gauge("host_cached_bytes", "Bytes of the host tier that hold pages.", stats.cached_bytes)
-        yield self._gauge("host_restore_points", "Restore points in the host tier.", stats.restore_points)
+        yield self.gauge("host_arena_bytes", "Bytes of the host tier.", stats.total_bytes)
+        yield self.gauge("host_cached_bytes", "Bytes of the host tier that hold pages.", stats.cached_bytes)
+        yield self.gauge("host_restore_points", "Restore points in the host tier.", stats.restore_points)
         yield self._counter("host_hits", "Prompt tokens that were fetched from the host.", stats.hit_tokens)
         yield self._counter("host_fetches", "Restore points fetched from the host.", stats.fetches)
         yield self._counter("host_spilled_bytes", "Bytes copied to the host.", stats.spilled_bytes)
         yield self._counter("host_fetched_bytes", "Bytes copied from the host.", stats.fetched_bytes)
         yield self._counter("host_fetch_seconds", "Seconds that requests waited for those copies.", stats.fetch_seconds)
         yield self._counter("host_evictions", "Restore points that the host gave up for room.", stats.evictions)
-        yield self._gauge("disk_bytes", "Bytes of restore points on disk.", stats.disk_bytes)
+        yield self.gauge("disk_bytes", "Bytes of restore points on disk.", stats.disk_bytes)
         yield self._counter("disk_hits", "Prompt tokens that were read from disk.", stats.disk_hit_tokens)
         yield self._counter("disk_written_bytes", "Bytes written to disk.", stats.disk_written_bytes)
         yield self._counter("disk_read_bytes", "Bytes read from disk.", stats.disk_read_bytes)
@@ -261,19 +261,19 @@ class Metrics:
         )
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
+        family = CounterMetricFamily(PREFIX + name, help, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
         return family
 
     def _labelled_counter(self, name: str, help: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=[*self._labels, label])
+        family = CounterMetricFamily(PREFIX + name, help, labels=[*self.labels, label])
         for key, value in values.items():
-            family.add_metric([*self._labels.values(), key], value)
+            family.add_metric([*self.labels.values(), key], value)
         return family
 
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
+    def gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
         return family
 
 
