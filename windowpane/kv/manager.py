@@ -286,8 +286,9 @@ class KVManager:
         for (g, _, _), ids in books.outgoing.items():
             passed.setdefault(g, []).append(ids)
         for g, all_ids in passed.items():
+            numbers = [i for ids in all_ids for i in ids.tolist()]
             # One column's pages are all different.
-            for once in all_ids if len(all_ids) == 1 else _without_repeats([i for ids in all_ids for i in ids.tolist()]):
+            for once in all_ids if len(all_ids) == 1 else _without_repeats(numbers):
                 books.let_go(g, once)
         books.outgoing.clear()
 
