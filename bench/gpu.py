@@ -6,8 +6,8 @@ Each figure is the median of `--runs` rounds, beside the share of the memory roo
 cannot avoid to read (weights once, the past that each sequence sees) over the time, against what a plain sum over
 4 GiB reads. The workload `prefill` is 16 prompts of 32,768 tokens. With several KV formats, those after the first are
 told beside it. Experts are chosen uniformly at random (`bench.uniform_routing`). `--trace` adds where the time of one
-decoding step goes, kernel by kernel. `--adapters 16` measures each workload once more, with requests over so many
-random adapters in turn, and prints the share of the rate without. The last line is JSON.
+decoding step goes, kernel by kernel. `--adapters 16` measures each workload and traces once more, with requests over so
+many random adapters in turn, and prints the share of the rate without. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
         started.engine.runner = runner
         for rows in (1, case.serve):
             found[f"trace_{rows}"] = trace(started, rows)
+            if given.adapters:
+                found[f"trace_{rows} adapted"] = trace(started, rows, know_adapters(started, given))
         found["trace_prefill"] = trace_prefill(started)
     return found
 
@@ -222,10 +224,10 @@ def _turns(timings: list[Timing]) -> dict[str, Any]:
     return result
 
 
-def trace(started: Started, rows: int) -> list[tuple[str, int, float]]:
+def trace(started: Started, rows: int, adapters: Sequence[int] = (0,)) -> list[tuple[str, int, float]]:
     """Kernels of one decoding step of `rows` sequences over 800 past tokens: name, launches, microseconds."""
     engine = started.engine
-    requests = _requests(started, rows, 800, 64)
+    requests = _requests(started, rows, 800, 64, adapters)
     while any(len(r.output) < 8 for r in requests if r.finish_reason is None) and engine.has_work:
         engine.step()
     return _profiled(started, requests, f"one step of {len(engine.scheduler.running)} rows", steps=4)
@@ -235,11 +237,14 @@ def trace_prefill(started: Started, prompts: int = 8, length: int = 1024) -> lis
     return _profiled(started, _requests(started, prompts, length, 2), f"a step of {prompts} × {length} tokens", steps=1)
 
 
-def _requests(started: Started, count: int, length: int, new_tokens: int) -> list[Request]:
+def _requests(
+    started: Started, count: int, length: int, new_tokens: int, adapters: Sequence[int] = (0,)
+) -> list[Request]:
     prompts = torch.randint(started.spec.vocab_size, (count, length), dtype=torch.int32).numpy()
     params = SamplingParams(max_tokens=new_tokens, temperature=0)
     requests = [Request(f"trace {i}", prompt, params) for i, prompt in enumerate(prompts)]
-    for request in requests:
+    for i, request in enumerate(requests):
+        request.adapter = adapters[i % len(adapters)]
         started.engine.add(request)
     return requests
 

@@ -18,6 +18,7 @@ import traceback
 import torch
 
 from bench.gpu_checks import (
+    adapters,
     attention,
     chain,
     engine,
@@ -32,7 +33,9 @@ from bench.gpu_checks import (
     states,
 )
 
-MODULES = (attention, overlap, hopper, fused, quantized, experts, states, mamba2, chain, engine, formats, parallel)
+MODULES = (
+    attention, overlap, hopper, fused, adapters, quantized, experts, states, mamba2, chain, engine, formats, parallel,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
     else:
         failed = run_checks(arguments.words, *map(int, arguments.share.split("/")))
     if arguments.timings:
-        for module in (attention, hopper, fused, quantized, experts, states, chain, formats):
+        for module in (attention, hopper, fused, adapters, quantized, experts, states, chain, formats):
             module.timings()
     sys.exit(bool(failed))
 

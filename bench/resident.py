@@ -1,4 +1,6 @@
-"""What a process holds with an embedded model and a filled context: `python -m bench.resident ENGINE MODEL TOKENS`.
+"""What a process holds with a GGUF model and a filled context: `python -m bench.resident ENGINE MODEL TOKENS`.
+
+The model is an embedded one's name, or a file.
 
 Prints two figures of resident memory: with everything imported and the tokenizer read, and with the weights loaded and
 a prompt of that many tokens computed. A process of its own for each engine, so that neither sees what the other took.
@@ -41,13 +43,14 @@ def main() -> None:
 
     if engine == "llama.cpp":
         import llama_cpp  # noqa: F401
-    tokenizer = load_tokenizer(embedded_path(model))
+    path = Path(model) if Path(model).is_file() else embedded_path(model)
+    tokenizer = load_tokenizer(path)
     prompt = np.random.default_rng(0).integers(5, 40_000, tokens - 8)
     before = _resident()
     if engine == "llama.cpp":
-        LlamaCpp(embedded_path(model), torch.get_num_threads()).prepare(prompt[None], 8)(lambda: None)
+        LlamaCpp(path, torch.get_num_threads()).prepare(prompt[None], 8)(lambda: None)
     else:
-        llm = LLM(model, max_model_len=tokens, max_num_seqs=1, kv_cache_memory_bytes=256 * 2**20)
+        llm = LLM(str(path), max_model_len=tokens, max_num_seqs=1, kv_cache_memory_bytes=256 * 2**20)
         llm.generate([prompt.tolist()], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     print(json.dumps([before, _resident()]))
     del tokenizer

@@ -3,9 +3,11 @@
     python3 -m bench.tier gpu [--model gemma-4-31b] [--part copies] [--part next] [--part sessions] [--host-gib 72]
 
 `copies` moves the pages of sessions of the model's layout each way, and both at once. `next` asks the next turn of one
-session of `--length` tokens three times: from the device, from the host, and computed again; beside it, four requests
-decode. `sessions` has 24 sessions of 32,768 tokens taking turns of 64-token answers on an arena that holds 8 of them,
-one at a time and eight at once, with and without the tier. Weights are random. The last line is JSON.
+session of `--length` tokens three times: from the device, from the host, and computed again; then four requests decode
+while it is fetched again and again. `sessions` has 24 sessions of 32,768 tokens taking turns of 64-token answers on an
+arena that holds 8 of them, one at a time and eight at once, without the tier and with it: two engines over one runner,
+so that the model is loaded once. Most of the time goes into computing all sessions once. Weights are random. The last
+line is JSON.
 
     python -m bench.tier cpu [--model gemma-3-270m] [--length 4096]
 
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,15 +40,21 @@ from windowpane.kv.arena import Arena, Cursor
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import Changes, PageTransfer
 from windowpane.kv.layout import Layout
+from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.measure.rounds import warm_up
 from windowpane.models import load
 from windowpane.plan.config import EngineConfig
 from windowpane.plan.planner import size_up
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
+from windowpane.schedule.scheduler import Scheduler
 
 GIB = 2**30
 ANSWER_TOKENS = 64
 MORE_TOKENS = 32  # of a next turn
+FETCHES = 6  # beside decoding
+STEPS_BETWEEN = 12  # of decoding alone, before each of them
+REPORT_S = 10.0  # between lines that say how far it is
 PARTS = ("copies", "next", "sessions")
 
 
@@ -63,9 +71,10 @@ def main() -> None:
     parser.add_argument("--session-tokens", type=int, default=32_768)
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--held", type=int, default=8, help="sessions that the arena holds")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each session with the tier")
-    parser.add_argument("--computed-turns", type=int, default=8, help="turns that are measured without it")
-    parser.add_argument("--host-gib", type=float, default=72)
+    parser.add_argument("--turns", type=int, nargs=2, default=(16, 48), help="with the tier: one at a time, at once")
+    parser.add_argument("--computed-turns", type=int, nargs=2, default=(3, 12), help="the same without it")
+    parser.add_argument("--seconds", type=float, default=60, help="after which a measurement begins no further turn")
+    parser.add_argument("--host-gib", type=float, default=64)
     given = parser.parse_args()
     given.model = given.model or ("gemma-4-31b" if given.where == "gpu" else "gemma-3-270m")
     given.length = given.length or (65_536 if given.where == "gpu" else 4096)
@@ -159,13 +168,11 @@ def next_turn(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _beside_decoding(started: Started, rng: np.random.Generator, tokens: Any) -> dict[str, Any]:
-    """How long steps of four decoding requests take, alone and while a session is fetched."""
-    engine = started.engine
-    assert engine.scheduler.tier is not None
+    """How long steps of four decoding requests take, alone and while a session is fetched, again and again."""
+    engine, tier = started.engine, started.engine.scheduler.tier
+    assert tier is not None
     _spill_everything(engine)
-    for point in engine.manager.restore_points:
-        engine.manager.drop(point)
-    params = SamplingParams(max_tokens=160, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=128 * FETCHES, temperature=0, ignore_eos=True)
     prompts = rng.integers(started.spec.vocab_size, size=(4, 64), dtype=np.int32)
     others = [Request(f"other {i}", p, params, cache_salt="others") for i, p in enumerate(prompts)]
     for other in others:
@@ -173,94 +180,146 @@ def _beside_decoding(started: Started, rng: np.random.Generator, tokens: Any) ->
     while len(others[0].output) < 16:
         engine.step()
     alone, fetching = [], []
-    back = Request("back", np.append(tokens, np.int32(3)), SamplingParams(max_tokens=4, temperature=0))
+    for fetch in range(FETCHES):
+        for point in engine.manager.restore_points:
+            if not point.pending:
+                engine.manager.drop(point)
+        alone += [seconds for _ in range(STEPS_BETWEEN) if (seconds := _timed_step(engine, others[0]))]
+        back = Request("back", np.append(tokens, np.int32(3 + fetch)), SamplingParams(max_tokens=1, temperature=0))
+        engine.add(back)
+        while back.finish_reason is None:
+            under_way = tier.in_transit
+            seconds = _timed_step(engine, others[0])
+            if (under_way or tier.in_transit) and not back.output and seconds:
+                fetching.append(seconds)
+        for _ in range(4):  # of which some still have rows of the one that came back
+            engine.step()
+    for other in others:
+        engine.cancel(other)
     while engine.has_work:
-        if len(others[0].output) >= 80 and back.arrival < 0:
-            engine.add(back)
-        began, before = time.perf_counter(), len(others[0].output)
-        under_way = engine.scheduler.tier.in_transit and back.arrival >= 0 and not back.output
         engine.step()
-        if len(others[0].output) > before and len(others[0].output) < 150:
-            (fetching if under_way else alone).append(time.perf_counter() - began)
-    ms = {"decode_step_ms": alone, "decode_step_while_fetching_ms": fetching}
-    return {name: round(1e3 * statistics.median(times), 3) if times else None for name, times in ms.items()}
+    ms, ms_fetching = (1e3 * statistics.median(times) for times in (alone, fetching))
+    return {
+        "decode_step_ms": round(ms, 3),
+        "decode_step_while_fetching_ms": round(ms_fetching, 3),
+        "slowed_percent": round(100 * (ms_fetching / ms - 1), 1),
+        "steps_while_fetching": len(fetching),
+    }
+
+
+def _timed_step(engine: Engine, other: Request) -> float:
+    """Seconds of a step that gave `other` a token; 0 where it gave none."""
+    began, before = time.perf_counter(), len(other.output)
+    engine.step()
+    return time.perf_counter() - began if len(other.output) > before else 0.0
 
 
 # -- sessions that take turns --------------------------------------------------------------------------------------
 
 
 def sessions(given: argparse.Namespace) -> dict[str, Any]:
-    turns = given.rounds + 1
-    longest = given.session_tokens + 2 * (turns + 1) * (ANSWER_TOKENS + MORE_TOKENS)
+    rounds = 1 + sum(-(-turns // given.sessions) for turns in given.turns)
+    longest = given.session_tokens + rounds * (ANSWER_TOKENS + MORE_TOKENS)
     layout = size_up(load(given.model), EngineConfig(), 1, on_cpu=given.device == "cpu").layout
     arena_bytes = Capacity(layout, 0).slabs_for(given.held, longest + 256) * layout.slab_bytes
     result: dict[str, Any] = {
         "sessions": given.sessions,
         "tokens": given.session_tokens,
-        "arena_gib": arena_bytes / GIB,
+        "arena_gib": round(arena_bytes / GIB, 2),
     }
-    for host_gib in (given.host_gib, 0):
-        result |= _session_rates(given, longest, host_gib, arena_bytes)
-        gc.collect()  # engines have cycles, and the next one needs the room
-        if given.device != "cpu":
-            torch.cuda.empty_cache()
+    began = time.perf_counter()
+    with _engine(given, longest, given.host_gib, kv_cache_memory_bytes=arena_bytes) as started:
+        rng = np.random.default_rng(2)
+        shape = (given.sessions, given.session_tokens)
+        held = list(rng.integers(started.spec.vocab_size, size=shape, dtype=np.int32))
+        # Without the tier every turn is computed again, so a first round would change nothing.
+        result |= _session_rates(given, _without_tier(started), list(held), "without", given.computed_turns)
+        first = _take_turns(given, started.engine, held, given.sessions, given.held, "with, first round", more=0)
+        result["with_first_round_turns_per_minute"] = round(first, 2)
+        result |= _session_rates(given, started.engine, held, "with", given.turns)
+        tier = started.engine.scheduler.tier
+        assert tier is not None
+        stats = tier.stats
+        result |= {
+            "fetches": stats.fetches,
+            "fetched_gib": round(stats.fetched_bytes / GIB, 2),
+            "spilled_gib": round(stats.spilled_bytes / GIB, 2),
+            "fetch_gb_per_s": round(stats.fetched_bytes / max(stats.fetch_seconds, 1e-9) / 1e9, 2),
+            "host_used_gib": round(stats.cached_bytes / GIB, 2),
+            "host_evictions": stats.evictions,
+        }
     for at_once in (1, given.held):
         rates = [result[f"{name}_{at_once}_at_once_turns_per_minute"] for name in ("with", "without")]
         result[f"{at_once}_at_once_times"] = round(rates[0] / rates[1], 2)
-    return result
+    return result | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def _session_rates(given: argparse.Namespace, longest: int, host_gib: float, arena_bytes: int) -> dict[str, Any]:
-    """With the tier all sessions are computed once before. Without it every turn of so many is computed again, so a
-    first round would change nothing.
-    """
-    name, rng, result = "with" if host_gib else "without", np.random.default_rng(2), {}
-    with _engine(given, longest, host_gib, kv_cache_memory_bytes=arena_bytes) as started:
-        shape = (given.sessions, given.session_tokens)
-        held = list(rng.integers(started.spec.vocab_size, size=shape, dtype=np.int32))
-        count = given.sessions * given.rounds if host_gib else given.computed_turns
-        if host_gib:
-            began = time.perf_counter()
-            _take_turns(started, rng, held, given.sessions, at_once=given.held, more=0)
-            result["first_round_s"] = round(time.perf_counter() - began, 1)
-        for at_once in (1, given.held):
-            rate = _take_turns(started, rng, held, count, at_once=at_once)
-            result[f"{name}_{at_once}_at_once_turns_per_minute"] = round(rate, 2)
-            print(f"  {name}, {at_once} at once: {rate:.2f} turns per minute", flush=True)
-        if (tier := started.engine.scheduler.tier) is not None:
-            stats = tier.stats
-            result |= {
-                "fetches": stats.fetches,
-                "fetched_gib": round(stats.fetched_bytes / GIB, 2),
-                "spilled_gib": round(stats.spilled_bytes / GIB, 2),
-                "fetch_gb_per_s": round(stats.fetched_bytes / max(stats.fetch_seconds, 1e-9) / 1e9, 2),
-                "host_used_gib": round(stats.cached_bytes / GIB, 2),
-                "host_evictions": stats.evictions,
-            }
+def _without_tier(started: Started) -> Engine:
+    """Another engine over the same runner, arena and weights, for as long as the one with the tier is idle."""
+    engine = started.engine
+    same, scheduler = engine.manager, engine.scheduler
+    manager = KVManager(
+        same.layout, same.arena.num_slabs, same.num_slots, same.max_model_len, rollback_tokens=same.rollback_tokens
+    )
+    plain = Scheduler(manager, scheduler.max_num_batched_tokens, restore_points=RestorePoints(manager))
+    return Engine(plain, engine.runner, engine.sampler, async_scheduling=engine.async_scheduling)
+
+
+def _session_rates(
+    given: argparse.Namespace, engine: Engine, held: list[Any], name: str, turns: Sequence[int]
+) -> dict[str, Any]:
+    """Turns per minute, one at a time and as many at once as the arena holds."""
+    result = {}
+    for at_once, count in zip((1, given.held), turns, strict=True):
+        if engine.scheduler.tier is None:  # few turns are measured, and none of them may find an earlier one's session
+            engine.scheduler.drop_restore_points()
+        rate = _take_turns(given, engine, held, count, at_once, f"{name}, {at_once} at once")
+        result[f"{name}_{at_once}_at_once_turns_per_minute"] = round(rate, 2)
     return result
 
 
 def _take_turns(
-    started: Started, rng: np.random.Generator, held: list[Any], count: int, *, at_once: int, more: int = MORE_TOKENS
+    given: argparse.Namespace,
+    engine: Engine,
+    held: list[Any],
+    count: int,
+    at_once: int,
+    name: str,
+    more: int = MORE_TOKENS,
 ) -> float:
-    """So many turns, session after session, `at_once` of them running; turns per minute. `held` grows by each."""
-    engine, vocab_size = started.engine, started.spec.vocab_size
+    """So many turns, session after session, `at_once` of them running; turns per minute. `held` grows by each.
+
+    A first round (`more` 0) takes the time that it takes; others begin no turn when `--seconds` are over.
+    """
+    rng = np.random.default_rng(count)
     waiting = [index % len(held) for index in range(count)]
     running: dict[Request, int] = {}
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
-    began = time.perf_counter()
+    done, found, began, told = 0, 0, time.perf_counter(), 0.0
     while waiting or running:
+        seconds = time.perf_counter() - began
+        if more and seconds > given.seconds:
+            waiting.clear()
         while waiting and len(running) < at_once and waiting[0] not in running.values():
             index = waiting.pop(0)
-            prompt = np.append(held[index], rng.integers(vocab_size, size=more, dtype=np.int32))
+            prompt = np.append(held[index], rng.integers(held[0].max(), size=more, dtype=np.int32))
             request = Request(f"turn {count - len(waiting)}", prompt, params)
             engine.add(request)
             running[request] = index
         for output in engine.step():
-            _check(output.request)
-            if output.request.finish_reason is not None and output.request in running:
-                held[running.pop(output.request)] = output.request.tokens(0, output.request.known_tokens).copy()
-    return 60 * count / (time.perf_counter() - began)
+            request = output.request
+            _check(request)
+            if request.finish_reason is not None and request in running:
+                held[running.pop(request)] = request.tokens(0, request.known_tokens).copy()
+                done, found = done + 1, found + request.cached_tokens
+        if seconds > told + REPORT_S:
+            told = seconds
+            print(f"  {name}: {done} of {count} turns in {seconds:.0f} s", flush=True)
+    rate = 60 * done / (time.perf_counter() - began)
+    while engine.has_work:  # copies that nobody waits for
+        engine.step()
+    print(f"  {name}: {rate:.2f} turns per minute ({done} turns, {found:,} tokens of prompts found)", flush=True)
+    return rate
 
 
 # -- a chat after kill -9 ------------------------------------------------------------------------------------------

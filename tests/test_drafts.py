@@ -103,9 +103,38 @@ def test_logprobs_and_prefix_hits_are_the_same_with_drafts(drafts):
     assert again.cached_tokens == 79, "all but the last token of the answer, which was never computed"
 
 
+def test_a_step_with_drafts_is_on_its_way_before_tokens_of_the_one_before_become_text():
+    engine = drafting_engine(True, 4, speculator=all_right())
+    engine.add(request("r", prompt(1, 7), max_tokens=30, temperature=0))
+    assert engine.step() == []
+    for steps, tokens in ((2, 1), (3, 1), (4, 5), (5, 5)):  # the second has no token to draft behind
+        assert len(engine.step()) == tokens
+        assert engine.runner.steps == steps
+
+
+@BOTH_WAYS
+def test_an_interrupt_loses_no_token_that_was_known(overlapped):
+    engine = drafting_engine(overlapped, 4, speculator=all_right())
+    engine.runner.fail_at[4] = KeyboardInterrupt()
+    one, outputs = request("r", prompt(1, 7), max_tokens=30, temperature=0), []
+    engine.add(one)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.has_work:
+            outputs += engine.step()
+    while engine.has_work:
+        outputs += engine.step()
+    assert [o.token for o in outputs] == [*one.output, None] and len(one.output) == (7 if overlapped else 11)
+    assert one.finish_reason is FinishReason.FAILED
+
+
+def all_right() -> Eager:
+    return Eager(KnownAnswers(alone, 1.0, always_most=True), 4)
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("ends_at", [1, 2])
-def test_a_stop_string_drops_what_its_step_gave_behind_it(ends_at):
-    engine = drafting_engine(False, 4, keep=True, speculator=Eager(KnownAnswers(alone, 1.0, always_most=True), 4))
+def test_a_stop_string_drops_what_its_step_gave_behind_it(overlapped, ends_at):
+    engine = drafting_engine(overlapped, 4, keep=True, speculator=all_right())
     one = request("r", prompt(1, 40), max_tokens=12, temperature=0, logprobs=0)
     engine.add(one)
     while True:
@@ -116,6 +145,8 @@ def test_a_stop_string_drops_what_its_step_gave_behind_it(ends_at):
     engine.stop(outputs[ends_at])
     assert (len(one.output), len(one.logprobs), one.finish_reason) == (before + ends_at + 1,) * 2 + (FinishReason.STOP,)
     assert [o.is_dropped for o in outputs] == [False] * (ends_at + 1) + [True] * (len(outputs) - ends_at - 1)
+    while engine.has_work:
+        assert engine.step() == []
     engine.manager.check_idle()
     assert engine.manager.restore_points, "what was computed can be resumed from"
 

@@ -20,7 +20,8 @@ HOUSE: dict[str, set[str]] = {
     "schedule": {"kv"},
     "drafts": {"schedule.request"},
     "plan": {"kv", "models", "drafts.config"},
-    "simulate": {"kv", "models", "schedule", "plan"},
+    "routing": {"kv", "schedule"},
+    "simulate": {"kv", "models", "schedule", "plan", "routing"},
     "doctor": {"kv", "models", "plan"},
     "text": {"models", "schedule.request"},
     # with torch
@@ -39,19 +40,35 @@ HOUSE: dict[str, set[str]] = {
         "device",
         "lowering",
     },
-    "parallel": {"kv", "models", "schedule.batch", "plan", "device", "lowering", "weights", "runners"},
+    "parallel": {
+        *("kv", "models", "schedule.batch", "schedule.request", "drafts.drafter", "plan"),
+        *("device", "lowering", "weights", "runners"),
+    },
     "engine": {
         *("kv", "models", "schedule", "drafts", "plan", "text"),
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
-    "server": {"kv", "schedule", "drafts", "text", "parallel", "engine"},
+    "server": {"kv", "schedule", "routing.events", "drafts", "text", "parallel", "engine"},
+    "cluster": {"kv", "schedule", "routing", "text", "engine", "server"},
     "__main__": {"cli"},
-    "cli": {"models", "schedule", "plan", "simulate", "doctor", "text", "engine", "measure", "server"},
+    "cli": {
+        "models",
+        "schedule",
+        "plan",
+        "simulate",
+        "doctor",
+        "text",
+        "engine",
+        "measure",
+        "server",
+        "routing.events",
+        "cluster",
+    },
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }
 
-WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "simulate", "doctor", "text")
+WITHOUT_TORCH = ("kv", "models", "schedule", "drafts", "plan", "routing", "simulate", "doctor", "text")
 
 ROOT = Path(windowpane.__file__).parent
 

@@ -12,6 +12,7 @@ import torch
 from bench.known_drafts import Eager, KnownAnswers, Overheard
 from bench.random_adapters import engine_adapters
 from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
+from windowpane.drafts.drafter import ModelDrafter
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.capacity import Capacity
@@ -22,6 +23,7 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Routes
 from windowpane.lowering.gpu.chaining import ChainedLayer
 from windowpane.lowering.gpu.kernels.hopper_tiled import is_hopper
+from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec, from_config
 from windowpane.models.adapters import AdapterRoom
 from windowpane.models.drafters import drafter_for
@@ -33,7 +35,11 @@ from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import Scheduler
 from windowpane.weights import load_weights
 
-ASSISTED = ("gemma4 K = V", "gemma4 everything")
+ASSISTANT, ITSELF, OWN_LAYER = "assistant", "drafting for itself", "own layer"
+DRAFTERS = (
+    ("gemma4 K = V", ASSISTANT), ("gemma4 everything", ASSISTANT), ("gemma4 everything", ITSELF), ("qwen3", ITSELF),
+    ("qwen3-next", OWN_LAYER), ("qwen3.5", OWN_LAYER),
+)  # fmt: skip
 RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
 ADAPTED = ("llama", "gemma4 everything", "gemma4 int4", "qwen3 experts", "gpt-oss", "qwen3-next", "falcon-h1")
 ROUTED = ("qwen3 experts", "gpt-oss", "gemma4 experts", "glm 4.5")
@@ -55,8 +61,8 @@ CLEAR = 4.0  # times the plain path's rounding noise
 class Setting:
     """How a run differs: none of it may show in the tokens. `routes`: the experts that they visited are told too.
 
-    `drafts`: so many at most, of which some are wrong; with an `assistant` there is one beside the model. `adapters`:
-    requests have so many in turn, and none.
+    `drafts`: so many at most, of which some are wrong. `drafter`: beside the model there is an assistant, the same
+    model once more, or its own layer for that. `adapters`: requests have so many in turn, and none.
     """
 
     fused: bool = True
@@ -67,7 +73,7 @@ class Setting:
     routes: bool = False
     drafts: int = 0
     adapters: int = 0
-    assistant: bool = False
+    drafter: str | None = None
 
 
 def checks() -> Checks:
@@ -78,7 +84,7 @@ def checks() -> Checks:
         *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
         *((f"engine routes: {name}", partial(greedy_equals_reference, name, routes=True)) for name in ROUTED),
         *((f"engine adapters: {name}", partial(greedy_equals_reference, name, adapters=2)) for name in ADAPTED),
-        *((f"engine assistant: {name}", partial(assistant_equals_reference, name)) for name in ASSISTED),
+        *((f"engine {who}: {name}", partial(drafter_equals_reference, name, who)) for name, who in DRAFTERS),
     ]
 
 
@@ -102,21 +108,21 @@ def greedy_equals_reference(name: str, *, routes: bool = False, adapters: int = 
     return f"{sum(map(len, expected))} tokens × {len(settings)} ways"
 
 
-def assistant_equals_reference(
-    name: str, device: str = "cuda", lengths: tuple[int, ...] = (1, 5, 130), new_tokens: int = NEW_TOKENS
+def drafter_equals_reference(
+    name: str, who: str, device: str = "cuda", lengths: tuple[int, ...] = (1, 5, 130), new_tokens: int = NEW_TOKENS
 ) -> str:
-    """What an assistant drafts in float32, beside drafts of which some are right: plain torch, and the fused path."""
+    """What a model drafts in float32, beside drafts of which some are right: plain torch, and the fused path."""
     answers = run(name, Setting(fused=False, overlapped=False), device, lengths, new_tokens)
     found = []
     ways = [Setting(fused=False, overlapped=False), Setting(graphs=False, overlapped=False)]
     ways += [Setting(), Setting(chunk_tokens=17)] if device == "cuda" else []
     for setting in ways:
-        setting = replace(setting, drafts=3, assistant=True)
+        setting = replace(setting, drafts=3, drafter=who)
         engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
         runner = engine.runner
         assert isinstance(runner, Runner | CudaRunner) and runner.drafter is not None
         known = KnownAnswers(lambda request: answers[int(request.id)])
-        overheard = Overheard(runner.drafter, known)
+        overheard = Overheard(ModelDrafter(runner.drafter), known)
         engine.speculator = Eager(overheard, setting.drafts)
         if greedy(engine, lengths, new_tokens) != answers:
             raise AssertionError(f"{setting}: tokens differ")
@@ -133,13 +139,28 @@ def assistant_equals_reference(
     return f"{compared} drafts"
 
 
-def assistant_of(name: str) -> ModelSpec:
+def with_drafter(
+    spec: ModelSpec, drafter: str, dtype: torch.dtype, device: torch.device
+) -> tuple[ModelSpec, Weights, Weights | None]:
+    """The model with this drafter, what its own checkpoint has for it, and the drafter's own checkpoint."""
+    if drafter == ITSELF:
+        return spec.with_drafter(drafter_for(spec, spec)), {}, weights_of(spec.name, dtype, device)
+    other = assistant_of(spec.name) if drafter == ASSISTANT else None
+    spec = spec.with_drafter(drafter_for(spec, other))
+    found = load_weights(None, other or spec, dtype=dtype, device=device, load_format="dummy", seed=3)
+    assert spec.drafter is not None
+    return spec, {t.name: found[t.name] for t in spec.drafter.tensors}, found if other else None
+
+
+def assistant_of(name: str, *, centroids: bool = False) -> ModelSpec:
     """A small assistant for this model, which reads the same KV heads."""
     target = spec_of(name)
     own = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "num_kv_shared_layers": 0, "hidden_size": 32}
     own |= {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "enable_moe_block": False}
     fields = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}
     fields |= {"text_config": {**CONFIGS[name], **own}, "backbone_hidden_size": target.hidden_size}
+    if centroids:
+        fields |= {"use_ordered_embeddings": True, "num_centroids": 20, "centroid_intermediate_top_k": 3}
     return from_config(fields, "assistant")
 
 
@@ -255,7 +276,7 @@ def _engine(
     runner, manager = make_runner(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
         kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts,
-        assistant=setting.assistant, adapters=setting.adapters,
+        drafter=setting.drafter, adapters=setting.adapters,
     )  # fmt: skip
     adapter_slots = AdapterSlots(setting.adapters) if setting.adapters else None
     adapters = None
@@ -285,19 +306,18 @@ def make_runner(
     routes: bool = False,
     drafts: int = 0,
     adapters: int = 0,
-    assistant: bool = False,
+    drafter: str | None = None,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name).with_routes() if routes else spec_of(name)
+    weights, own = weights_of(name, dtype, device), None
+    if drafter is not None:
+        spec, more, own = with_drafter(spec, drafter, dtype, device)
+        weights |= more
     stored = str(dtype).removeprefix("torch.")
     formats = resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored)
     layout = plan_layout([*spec.caches, *((spec.routes,) if spec.routes else ())], formats, stored)
     rollback = rollback_for(drafts, layout)
     slabs = (slots + 1) * Capacity(layout, 0, rollback).slabs_for(1, length)
-    weights, own = weights_of(name, dtype, device), None
-    if assistant:
-        drafter = assistant_of(name)
-        spec = spec.with_drafter(drafter_for(spec, drafter))
-        own = load_weights(None, drafter, dtype=dtype, device=device, load_format="dummy", seed=3)
     manager = KVManager(layout, slabs, slots, length, rollback)
     args = (spec, weights, layout, slabs, slots, length)
     common = {"device": device, "dtype": dtype, "rollback_tokens": rollback, "drafter_weights": own}

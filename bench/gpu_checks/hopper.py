@@ -56,6 +56,8 @@ CHECKED = {
     "gpt-oss window, sinks": Layer(8, 8, 64, window_tokens=128, has_sinks=True),
     "gpt-oss full, sinks": Layer(8, 8, 64, has_sinks=True),
     "128 dims, window, 64-token blocks": Layer(8, 4, 128, window_tokens=1000, block_tokens=64),
+    "Qwen3.5-27B, 6 query heads to a KV head": Layer(4, 6, 256),
+    "64 dims, 3 query heads, window, sinks": Layer(4, 3, 64, window_tokens=700, has_sinks=True),
 }
 ENGINE_CHUNKS = (1100, 37, 1500, 1024)
 TIMED = (

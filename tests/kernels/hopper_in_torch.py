@@ -86,9 +86,13 @@ class Barrier:
 
 
 class Product:
-    """A wgmma in flight; the first operand may be in registers."""
+    """A wgmma in flight; the first operand may be in registers. `sums` may be in flight, too: products of a warp group
+    end in their order, so the next one adds to what this one will have given.
+    """
 
-    def __init__(self, a: Tensor | Shared, b: Shared, sums: Tensor) -> None:
+    def __init__(self, a: Tensor | Shared, b: Shared, sums: Tensor | Product) -> None:
+        if isinstance(sums, Product):
+            sums = sums._result
         self._shared = [x.values for x in (a, b) if isinstance(x, Shared)]
         self._read = [x.clone() for x in self._shared]
         self._result = Tensor(sums.values + a.values.float() @ b.values.float())
@@ -101,11 +105,10 @@ class Product:
         self.is_done = True
 
     def result(self) -> Tensor:
-        assert self.is_done, "a product is read that is still in flight"
         return self._result
 
 
-def _multiply(a: Tensor | Shared, b: Shared, sums: Tensor, *, is_async: bool) -> Product:
+def _multiply(a: Tensor | Shared, b: Shared, sums: Tensor | Product, *, is_async: bool) -> Product:
     assert is_async and a.values.dtype == b.values.dtype
     program.products = [*getattr(program, "products", []), Product(a, b, sums)]
     return program.products[-1]
@@ -117,7 +120,7 @@ def _wait_for_products(most_in_flight: int, deps: list[Any]) -> tuple[Any, ...]:
     program.products = program.products[len(done) :]
     for product in done:
         product.finish()
-    return tuple(x.result() if isinstance(x, Product) else x for x in deps)
+    return tuple(x.result() if isinstance(x, Product) and x.is_done else x for x in deps)
 
 
 def _bring(tensor: Described, at: list[Any], barrier: Barrier, to: Shared) -> None:

@@ -4,7 +4,8 @@ names of models, between semicolons, and of a KV format where it is not the acti
 With `chained` behind the name, what lies between two layers' attention of one row goes where the launch for it goes on
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
 to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts;
-with `assisted`, an assistant's are compared. With `adapted`, two of three requests have an adapter each.
+with `assisted`, an assistant's are compared, with `drafting` the model's own, with `layered` those of its own layer for
+that. With `adapted`, two of three requests have an adapter each.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ TINY |= {
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
 CHAINED, UNCHAINED, ROUTED, DRAFTED, ADAPTED = " chained", " unchained", " routed", " drafted", " adapted"
-ASSISTED = " assisted"
+DRAFTING = {" assisted": engine.ASSISTANT, " drafting": engine.ITSELF, " layered": engine.OWN_LAYER}
 
 
 def main() -> None:
@@ -142,11 +143,12 @@ def main() -> None:
 
 def check(name: str, kv_cache_dtype: str) -> None:
     suffixes = (CHAINED, UNCHAINED, ROUTED, DRAFTED, ADAPTED)
-    if name.endswith(ASSISTED):
-        name = name.removesuffix(ASSISTED)
-        CONFIGS[name] = TINY[name]
-        engine.assistant_equals_reference(name, "cpu", (1, 13), 8)
-        return
+    for suffix, who in DRAFTING.items():
+        if name.endswith(suffix):
+            name = name.removesuffix(suffix)
+            CONFIGS[name] = TINY[name]
+            engine.drafter_equals_reference(name, who, "cpu", (1, 13), 6)
+            return
     is_chained, is_unchained, routes, drafts, adapted = (name.endswith(suffix) for suffix in suffixes)
     for suffix in suffixes:
         name = name.removesuffix(suffix)

@@ -25,7 +25,7 @@ CAPPED = Scores(0.1, softcap=50.0)
 
 def compiled_decode(view, scores, capability, monkeypatch):
     """Decoding, and its combination of parts."""
-    kernels = [record(monkeypatch, decoding, name, capability) for name in ("_decode_kernel", "_combine_kernel")]
+    kernels = [record(monkeypatch, decoding, name, capability) for name in ("_decode_kernel", "combine_kernel")]
     q, k = numbers(ROWS, QUERY_HEADS, view.dim), numbers(ROWS, view.kv_heads, view.dim)
     scratch = decoding.DecodeScratch(ROWS, view.kv_heads, QUERY_HEADS // view.kv_heads, view.dim, 256, CPU)
     lists = (ints(ROWS), ints(ROWS), ints(ROWS + 1))

@@ -19,7 +19,7 @@ QUERY_HEADS, KV_HEADS, DIM = 40, 8, 128
 def test_decoding_and_chunks_of_prompts_spill_nothing(monkeypatch, tmp_path):
     kernels = [
         record(monkeypatch, decoding, "_decode_kernel"),
-        record(monkeypatch, decoding, "_combine_kernel"),
+        record(monkeypatch, decoding, "combine_kernel"),
         record(monkeypatch, prefilling, "_pair_kernel"),
     ]
     view = LayerView(KV_HEADS, DIM, 16, 512, True, (0, 32_768), 0, 1, torch.bfloat16)

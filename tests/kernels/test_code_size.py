@@ -40,7 +40,7 @@ def test_all_launches_of_a_sliding_layer_fit_the_instruction_cache(monkeypatch):
     kernels = [
         record(monkeypatch, preparing, "_heads_kernel"),
         record(monkeypatch, decoding, "_decode_kernel"),
-        record(monkeypatch, decoding, "_combine_kernel"),
+        record(monkeypatch, decoding, "combine_kernel"),
     ]
     preparing.prepare_heads(
         numbers(1, (QUERY_HEADS + 2 * view.kv_heads) * view.dim), ints(1), *torch.zeros(2, view.dim), q, k, v,

@@ -129,7 +129,7 @@ def record(monkeypatch, module, name: str, capability: int = 90) -> Recorder:
 )
 def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     kernel = record(monkeypatch, decoding, "_decode_kernel", capability)
-    record(monkeypatch, decoding, "_combine_kernel", capability)
+    record(monkeypatch, decoding, "combine_kernel", capability)
     view = view_of(fmt, latent=latent)
     q, k = numbers(ROWS, 32, view.dim), numbers(ROWS, view.kv_heads, view.dim)
     scratch = decoding.DecodeScratch(ROWS, view.kv_heads, 32 // view.kv_heads, view.dim, 256, CPU)
@@ -148,7 +148,7 @@ def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("fmt", "latent"), [("int8_per_token_head", False), ("int4_per_token_head", True)])
 def test_several_rows_of_a_sequence(fmt, latent, monkeypatch):
-    kernels = [record(monkeypatch, decoding, name) for name in ("_decode_kernel", "_combine_rows_kernel")]
+    kernels = [record(monkeypatch, decoding, name) for name in ("_decode_kernel", "combine_rows_kernel")]
     view, rows = view_of(fmt, latent=latent), 4
     q, k = numbers(ROWS * rows, 32, view.dim), numbers(ROWS * rows, view.kv_heads, view.dim)
     scratch = decoding.DecodeScratch.of_rows(view, 32 // view.kv_heads, rows, CPU)

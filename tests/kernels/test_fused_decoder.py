@@ -16,6 +16,8 @@ EXPERTS = ("gemma4 experts routed", "gpt-oss mxfp4")  # others: `interpreted_dec
 DRAFTED = (
     "gemma4 drafted",
     "gemma4 assisted",
+    "gemma4 drafting",
+    "qwen3.5 layered",
 )  # a window, K = V and shared KV; states take drafts as chunks: "qwen3.5 drafted"
 
 

@@ -15,13 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from bench import generated_gguf
 from windowpane.cli.main import main
 from windowpane.engine.devices import on_gpu, resolve_plan
 from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
-from windowpane.models.gguf import hf_config, read_header
+from windowpane.models.ggml import GGML_TYPES
+from windowpane.models.gguf import read_header
+from windowpane.models.gguf_families import hf_config
 from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.planner import make_plan
+from windowpane.text import load_tokenizer
+from windowpane.weights import load_weights
 
 LLAMA: dict[str, Any] = {
     "block_count": 2,
@@ -88,6 +93,20 @@ def test_the_embedded_smollm2_is_a_llama() -> None:
     assert config["tie_word_embeddings"] is True
 
 
+def test_the_generated_benchmark_file_has_the_tensors_of_the_real_one() -> None:
+    real = read_header(embedded_path("gemma-3-270m")).tensors.values()
+    assert {(t.name, GGML_TYPES[t.kind].scheme, t.shape) for t in real} == set(generated_gguf.tensors())
+
+
+def test_a_generated_benchmark_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated_gguf, "VOCAB", 512)
+    generated_gguf.write(tmp_path / "m.gguf")
+    spec = load(tmp_path / "m.gguf")
+    weights = load_weights(tmp_path / "m.gguf", spec, dtype=torch.float32, device=torch.device("cpu"))
+    assert (spec.num_layers, spec.vocab_size, len(weights)) == (18, 512, len(list(generated_gguf.tensors())))
+    assert load_tokenizer(tmp_path / "m.gguf").id_count == 512
+
+
 def test_gemma_3_27b_scales_queries_by_its_width(tmp_path: Path) -> None:
     fields = {**GEMMA3, "block_count": 62, "embedding_length": 96}
     assert hf_config(read_header(write_gguf(tmp_path / "m.gguf", "gemma3", fields)))["query_pre_attn_scalar"] == 24
@@ -142,9 +161,9 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        ("mamba", LLAMA, "unknown GGUF architecture 'mamba'; known: gemma3, llama"),
+        ("mamba", LLAMA, "architecture 'mamba' are not read; those that are: gemma2, gemma3, gpt-oss"),
         ("llama", {**LLAMA, "split.count": 3}, "one of 3 parts"),
-        ("llama", {**LLAMA, "rope.scaling.type": "yarn"}, "unknown value 'yarn'; known: linear, none"),
+        ("llama", {**LLAMA, "rope.scaling.type": "ntk"}, "unknown value 'ntk'; known: linear, yarn, none"),
         ("llama", {**LLAMA, "rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
         ("llama", {**LLAMA, "block_count": "two"}, "llama.block_count must be a whole number, not 'two'"),
         ("llama", {k: v for k, v in LLAMA.items() if k != "block_count"}, "no num_hidden_layers"),

@@ -151,3 +151,10 @@ def test_scales_that_are_no_numbers_are_found(kind: int) -> None:
         damaged[37, -found.stored_bytes + at : len(damaged[37]) - found.stored_bytes + at + 2] = (0, 0x7C)  # infinity
         weight.fill(0, torch.from_numpy(damaged))
         assert not weight.has_finite_scales
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_outputs_are_permuted_without_loss(kind: int) -> None:
+    weight, values = packed(kind, 40, 512)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(weight.permute_outputs(order).dequantize(torch.float32), values[order])

@@ -9,7 +9,7 @@ import torch
 from tests.running.harness import Knobs, Run, generate_by, generate_with
 from tests.running.small_models import QUANTIZED, save, spec_of
 from windowpane.kv.caches import Cache
-from windowpane.kv.layout import Layout
+from windowpane.kv.layout import Layout, rollback_for
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK
 from windowpane.models.weights import weight_bytes
@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 
 class Model:
-    """A small model and where its weights lie: None where they are made up, packed."""
+    """A small model and where its weights lie: None where they are made up, packed. It may have a drafter."""
 
-    def __init__(self, spec: ModelSpec, source: Path | None) -> None:
-        self.spec, self.source = spec, source
+    def __init__(self, spec: ModelSpec, source: Path | None, drafter_source: Path | None = None) -> None:
+        self.spec, self.source, self.drafter_source = spec, source, drafter_source
 
     @classmethod
     def named(cls, name: str, directory: Path) -> Model:
@@ -39,7 +39,9 @@ class Model:
             save(name, path)
         return cls(spec_of(name), path)
 
-    def job(self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False) -> RankJob:
+    def job(
+        self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False, rollback_tokens: int = 0
+    ) -> RankJob:
         return RankJob(
             spec=self.spec,
             source=self.source,
@@ -53,6 +55,8 @@ class Model:
             batched_tokens=slots,
             use_graphs=use_graphs,
             need_bytes=0,
+            rollback_tokens=rollback_tokens,
+            drafter_source=self.drafter_source,
         )
 
     def alone(self, prompts: list[list[int]], new_tokens: int, knobs: Knobs) -> Run:
@@ -63,7 +67,8 @@ class Model:
         """Greedy answers of both ranks, whose bytes are those of the plan."""
 
         def make_runner(layout: Layout, slabs: int, length: int) -> ParallelRunner:
-            job = self.job(layout, slabs, knobs.num_slots, length)
+            rollback = rollback_for(knobs.drafts, layout)
+            job = self.job(layout, slabs, knobs.num_slots, length, rollback_tokens=rollback)
             runner, reports = start_on(workers, job)
             planned = RankReport(weight_bytes(self.spec, RANKS), slabs * layout.slab_bytes, None)
             assert reports == [planned] * RANKS

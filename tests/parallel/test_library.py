@@ -88,3 +88,23 @@ def test_each_rank_spills_and_fetches_its_own_part(twin: Path, alone: LLM) -> No
         assert [c.token_ids for c in second] == [c.token_ids for c in expected]
         tier = llm.engine.scheduler.tier
         assert tier is not None and tier.stats.fetches > 0
+
+
+def test_the_parts_of_all_ranks_come_back_from_disk_or_none_does(twin: Path, alone: LLM, tmp_path: Path) -> None:
+    """A file has the pages of both ranks: where those of one are damaged, the other's are not used either."""
+    flags = {**FLAGS, "kv_offloading_size": "64MiB", "kv_disk_path": str(tmp_path), "tensor_parallel_size": 2}
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    with LLM(twin, **flags) as llm:
+        first = llm.generate(PROMPTS[:1], greedy)[0]
+    longer = [first.prompt_token_ids + first.token_ids]
+    (expected,) = alone.generate(longer, greedy)
+    for damaged, found in ((False, 107), (True, 0)):
+        for file in tmp_path.glob("*.kv") if damaged else ():
+            data = bytearray(file.read_bytes())
+            data[-100] ^= 1  # the last page is the last rank's
+            file.write_bytes(data)
+        with LLM(twin, **flags) as llm:
+            (again,) = llm.generate(longer, greedy)
+            assert (again.token_ids, again.cached_tokens) == (expected.token_ids, found)
+            tier = llm.engine.scheduler.tier
+            assert tier is not None and (tier.stats.disk_hit_tokens > 0) == (found > 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.running.small_models import spec_of, weights_of
-from windowpane.drafts.drafter import Asking
+from windowpane.drafts.drafter import Asking, DraftingModel, ModelDrafter
 from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
@@ -19,7 +19,6 @@ from windowpane.kv.retention import Full
 from windowpane.kv.tier import HostTier
 from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
-from windowpane.runners.drafting import ModelDrafter
 from windowpane.runners.plain import Runner
 from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.batch import NO_TOKENS, accepted
@@ -164,14 +163,18 @@ def _step(run: Run, requests: list[Request], knobs: Knobs) -> None:
         poison_unheld(run)
 
 
-def _drafts(scheduler: Scheduler, drafter: ModelDrafter | None, knobs: Knobs) -> dict[int, Tokens]:
+def _drafts(scheduler: Scheduler, drafter: DraftingModel | None, knobs: Knobs) -> dict[int, Tokens]:
     if not knobs.drafts:
         return {}
     rooms = {slot: scheduler.draft_room(slot) for slot in scheduler.running}
     if drafter is not None:
         lengths = scheduler.manager.lengths
         asking = [Asking(scheduler.running[s], s, int(lengths[s]), room) for s, room in rooms.items() if room]
-        return {a.slot: tokens for a, tokens in zip(asking, drafter.propose(asking), strict=True) if len(tokens)}
+        return {
+            a.slot: tokens
+            for a, tokens in zip(asking, ModelDrafter(drafter).propose(asking), strict=True)
+            if len(tokens)
+        }
     assert knobs.guess is not None
     guessed = {slot: knobs.guess(scheduler.running[slot], room) for slot, room in rooms.items() if room}
     return {slot: tokens for slot, tokens in guessed.items() if len(tokens)}

@@ -48,6 +48,8 @@ class TestFields:
     def test_unknown_fields_are_errors_too(self, server: Running) -> None:
         error = error_of(server.complete(prompt="a", temprature=1), 400)
         assert error["param"] == "temprature" and "temprature" in error["message"]
+        for name in ("prom[t", "Prompt", "str", "int", ""):
+            assert error_of(server.complete(prompt="a", **{name: 1}), 400)["param"] == (name or None)
         nested = server.chat(stream=True, stream_options={"include_usages": True})
         assert error_of(nested, 400)["param"] == "stream_options.include_usages"
 

@@ -120,12 +120,20 @@ class TestGoingOn:
                 two.responses.create(model="tiny", input="More", previous_response_id=id)
 
     def test_the_oldest_give_way(self) -> None:
-        store = ResponseStore(max_characters=300)
+        store = ResponseStore(max_bytes=10_000)
         for id in "abc":
-            store.keep("", Stored({"id": id}, (Message(role="user", content="x" * 50),)))
+            store.keep("", Stored({"id": id}, (Message(role="user", content="x" * 2000),)))
         assert store.find("", "c").document == {"id": "c"}
         with pytest.raises(Exception, match="gave way to newer ones"):
             store.find("", "a")
+
+    def test_however_little_they_say(self) -> None:
+        """A response holds its tools and its schema, and objects where others have characters."""
+        store = ResponseStore(max_bytes=2**20)
+        for number in range(2000):
+            document = {"id": str(number), "tools": [{"type": "function", "parameters": {"enum": list("abcdefgh")}}]}
+            store.keep("", Stored(document, (Message(role="user", content="Hi"),)))
+        assert 100 < sum(1 for _ in store._kept) < 500
 
 
 class TestTools:

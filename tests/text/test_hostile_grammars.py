@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +153,36 @@ def test_so_is_what_was_refused(grammars: Grammars) -> None:
     assert time.monotonic() - began < 0.1
 
 
+def test_who_was_refused_is_not_remembered(grammars: Grammars) -> None:
+    class Body: ...
+
+    def ask() -> weakref.ref[Body]:
+        body = Body()
+        with pytest.raises(GrammarError):
+            grammars.regex("(never closed")
+        return weakref.ref(body)
+
+    bodies = [ask(), ask()]
+    gc.collect()
+    assert [body() for body in bodies] == [None, None]
+
+
+def test_a_worker_that_compiles_keeps_the_last_grammar_only(grammars: Grammars) -> None:
+    def compile(number: int) -> None:
+        grammars.json_schema({"type": "object", "properties": {f"{number}-{i}": {"type": "string"} for i in range(40)}})
+
+    def resident_bytes() -> int:
+        worker = grammars._pool._idle[-1]
+        return int(Path(f"/proc/{worker._pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    for number in range(10):
+        compile(number)
+    before = resident_bytes()
+    for number in range(10, 60):
+        compile(number)
+    assert resident_bytes() - before < 10 * 2**20
+
+
 @pytest.mark.parametrize(
     "texts", [["a", "ab", "abc"], ["a|b", "a.c", "(x)"], ["é\n", "é", "/\\", "#1 &~-"], ["same"] * 3]
 )
@@ -163,7 +197,7 @@ def test_what_is_remembered_of_large_sources_is_bounded_by_bytes() -> None:
     cache = _Cache()
     sources = [Source("regex", f"{i:03}" * 2**18) for i in range(100)]
     for source in sources:
-        cache.add(source, GrammarError("too large"))
+        cache.add(source, "too large")
     kept = [source for source in sources if cache.find(source) is not None]
     assert kept == sources[-len(kept) :] and len(kept) > 20
     assert sum(source.size_bytes for source in kept) <= CACHED_BYTES < sum(source.size_bytes for source in sources)

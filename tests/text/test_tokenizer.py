@@ -23,7 +23,7 @@ from tests.models.test_gguf import LLAMA, write_gguf
 from tests.text.models import GEMMA, SMOLLM2, embedded_tokenizer
 from windowpane.models.embedded import embedded_path
 from windowpane.models.gguf import read_header
-from windowpane.text import TextError, load_tokenizer
+from windowpane.text import TextError, gguf_tokenizer, load_tokenizer
 from windowpane.text.gguf_tokenizer import SentencePiece, build
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_tokens.json").read_text())
@@ -154,6 +154,22 @@ def test_a_prefix_space_is_written_and_taken_off_again(tmp_path: Path) -> None:
 def test_gguf_tokenizers_that_cannot_be_read(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(TextError, match=message):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", "llama", LLAMA | fields))
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", " 2024", ":", " ABCdef", "  ", " go", "/", "now", "\n"]),
+        ("refact", ["It", "'s", " ", "2", "0", "2", "4", ":", " ABCdef", "  ", " go", "/", "now", "\n"]),
+        ("llama-bpe", ["It", "'s", " ", "202", "4", ":", " ABCdef", "  ", " go", "/now", "\n"]),
+        ("qwen2", ["It", "'s", " ", "2", "0", "2", "4", ":", " ABCdef", "  ", " go", "/now", "\n"]),
+        ("gpt-4o", ["It's", " ", "202", "4", ":", " ABCdef", "  ", " go", "/now", "\n"]),
+        ("tekken", ["It", "'s", " ", "2", "0", "2", "4", ":", " ABCdef", "  ", " go", "/now", "\n"]),
+    ],
+)
+def test_text_is_cut_as_the_file_says(pre: str, pieces: list[str]) -> None:
+    cuts = gguf_tokenizer._CUTS[pre].pre_tokenizer().pre_tokenize_str("It's 2024: ABCdef   go/now\n")
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in cuts] == pieces
 
 
 def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:

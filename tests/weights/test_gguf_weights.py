@@ -26,7 +26,8 @@ from windowpane.lowering.strips import StripWeight
 from windowpane.models import load
 from windowpane.models.config import ModelError
 from windowpane.models.embedded import EMBEDDED, embedded_path
-from windowpane.models.gguf import read_header, stored_types
+from windowpane.models.gguf import read_header
+from windowpane.models.gguf_families import stored_types
 from windowpane.models.tensors import RankPlace
 from windowpane.models.weights import sharding_problem, text_tensors, weight_bytes
 from windowpane.weights import WeightsError, kept_strips, load_weights

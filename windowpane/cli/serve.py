@@ -90,6 +90,25 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    kv_events_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Publish what can be resumed for routers, as vLLM does (docs/cluster.md; the `kv-events` extra).",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many engines on Ray (docs/cluster.md; the `ray` extra).", rich_help_panel=SERVER),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="The cluster that --replicas run on, as in ray://head:10001 or auto; else this machine.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What clients call the model; may be given again.", rich_help_panel=SERVER),
@@ -167,6 +186,7 @@ def serve(
         if config is not None:  # see `cli.words`, which puts the flags of one file in its place
             raise UserError(f"--config {config}: one file is read; put all flags into it")
         from windowpane.plan.sizes import parse_bytes
+        from windowpane.routing.events import KvEventsConfig
         from windowpane.server.adapters import parse_modules
         from windowpane.server.auth import Access
         from windowpane.server.run import ServerOptions
@@ -201,7 +221,14 @@ def serve(
             lora_modules=parse_modules(lora_modules or []),
             lora_dir=lora_dir,
             shutdown_timeout_s=shutdown_timeout,
+            kv_events=KvEventsConfig.parse(kv_events_config or "{}"),
         )
+        if replicas is not None:
+            from windowpane.cluster.serve import serve_replicas
+
+            return serve_replicas(model, {**flags.given(), "seed": seed}, options, replicas, ray_address)
+        if ray_address is not None:
+            raise UserError(f"--ray-address {ray_address} is for --replicas; add that too")
         return run_server(model, {**flags.given(), "seed": seed}, options)
 
 

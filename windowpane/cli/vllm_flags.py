@@ -197,7 +197,6 @@ INSTEAD: dict[str, str] = {
     "--replayssm-buffer-len": _PLAIN_STATES,
     "--device-memory-utilization": "use --gpu-memory-utilization",
     "--kv-transfer-config": "KV is not sent to other servers; leave it out",
-    "--kv-events-config": "GET /stats shows what is kept; events are not published",
     "--ec-transfer-config": _TEXT_ONLY,
     "--ec-manager-config": _TEXT_ONLY,
     "--engram-config": "models with embeddings of n-grams are not run here; leave it out",

@@ -2,11 +2,18 @@
 
 On a GPU the memory is pinned, and each direction has a stream of its own: copies begin when the device has done what it
 was sent before them, and steps wait only for those that they are told of. On a CPU a copy is over when it was begun.
+
+A step sends its inputs to the device and its tokens back through the same copy engines, which take turns between
+streams only where a copy ends. So long runs of pages are cut into slices that take less than a tenth of a millisecond.
+
+The memory is a file of its own without a name, so that rank 0 can map that of the other ranks and write it to disk.
+Behind the slabs stand two marks: the numbers of the transfers that were over last, to the device and to the host.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import time
 import weakref
 from contextlib import suppress
@@ -20,6 +27,9 @@ from numpy.typing import NDArray
 from windowpane.kv.changes import Changes, PageTransfer
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout
 
+MARKS_BYTES = 4096  # behind the slabs
+SLICE_BYTES = 4 * 2**20  # of one copy beside steps: what a step's own copies wait for at most
+
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
@@ -29,14 +39,38 @@ class _UnderWay:
     ended: torch.cuda.Event
 
 
+@dataclass(frozen=True, slots=True)
+class HostHandle:
+    """By which another process of the same user finds the host memory of this one."""
+
+    process: int
+    file: int
+
+    def map(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Its slabs and its marks."""
+        file = os.open(f"/proc/{self.process}/fd/{self.file}", os.O_RDWR)
+        try:
+            whole: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file, 0), dtype=np.uint8)
+        finally:
+            os.close(file)
+        return whole[:-MARKS_BYTES], whole[-MARKS_BYTES:][:16].view(np.int64)
+
+
 class HostPages:
     """`num_slabs` slabs of host memory beside an arena of the same layout."""
 
     def __init__(self, layout: Layout, num_slabs: int, arena: torch.Tensor) -> None:
-        self.memory = _host_memory(num_slabs * layout.slab_bytes)
+        size_bytes = num_slabs * layout.slab_bytes
+        file = os.memfd_create("windowpane-kv") if num_slabs and hasattr(os, "memfd_create") else -1
+        self.handle = HostHandle(os.getpid(), file) if file >= 0 else None
+        whole = _host_memory(file, size_bytes + MARKS_BYTES if num_slabs else 0)
         if arena.device.type == "cuda" and num_slabs:
-            _pin(self.memory)
-            weakref.finalize(self, _unpin, self.memory)
+            _pin(whole)
+            weakref.finalize(self, _unpin, whole)
+        if file >= 0:
+            weakref.finalize(self, os.close, file)
+        self.memory = whole[:size_bytes]
+        self._marks = whole[size_bytes : size_bytes + 16].view(torch.int64)
         self._arena = arena
         self._page_units = [group.page_units for group in layout.groups]
         self._under_way: dict[int, _UnderWay] = {}  # in order
@@ -65,6 +99,7 @@ class HostPages:
             if not self._streams:
                 began = time.perf_counter()
                 self._copy(transfer)
+                self._marks[int(transfer.to_host)] = transfer.number
                 self._landed.append((transfer.number, time.perf_counter() - began))
                 continue
             stream = self._streams[transfer.to_host]
@@ -74,6 +109,8 @@ class HostPages:
             with torch.cuda.stream(stream):
                 under_way.began.record(stream)
                 self._copy(transfer)
+                mark = self._marks[int(transfer.to_host)]
+                mark.copy_(torch.full((), transfer.number, device=self._arena.device), non_blocking=True)
                 under_way.ended.record(stream)
             self._under_way[transfer.number] = under_way
 
@@ -94,7 +131,9 @@ class HostPages:
                 here, there = (int(offsets[start]) * OFFSET_UNIT_BYTES for offsets in (on_device, on_host))
                 page, copy = self._arena[here : here + size], self.memory[there : there + size]
                 target, source = (copy, page) if transfer.to_host else (page, copy)
-                target.copy_(source, non_blocking=True)
+                for at in range(0, size, SLICE_BYTES):
+                    part = slice(at, at + SLICE_BYTES)
+                    target[part].copy_(source[part], non_blocking=True)
 
 
 def _runs(on_device: NDArray[np.int32], on_host: NDArray[np.int32], page_units: int) -> list[tuple[int, int]]:
@@ -104,11 +143,13 @@ def _runs(on_device: NDArray[np.int32], on_host: NDArray[np.int32], page_units: 
     return list(pairwise(edges))
 
 
-def _host_memory(size_bytes: int) -> torch.Tensor:
+def _host_memory(file: int, size_bytes: int) -> torch.Tensor:
     """Fresh memory costs nothing until it is touched, and large pages are touched and pinned sooner."""
     if not size_bytes:
         return torch.zeros(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size_bytes)
+    if file >= 0:
+        os.ftruncate(file, size_bytes)
+    memory = mmap.mmap(file, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel may have none
             memory.madvise(mmap.MADV_HUGEPAGE)

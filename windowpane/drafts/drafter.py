@@ -43,6 +43,21 @@ class Asking:
     most: int
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a model drafts from, by value, as every rank is told: a slot's tokens from position `length` on."""
+
+    slot: int
+    length: int
+    tokens: Tokens
+    most: int
+
+    @classmethod
+    def of(cls, asked: Asking) -> Known:
+        tokens = asked.request.tokens(asked.length, asked.request.known_tokens)
+        return cls(asked.slot, asked.length, tokens, asked.most)
+
+
 class Drafter(Protocol):
     """`is_free`: proposals cost next to nothing, so they are made in steps that verify none too, and compared with what
     the target says.
@@ -57,11 +72,30 @@ class Drafter(Protocol):
         """The request is over."""
 
 
+class DraftingModel(Protocol):
+    """A model of a runner that drafts."""
+
+    def draft(self, known: Sequence[Known]) -> list[Tokens]:
+        """Up to `most` tokens behind each one's known ones."""
+
+
+class ModelDrafter:
+    """The drafter of a model. Nothing is kept by request: whoever has its slot next begins anew."""
+
+    is_free = False
+
+    def __init__(self, model: DraftingModel) -> None:
+        self.model = model
+
+    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
+        if waits_for_step(asking):
+            return [np.zeros(a.most, dtype=np.int32) for a in asking]  # there would be drafts
+        return self.model.draft([Known.of(a) for a in asking])
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
 def waits_for_step(asking: Sequence[Asking]) -> bool:
     """Whether a step is in flight, which hides what a model would go on from."""
     return any(a.request.known_tokens <= a.length for a in asking)
-
-
-def made_up(asking: Sequence[Asking]) -> list[Tokens]:
-    """What a model says then: that there would be drafts."""
-    return [np.zeros(a.most, dtype=np.int32) for a in asking]

@@ -12,6 +12,11 @@ else is to be done than to wait for one, a step without rows carries the order, 
 With a speculator, a step may verify drafts: each of their places samples a token as it would without them, and those
 that equal their drafts save a step each. What is drafted hangs on the tokens before it, so such a step waits until no
 other is in flight, and none is sent off before it has landed. Steps overlap as ever while no drafts are worth that.
+
+    with drafts  run n ─ commit n ─ draft and schedule n+1 ─ run n+1 ─ text of n ─ commit n+1 ─ …
+
+Overlapped, the next step is sent off before `step` returns the tokens of the one that landed: they become text, stop
+strings are looked for and requests come in while the device verifies.
 """
 
 from __future__ import annotations
@@ -19,8 +24,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -71,8 +75,7 @@ class StepRunner(Protocol):
     def landed(self) -> list[tuple[int, float]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One new token of a request, None where a failed step ended it. `finish_reason` is set with the last one.
 
     `output_tokens` is how many the answer has with it. A step with drafts may give several, of which a stop string
@@ -113,6 +116,7 @@ class Engine:
         self.speculator = speculator
         self.adapters = adapters
         self._sent_steps: deque[SentStep] = deque()
+        self._landed: list[TokenOutput] = []  # not returned yet: an interrupt ended the step that was to do so
         self._ended: Moment | None = None  # of the step that landed last
         self._decoded_at: float | None = None  # when a step that only decoded landed, if it was the last one
         self._routed_slots: dict[Request, int] = {}  # of requests that sampled in that step and want routed experts
@@ -123,7 +127,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._sent_steps)
+        return self.scheduler.has_work or bool(self._sent_steps) or bool(self._landed)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run is refused at once, with a ValueError."""
@@ -178,16 +182,34 @@ class Engine:
         return self._land() if self._sent_steps else []
 
     def _overlapped_step(self) -> list[TokenOutput]:
+        if self._landed:
+            return self._take_landed()
         if len(self._sent_steps) > 1:  # an interrupt came between sending one off and landing the one before
             return self._land()
         failed = any(sent.error is not None for sent in self._sent_steps)  # nothing is built on such a step
         drafts = {} if failed else self._drafts()
         if self._sent_steps and (drafts or self._sent_steps[0].drafts):
-            return self._land()  # drafts are worth waiting for it
+            return self._land_and_go_on()  # drafts are worth waiting for it
         scheduled = not failed and self._schedule(drafts)
         if self._sent_steps and (len(self._sent_steps) > 1 or not scheduled):
             return self._land()
         return []
+
+    def _land_and_go_on(self) -> list[TokenOutput]:
+        """Land a step that the next one's drafts hang on, and send that off before anybody reads its tokens.
+
+        Routed experts are read while no later step is on its way, and stop strings are found late: then nothing is sent
+        off yet.
+        """
+        sent = self._sent_steps[0]
+        self._landed = self._land()
+        if sent.error is None and not sent.routed_slots:
+            self._schedule(self._drafts())
+        return self._take_landed()
+
+    def _take_landed(self) -> list[TokenOutput]:
+        landed, self._landed = self._landed, []
+        return landed
 
     # -- one step --------------------------------------------------------------------------------------------------
 

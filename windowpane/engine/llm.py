@@ -58,6 +58,7 @@ class LLM:
         started = start(model, flags, self._console)
         self.engine = started.engine
         self._close = started.close
+        self._sleeper = started.sleeper
         self.plan: Plan = started.plan
         self._text_source = started.text_source
         self._answers: dict[Request, Answer] = {}
@@ -70,6 +71,22 @@ class LLM:
         if "_grammars" in self.__dict__:
             self._grammars.close()
         self._close()
+
+    def sleep(self, level: int = 1) -> int:
+        """Give memory back until `wake_up`, and say how many bytes: level 1 drops KV, 2 the weights too.
+
+        What runs must have been answered. Meanwhile prompts are refused.
+        """
+        self._sleeper.check(level)
+        with self._engine_lock:
+            if self._answers:
+                raise ValueError(f"{len(self._answers)} answers are not complete; read their streams, or close them")
+            return self._sleeper.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again. Weights that went are loaded anew."""
+        with self._engine_lock:
+            self._sleeper.wake()
 
     def __enter__(self) -> Self:
         return self
@@ -266,6 +283,8 @@ class LLM:
         kept = () if parser is None or tokenizer is None else kept_special_ids(tokenizer, parser.markers)
         answer = Answer(request, tokenizer, kept_special_ids=kept)
         with self._engine_lock:
+            if self._sleeper.level:
+                raise ValueError("the model sleeps; wake_up() wakes it")
             self.engine.add(request)
             self._answers[request] = answer
         return answer

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from windowpane.engine.engine import StepRunner
     from windowpane.lowering.group import RankGroup
     from windowpane.parallel.job import RankJob, RankReport
     from windowpane.parallel.launch import Workers
+    from windowpane.parallel.runner import ParallelRunner
     from windowpane.runners.cuda import CudaRunner
     from windowpane.runners.plain import Runner
 
@@ -24,7 +24,7 @@ class StartedRanks(NamedTuple):
     """`own` is rank 0's runner, in this process; `together` runs a step on all ranks. `workers` are the other ranks."""
 
     own: Runner | CudaRunner
-    together: StepRunner
+    together: Runner | CudaRunner | ParallelRunner
     reports: tuple[RankReport, ...]
     workers: Workers | None
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from windowpane.engine.ranks import StartedRanks
     from windowpane.engine.start import Started
+    from windowpane.lowering.adapters import Pair
 
 LEVELS = (1, 2)
 
@@ -29,6 +30,7 @@ class Sleeper:
         self._started = started
         self._restart = restart
         self.level = 0  # awake
+        self._adapters: dict[int, dict[str, Pair]] = {}  # those of a runner that is gone
 
     def check(self, level: int) -> None:
         """Raises ValueError for what cannot be done here. Any thread may ask."""
@@ -36,10 +38,11 @@ class Sleeper:
             raise ValueError(f"level is 1 (KV is dropped) or 2 (weights too), not {level}")
         if self._started.workers is not None:
             raise ValueError("an engine of several ranks cannot sleep; stop the server and start it again")
-        engine = self._started.engine
-        for what, held in (("adapters", engine.adapters), ("a host tier", engine.scheduler.tier)):
-            if held is not None and not self._stays(level):
-                raise ValueError(f"an engine with {what} sleeps on a CPU and at level 1 only: the runner holds them")
+        if self._started.disk is not None and not self._stays(level):
+            raise ValueError(
+                "an engine with --kv-disk-path sleeps on a CPU and at level 1 only: files are written from the host "
+                "tier, which would go"
+            )
 
     def sleep(self, level: int) -> int:
         """Returns the bytes that were given back. The engine must be idle; one that sleeps already gives none."""
@@ -52,12 +55,16 @@ class Sleeper:
         [report] = started.reports
         self.level = level
         if self._stays(level):
-            return _give_back(started.runner.arena)
+            host = started.runner.pages.host.memory
+            return _give_back(started.runner.arena) + (_give_back(host) if started.disk is None else 0)
+        host_bytes = started.runner.pages.host.memory.numel()
         del started.runner, started.engine.runner
+        if started.engine.adapters is not None:
+            self._adapters = started.engine.adapters.leave()
         if started.engine.speculator is not None:
             del started.engine.speculator.drafter  # models that draft are the runner's
         _collect()
-        return report.weights_bytes + report.arena_bytes
+        return report.weights_bytes + report.arena_bytes + report.adapter_bytes + host_bytes
 
     def _stays(self, level: int) -> bool:
         """Whether the runner does, with all but the arena's memory."""
@@ -68,12 +75,16 @@ class Sleeper:
         if not hasattr(started, "runner"):
             ranks = self._restart()
             started.runner, started.engine.runner = ranks.own, ranks.together
+            if started.engine.adapters is not None:
+                assert ranks.own.adapters is not None
+                started.engine.adapters.enter(ranks.own.adapters, self._adapters)
+                self._adapters = {}
             if started.engine.speculator is not None:
                 from windowpane.engine.start import drafter_of
 
                 drafting = started.plan.sizing.config.drafting
                 assert drafting is not None
-                started.engine.speculator.drafter = drafter_of(drafting, ranks.own)
+                started.engine.speculator.drafter = drafter_of(drafting, ranks.together)
             gc.freeze()
         self.level = 0
 

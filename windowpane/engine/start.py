@@ -21,7 +21,7 @@ from windowpane.engine.devices import check_host_memory, resolve_config, resolve
 from windowpane.engine.find import find_drafter, find_model, text_source
 from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
-from windowpane.engine.ranks import start_ranks
+from windowpane.engine.ranks import StartedRanks, start_ranks
 from windowpane.engine.sleep import Sleeper
 from windowpane.kv.disk import DiskStore
 from windowpane.kv.manager import KVManager
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from windowpane.lowering.scales import Calibration
     from windowpane.parallel.job import RankJob, RankReport
     from windowpane.parallel.launch import Workers
+    from windowpane.parallel.runner import ParallelRunner
     from windowpane.runners.cuda import CudaRunner
     from windowpane.runners.plain import Runner
 
@@ -115,13 +116,10 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     runnable(spec, on_gpu=devices[0].type == "cuda")
     if spec.drafter is not None:
-        if len(devices) > 1:
-            raise ValueError("--speculative-config: models draft on one device so far; use method 'ngram'")
-        if devices[0].type == "cuda" and spec.drafter.decoder.caches:
-            raise ValueError(
-                "--speculative-config: on a GPU, models draft that keep nothing of their own (Gemma 4's assistants); "
-                "use method 'ngram' or --device cpu"
-            )
+        if len(devices) > 1 and devices[0].type == "cuda":
+            raise ValueError("--speculative-config: models draft on one GPU or on CPUs so far; use method 'ngram'")
+        if spec.drafter.spec is not None and spec.drafter.decoder.caches:
+            runnable(spec.drafter.spec, on_gpu=devices[0].type == "cuda")
     config = resolve_config(config, flags, devices)
     check_host_memory(config)
     plan = resolve_plan(spec, config, devices, options.dtype)
@@ -141,14 +139,14 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     )  # fmt: skip
     job = _job(plan, options, source, drafter_source)
     ranks = start_ranks(job, devices, console)
-    disk = None if tier is None else _disk(tier, plan, source, options, ranks.own)
+    disk = None if tier is None else _disk(tier, plan, source, options, ranks)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
-    speculator = None if config.drafting is None else _speculator(config.drafting, ranks.own)
+    speculator = None if config.drafting is None else _speculator(config.drafting, ranks.together)
     adapters = None
     if slots is not None and ranks.own.adapters is not None:
         place = ONLY_RANK if ranks.workers is None else ranks.workers.group.place
-        read = partial(job.read_adapter, runner=ranks.own, place=place)
-        adapters = EngineAdapters(ranks.own.adapters, slots, read, ranks.workers)
+        read = partial(job.read_adapter, place=place)
+        adapters = EngineAdapters(ranks.own.adapters, slots, read, ranks.workers, tier)
     engine = Engine(
         scheduler, ranks.together, sampler, async_scheduling=config.async_scheduling, speculator=speculator,
         adapters=adapters,
@@ -163,18 +161,23 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
 
 
 def _disk(
-    tier: HostTier, plan: Plan, source: Path | None, options: StartOptions, runner: Runner | CudaRunner
+    tier: HostTier, plan: Plan, source: Path | None, options: StartOptions, ranks: StartedRanks
 ) -> DiskStore | None:
-    """Restore points on disk, if they were asked for."""
+    """Restore points of all ranks on disk, if they were asked for."""
     sizing, config = plan.sizing, plan.sizing.config
     if config.kv_disk_path is None:
         return None
-    made_of = (sizing.spec.name, sizing.compute_dtype, runner.device.type, sizing.layout)
+    made_of = (sizing.spec.name, sizing.compute_dtype, ranks.own.device.type, sizing.layout, len(ranks.reports))
     weights = options.seed if options.load_format == "dummy" or source is None else _files(source)
     fingerprint = hashlib.sha256(repr((made_of, weights)).encode()).hexdigest()
-    memory = runner.pages.host.memory.numpy()
+    handles = [report.host for report in ranks.reports[1:]]
+    others = [handle.map() for handle in handles if handle is not None]
+    if len(others) < len(handles):
+        raise ValueError("--kv-disk-path with several ranks needs Linux, where one rank can map another's host memory")
+    memories = [ranks.own.pages.host.memory.numpy(), *(pages for pages, _ in others)]
     path = Path(config.kv_disk_path).expanduser()
-    disk = DiskStore(path, parse_gib(config.kv_disk_size), fingerprint, sizing.layout, memory)
+    marks = [marks for _, marks in others]
+    disk = DiskStore(path, parse_gib(config.kv_disk_size), fingerprint, sizing.layout, memories, marks)
     tier.use_disk(disk)
     return disk
 
@@ -186,18 +189,18 @@ def _files(source: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def _speculator(config: DraftConfig, runner: Runner | CudaRunner) -> Speculator:
+def _speculator(config: DraftConfig, runner: Runner | CudaRunner | ParallelRunner) -> Speculator:
     from windowpane.drafts.speculator import Speculator
 
     return Speculator(drafter_of(config, runner), config.num_speculative_tokens)
 
 
-def drafter_of(config: DraftConfig, runner: Runner | CudaRunner) -> Drafter:
+def drafter_of(config: DraftConfig, runner: Runner | CudaRunner | ParallelRunner) -> Drafter:
     """The runner's own model that drafts, if it has one; else n-grams do."""
+    from windowpane.drafts.drafter import ModelDrafter
     from windowpane.drafts.ngram import NgramDrafter
 
-    own: Drafter | None = getattr(runner, "drafter", None)
-    return NgramDrafter(*config.ngram_tokens) if own is None else own
+    return NgramDrafter(*config.ngram_tokens) if runner.drafter is None else ModelDrafter(runner.drafter)
 
 
 def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source: Path | None) -> RankJob:

@@ -12,6 +12,7 @@ it fill the gaps in other takers' slabs.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,6 +112,10 @@ class Arena:
     def slab_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Per slab, the group that holds it (FREE where none does) and how many of its pages are taken."""
         return self._owner.copy(), self._used.copy()
+
+    def slabs_of(self, offsets: Offsets) -> Set[int]:
+        """The slabs that these pages lie in."""
+        return frozenset(np.unique(offsets // self._slab_units).tolist())
 
     # -- taking and freeing --------------------------------------------------------------------------------------
 
@@ -248,16 +253,17 @@ class Arena:
         gaps.pop(slab, None)
         self._free_slabs.append(slab)
 
-    def compact(self, group: int) -> list[Move]:
+    def compact(self, group: int, pinned: Set[int] = frozenset()) -> list[Move]:
         """Empty the group's least used slab into the gaps of its others. [] when nothing can be won.
 
-        The pages are moved in the books at once: the caller copies them in order and rewrites its tables.
+        The pages are moved in the books at once: the caller copies them in order and rewrites its tables. No page of a
+        `pinned` slab is moved.
         """
         gaps = self._gaps[group]
-        if self.gap_pages(group) < self.pages_per_slab[group]:
+        if self.gap_pages(group) < self.pages_per_slab[group] or gaps.keys() <= pinned:
             return []
         slabs, free_pages = list(gaps), list(map(len, gaps.values()))
-        at = free_pages.index(max(free_pages))
+        at = max((i for i, slab in enumerate(slabs) if slab not in pinned), key=free_pages.__getitem__)
         victim = slabs[at]
         free_indexes = set(gaps.pop(victim))  # gone from the gaps, so that no target lies in the slab being emptied
         kept = [i for i in range(self.pages_per_slab[group]) if i not in free_indexes]

@@ -6,7 +6,8 @@ by restore points are cached: they are given up, or moved together, when a promi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -27,6 +28,13 @@ CANDIDATES = 32  # least recently used restore points that are weighed when one 
 
 class ReservationError(Exception):
     """The pages asked for are not there. Ask `can_reserve` first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    live: int
+    cached: int
+    stranded: int
 
 
 class Books:
@@ -71,6 +79,10 @@ class Books:
         # Whoever decides which restore points to keep says what each is worth, in tokens, and hears when one goes.
         self.worth: Callable[[RestorePoint], float] = lambda point: point.length
         self.on_drop: Callable[[RestorePoint], None] = lambda point: None
+
+    def group_bytes(self, group: int) -> GroupBytes:
+        live = self.live_pages[group] * self.layout.groups[group].page_bytes
+        return GroupBytes(live, self.arena.used_bytes(group) - live, self.arena.stranded_bytes(group))
 
     # -- promising -------------------------------------------------------------------------------------------------
 
@@ -211,6 +223,20 @@ class Books:
         self.live_pages[g] -= len(offsets)
         self.arena.free(g, offsets)
 
+    def let_outgoing_go(self) -> None:
+        """The step that slides past shared pages was put together: they are free for later steps."""
+        passed: dict[int, list[Ids]] = {}
+        for (g, _, _), ids in self.outgoing.items():
+            passed.setdefault(g, []).append(ids)
+        for g, all_ids in passed.items():
+            # One column's pages are all different.
+            for once in (
+                all_ids if len(all_ids) == 1 else _without_repeats([i for ids in all_ids for i in ids.tolist()])
+            ):
+                self.let_go(g, once)
+        self.outgoing.clear()
+        self.moved_columns.clear()
+
     def keep(self, point: RestorePoint) -> None:
         """A new restore point keeps its pages."""
         if not self._free_numbers:
@@ -289,14 +315,17 @@ class Books:
     # -- making room -----------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Win one slab, or at least one page: move stranded pages together, else give up a restore point."""
+        """Win one slab, or at least one page: move stranded pages together, else give up a restore point, else move
+        what is on its way too.
+        """
         if self._compact_any():
             return
         victim = self.victim()
-        if victim is None:
+        if victim is not None:
+            self.evictions += 1
+            self.drop(victim)
+        elif not self._compact_any(in_transit_too=True):
             raise AssertionError("a promised page is not there: the accounting is broken")
-        self.evictions += 1
-        self.drop(victim)
 
     def give_way(self, demand: Sequence[int]) -> bool:
         """Give up restore points whose pages running sequences pin, until `demand` can be reserved.
@@ -373,18 +402,24 @@ class Books:
     def _has_cached_page(self, point: RestorePoint) -> bool:
         return any((self.shared[g].slots[ids] == 0).any() for g, ids in enumerate(point.pages))
 
-    def _compact_any(self) -> int:
-        """Win one slab from the group with the most gaps that has one to win; returns the pages moved."""
+    def _compact_any(self, *, in_transit_too: bool = False) -> int:
+        """Win one slab from the group with the most gaps that has one to win; returns the pages moved.
+
+        A step that moves pages on their way between tiers has to wait for them, so they stay where they are unless
+        asked for.
+        """
         if not self._moves_pages:
             return 0
         arena = self.arena
         candidates = [g for g, per_slab in enumerate(arena.pages_per_slab) if arena.gap_pages(g) >= per_slab]
-        if not candidates:
-            return 0
-        g = max(candidates, key=arena.gap_bytes)
-        moves = arena.compact(g)
-        self.apply_moves(g, moves)
-        return len(moves)
+        for g in sorted(candidates, key=arena.gap_bytes, reverse=True):
+            offsets = [self.shared[g].offsets[pages[g]] for pages in self.transit.values() if not in_transit_too]
+            pinned = arena.slabs_of(np.concatenate(offsets)) if offsets else frozenset()
+            moves = arena.compact(g, pinned)
+            if moves:
+                self.apply_moves(g, moves)
+                return len(moves)
+        return 0
 
     def tidy(self) -> None:
         """Close gaps while slabs are scarce, a few pages a step: that costs next to nothing and keeps waste small."""
@@ -509,3 +544,18 @@ class Books:
             for offset in self.shared[g].offsets[point.pages[g]].tolist():
                 kept[offset] = kept.get(offset, 0) + 1
         return kept
+
+
+def _without_repeats(ids: list[int]) -> Iterator[Ids]:
+    """The same ids in runs without repeats: two sequences may slide past one page in the same step."""
+    while ids:
+        once = set(ids)
+        yield np.array(sorted(once), dtype=np.int64)
+        again = []
+        if len(once) < len(ids):
+            for i in ids:
+                if i in once:
+                    once.remove(i)
+                else:
+                    again.append(i)
+        ids = again

@@ -13,7 +13,7 @@ ELEMENT_TYPE = "bfloat16"
 ELEMENT_BYTES = 2
 WIDE_DIM = 512
 TILE_TOKENS = {64: 128, 128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
-PROGRAM_ROWS = {64: 128, 128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads of a KV head
+PROGRAM_ROWS = {64: 192, 128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads
 # A launch takes one segment: with fewer programs than this it leaves multiprocessors idle (an H200 has 132), and such a
 # segment goes to the plain kernel, which takes all that are left in one launch.
 LEAST_PROGRAMS = 128
@@ -35,13 +35,18 @@ class Heads:
         return self.query_heads // self.kv_heads
 
     @property
+    def boxed(self) -> int:
+        """Query heads of a TMA box, which are a power of two: a KV head's may be several times as many."""
+        return self.group & -self.group
+
+    @property
     def has_kernel(self) -> bool:
-        """Rows of a TMA box are powers of two. Latents, and 512 dims, come without a window in the models we know; no
-        kernel knows chunks.
+        """512 dims, latent or not, take all query heads of a KV head at once, and come without a window in the models
+        we know. No kernel knows chunks.
         """
-        if self.chunked or self.dim not in TILE_TOKENS or self.group > 64 or self.group & (self.group - 1):
+        if self.chunked or self.dim not in TILE_TOKENS or self.boxed > 64:
             return False
-        return not self.windowed if self.dim == WIDE_DIM else not self.latent
+        return not self.latent if self.dim != WIDE_DIM else not self.windowed and self.boxed == self.group
 
     @property
     def least_queries(self) -> int:

@@ -15,6 +15,7 @@ NEAREST = 32  # restore points below the place where a prompt parts that are ask
 
 # The longest length up to a limit at which a restore point can be resumed.
 LongestResume = Callable[[RestorePoint, int], int]
+OnChange = Callable[[RestorePoint], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class PointIndex:
     def __init__(self) -> None:
         self._tree: PrefixTree[RestorePoint] = PrefixTree()
         self._nodes: dict[RestorePoint, Node[RestorePoint]] = {}
+        self._listeners: list[tuple[OnChange, OnChange]] = []
+
+    def listen(self, on_put: OnChange, on_remove: OnChange) -> None:
+        """Hear of every point that is entered, right after, and of every one that is removed, right before."""
+        self._listeners.append((on_put, on_remove))
 
     def find(self, key: str, tokens: Tokens) -> Found:
         return Found(len(tokens), *self._tree.match(key, tokens))
@@ -63,9 +69,16 @@ class PointIndex:
         assert node.value is None and len(tokens) == point.length
         node.value = point
         self._nodes[point] = node
+        for on_put, _ in self._listeners:
+            on_put(point)
 
     def remove(self, point: RestorePoint) -> None:
+        for _, on_remove in self._listeners:
+            on_remove(point)
         self._tree.remove(self._nodes.pop(point))
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
     def __contains__(self, point: RestorePoint) -> bool:
         return point in self._nodes

@@ -10,30 +10,22 @@ memory. What is live, promised, shared and cached stands in `books`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windowpane.kv.arena import Arena, Cursor
-from windowpane.kv.books import Books, ReservationError
+from windowpane.kv.books import Books, GroupBytes, ReservationError
 from windowpane.kv.changes import Changes, Place
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
-from windowpane.kv.sharing import NO_IDS, Ids, RestorePoint
+from windowpane.kv.sharing import Ids, RestorePoint
 from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 
 __all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "RestorePoint"]
 
 Demand = Sequence[int]  # pages per group
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBytes:
-    live: int
-    cached: int
-    stranded: int
 
 
 class KVManager:
@@ -110,13 +102,17 @@ class KVManager:
         demand = self.start_demand(tokens, resume, length)
         if not self.can_reserve(demand):
             raise ReservationError(f"{tokens} tokens need {demand} pages per group; promised and live leave too few")
+        self._begin(slot, tokens, resume, length)
+
+    def _begin(self, slot: int, tokens: int, resume: RestorePoint | None, length: int | None) -> None:
+        """`start`, where there is room."""
         self.reserved_tokens[slot] = tokens
         resumed: list[Ids] = []
         if resume is None:
-            self.books.promise(slot, demand)
+            self.books.promise(slot, self.demand(tokens))
         else:
             length = resume.length if length is None else length
-            resumed = [self.resumed_part(g, resume, length) for g in range(len(self.tables))]
+            resumed = self._resumed(resume, length)
             for g, ids in enumerate(resumed):
                 self.books.hold(g, ids)  # taking pages may give up the restore point itself, but not these
             self._adopt(slot, tokens, resumed, length)
@@ -132,25 +128,43 @@ class KVManager:
         self._reopen(slot)
 
     def claim(self, slot: int, tokens: int, point: RestorePoint) -> None:
-        """Reserve what `start` from a pending point will need: the slot stays empty until `start_claimed`."""
+        """Reserve what `start` from a pending point will need: the slot stays empty until `start_claimed`.
+
+        Where there is no room for the point beside the sequence, the sequence will take the point's pages over.
+        """
         self.reserved_tokens[slot] = tokens
-        self.books.promise(slot, self.start_demand(tokens, point))
+        demand = self.start_demand(tokens, point)
+        if not self.can_reserve(demand):
+            demand = [d - o for d, o in zip(demand, self._windows_of(point), strict=True)]
+        self.books.promise(slot, demand)
 
     def start_claimed(self, slot: int, point: RestorePoint) -> None:
-        """The pages of that point have arrived."""
+        """The pages of that point have arrived. Where there is no room for both, the point is given up."""
         tokens = self.reserved_tokens[slot]
         self.release(slot)
-        self.start(slot, tokens, point)
+        has_room = self.can_reserve(self.start_demand(tokens, point))
+        self._begin(slot, tokens, point, None)
+        if not has_room:
+            self.drop(point)  # which gives its window pages to the sequence, in place of promised ones
+            self._reopen(slot)
+
+    def _windows_of(self, point: RestorePoint) -> list[int]:
+        """Window pages per group that a sequence which resumes at this pending point alone would share."""
+        counts = []
+        for table, shared, kept in zip(self.tables, self.books.shared, point.pages, strict=True):
+            ids = table.shared_pages(kept, point.length)
+            alone = (shared.slots[ids] == 1) & (shared.point_counts[ids] == 1)
+            counts.append(int(np.count_nonzero(alone)) if table.is_ring else 0)
+        return counts
 
     def start_demand(self, tokens: int, resume: RestorePoint | None = None, length: int | None = None) -> list[int]:
         """Pages per group that `start` needs: new ones, and those of the restore point that are only cached."""
         demand = self.demand(tokens)
         if resume is not None:
             length = resume.length if length is None else length
-            for g, table in enumerate(self.tables):
-                ids = self.resumed_part(g, resume, length)
+            for g, (table, ids) in enumerate(zip(self.tables, self._resumed(resume, length), strict=True)):
                 if not table.is_ring:
-                    demand[g] -= len(self.shared_part(g, ids, length))
+                    demand[g] -= len(table.shared_pages(ids, length))
                 demand[g] += int(np.count_nonzero(self.books.shared[g].slots[ids] == 0))
         return demand
 
@@ -274,23 +288,9 @@ class KVManager:
         books = self.books
         books.tidy()
         changes = books.log.close(self.tables, books.shared, books.outgoing)
-        if books.outgoing:
-            self._let_outgoing_go()
-        books.moved_columns.clear()
+        books.let_outgoing_go()
         self._just_resumed.clear()
         return changes
-
-    def _let_outgoing_go(self) -> None:
-        books = self.books
-        passed: dict[int, list[Ids]] = {}
-        for (g, _, _), ids in books.outgoing.items():
-            passed.setdefault(g, []).append(ids)
-        for g, all_ids in passed.items():
-            numbers = [i for ids in all_ids for i in ids.tolist()]
-            # One column's pages are all different.
-            for once in all_ids if len(all_ids) == 1 else _without_repeats(numbers):
-                books.let_go(g, once)
-        books.outgoing.clear()
 
     # -- restore points --------------------------------------------------------------------------------------------
 
@@ -380,9 +380,7 @@ class KVManager:
         return self.books.moved_pages
 
     def group_bytes(self, group: int) -> GroupBytes:
-        page_bytes = self.layout.groups[group].page_bytes
-        live = self.live_pages[group] * page_bytes
-        return GroupBytes(live, self.arena.used_bytes(group) - live, self.arena.stranded_bytes(group))
+        return self.books.group_bytes(group)
 
     def keeps_all(self, length: int) -> bool:
         """Whether a sequence of `length` tokens can still be asked for every one of them: then it resumes anywhere."""
@@ -508,17 +506,10 @@ class KVManager:
     def _log_tail(self, g: int, slot: int, written_from: int, point: RestorePoint) -> None:
         """Have this step's tokens of the tail written to its pages; what came before them lies there already."""
         table = self.tables[g]
-        held = self._held(g, point.length)
-        start = max(written_from, held.start)
+        start = max(written_from, table.group.retention.held(point.length).start)  # type: ignore[union-attr]
         if start < point.length:
-            first = start // table.block_tokens - held.start // table.block_tokens
+            first = start // table.block_tokens - table.first_block(point.length)
             self.books.log.tail(g, slot, start, point.length, point.pages[g][first * table.group.stripes :])
-
-    def _held(self, g: int, length: int) -> range:
-        """Tokens of this group that a restore point at `length` keeps."""
-        retention = self.tables[g].group.retention
-        assert not isinstance(retention, State) and self.tables[g].block_tokens
-        return retention.held(length)  # type: ignore[union-attr]  # windows and chunks only
 
     def _held_pages(self, g: int, slot: int) -> NDArray[np.int32]:
         """What the sequence can still be asked for, oldest block first (nothing for State)."""
@@ -533,27 +524,9 @@ class KVManager:
             for g, table in enumerate(self.tables)
         ]
 
-    def resumed_part(self, g: int, point: RestorePoint, length: int) -> Ids:
+    def _resumed(self, point: RestorePoint, length: int) -> list[Ids]:
         """Pages of a restore point that a sequence of `length` tokens can be asked for."""
-        table, ids = self.tables[g], point.pages[g]
-        if length == point.length or not (table.grows or table.is_ring):
-            return ids
-        columns = len(table.held_columns(length))
-        if columns == 0:
-            return NO_IDS
-        stripes, block = table.group.stripes, table.block_tokens
-        first = 0
-        if table.is_ring:
-            first = self._held(g, length).start // block - self._held(g, point.length).start // block
-        return ids[first * stripes : (first + columns) * stripes]
-
-    def shared_part(self, g: int, resumed: Ids, length: int) -> Ids:
-        """The pages among them that it shares: all but a partly filled last one, and no state."""
-        table = self.tables[g]
-        if isinstance(table.group.retention, State):
-            return NO_IDS
-        partly = (table.grows or table.is_ring) and length % table.block_tokens != 0
-        return resumed[: -table.group.stripes] if partly else resumed
+        return [t.resumed_pages(ids, point.length, length) for t, ids in zip(self.tables, point.pages, strict=True)]
 
     def _adopt(self, slot: int, tokens: int, resumed: list[Ids], length: int) -> None:
         """Fill an empty slot with the pages of a restore point, copying what it would write into."""
@@ -561,7 +534,7 @@ class KVManager:
         self.lengths[slot] = length
         demand = self.demand(tokens)
         for g, table in enumerate(self.tables):
-            ids = self.shared_part(g, resumed[g], length)
+            ids = table.shared_pages(resumed[g], length)
             books.hold(g, ids)
             columns = table.held_columns(length)[: len(ids) // table.group.stripes]
             if len(columns):
@@ -574,7 +547,7 @@ class KVManager:
         books.promise(slot, demand)
         for g, table in enumerate(self.tables):
             stripes = table.group.stripes
-            partly = table.held_columns(length)[len(self.shared_part(g, resumed[g], length)) // stripes :]
+            partly = table.held_columns(length)[len(table.shared_pages(resumed[g], length)) // stripes :]
             if len(partly):
                 books.fill(g, slot, partly)
                 self._copy(g, books.shared[g].offsets[resumed[g][-stripes:]], table.entries[slot, partly[0]])
@@ -589,18 +562,3 @@ class KVManager:
 
     def _copy(self, g: int, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         self.books.log.copy(g, sources.tolist(), targets.tolist())
-
-
-def _without_repeats(ids: list[int]) -> Iterator[Ids]:
-    """The same ids in runs without repeats: two sequences may slide past one page in the same step."""
-    while ids:
-        once = set(ids)
-        yield np.array(sorted(once), dtype=np.int64)
-        again = []
-        if len(once) < len(ids):
-            for i in ids:
-                if i in once:
-                    once.remove(i)
-                else:
-                    again.append(i)
-        ids = again

@@ -24,6 +24,7 @@ NO_PAGE = -1
 NEVER = 2**31 - 1  # a length no sequence reaches
 
 Columns = NDArray[np.int64]
+Ids = NDArray[np.int64]  # of shared pages: see `sharing`
 
 
 class PageTable:
@@ -120,6 +121,27 @@ class PageTable:
         if self.is_ring:
             blocks %= self.columns
         return blocks
+
+    def resumed_pages(self, kept: Ids, kept_length: int, length: int) -> Ids:
+        """Of the pages that a restore point at `kept_length` keeps, those that a sequence of `length` tokens needs."""
+        if length == kept_length or not (self.grows or self.is_ring):
+            return kept
+        columns = len(self.held_columns(length))
+        first = self.first_block(length) - self.first_block(kept_length) if self.is_ring and columns else 0
+        return kept[first * self.group.stripes : (first + columns) * self.group.stripes]
+
+    def shared_pages(self, resumed: Ids, length: int) -> Ids:
+        """The pages among them that it shares: all but a partly filled last one, and no state."""
+        if isinstance(self.group.retention, State):
+            return resumed[:0]
+        partly = (self.grows or self.is_ring) and length % self.block_tokens != 0
+        return resumed[: -self.group.stripes] if partly else resumed
+
+    def first_block(self, length: int) -> int:
+        """The block of the oldest token that a restore point at `length` keeps, for groups that keep tokens."""
+        retention = self.group.retention
+        assert not isinstance(retention, State | Cross)
+        return retention.held(length).start // self.block_tokens
 
     def can_change(self, slot: int) -> bool:
         """Whether the slot's row may need another page: a ring that is full and shares none never does."""

@@ -39,7 +39,7 @@ AHEAD = 0.5  # of the arena that can be had without losing anything: points are 
 MOST_IN_TRANSIT = 0.25  # of the arena that spills hold at once
 SPILLED_WORTH = 0.05  # of a point that can be fetched again, beside one that would have to be computed
 MOST_WRITES = 64  # points that wait to be written to disk; those beyond are not
-WITHOUT_ADAPTER = "0:"  # keys of requests without an adapter (`Request.prefix_key`)
+NO_ADAPTER = "0"  # in keys of requests without one (`Request.prefix_key`)
 NOT_HERE = -1
 
 
@@ -60,6 +60,8 @@ class TierStats:
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
     disk_bytes: int = 0
+    disk_total_bytes: int = 0
+    disk_restore_points: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class HostTier:
         self.manager = manager
         self.index = PointIndex()
         self.books = Books(manager.layout, num_slabs, 0, manager.max_model_len, 0, moves_pages=False)
-        self.books.worth, self.books.on_drop = self.index.worth, self.index.remove
+        self.books.worth, self.books.on_drop = self.index.worth, self._host_dropped
         self.speeds = Speeds()
         self._ahead = ahead
         self._number = 0
@@ -90,16 +92,20 @@ class HostTier:
         self._disk: DiskStore | None = None
         self._writes: set[int] = set()  # numbers of what is being written to disk
         self._reads: dict[int, RestorePoint] = {}  # and of points that are being read from it, which are pending
+        self._adapter_contents = {NO_ADAPTER: NO_ADAPTER}  # by number, as keys have it
         self._counted = TierStats()
-        points.on_add, points.on_drop = self._added, self._dropped
+        points.on_add, points.on_drop, points.spare_hidden = self._added, self._dropped, self._spare_hidden
         manager.books.worth = self._worth
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def look_up(self, key: str, tokens: Tokens, here: Hit) -> Hit:
+    def look_up(self, key: str, tokens: Tokens, here: Hit, *, may_skip_last: bool) -> Hit:
         """What the device has (`here`), or a longer beginning that is fetched sooner than it is computed."""
         found = self.index.find(key, tokens)
         length, point = found.longest(len(tokens) - 1, self.manager.longest_resume)
+        exact, row = found.exact, None
+        if may_skip_last and exact is not None and exact.hidden_row is not None and not exact.pending:
+            length, point, row = len(tokens), exact, exact.hidden_row
         if self._disk is not None and self._read_more(self._disk, key, tokens, max(length, here.length)):
             return Hit(arrives=True)
         if point is None or length <= max(here.length, MIN_PREFIX_TOKENS - 1):
@@ -111,11 +117,13 @@ class HostTier:
         if not self.speeds.is_fetched_sooner(length - here.length, missing_bytes):
             return here
         branch = max(found.common, here.branch)
-        return Hit(length, branch=branch if branch > length else 0, on_host=point, instead=here)
+        return Hit(length, hidden_row=row, branch=branch if branch > length else 0, on_host=point, instead=here)
 
     def _read_more(self, disk: DiskStore, key: str, tokens: Tokens, known: int) -> bool:
         """Begin to read a beginning of more than `known` tokens from disk; True while that goes on."""
-        length, point = disk.index.find(key, tokens).longest(len(tokens) - 1, self.manager.longest_resume)
+        if (disk_key := self._disk_key(key)) is None:
+            return False
+        length, point = disk.index.find(disk_key, tokens).longest(len(tokens) - 1, self.manager.longest_resume)
         if point is None or length <= max(known, MIN_PREFIX_TOKENS - 1):
             return False
         found = self.index.find(key, tokens[:length])
@@ -130,7 +138,10 @@ class HostTier:
         for g, ids in enumerate(kept):
             self.books.hold(g, ids)
         if has_room := self._make_room([int(m.sum()) for m in missing], score=math.inf):
-            places = [self.manager.resumed_part(g, point, length)[m] for g, m in enumerate(missing)]
+            tables = self.manager.tables
+            places = [
+                tables[g].resumed_pages(ids, point.length, length)[missing[g]] for g, ids in enumerate(point.pages)
+            ]
             targets, copy = self._new_copy(key, tokens[:length], pages)
             self._number += 1
             self._reads[self._number] = copy
@@ -140,9 +151,26 @@ class HostTier:
             self.books.let_go(g, ids)
         return has_room
 
+    @property
+    def disk(self) -> DiskStore | None:
+        return self._disk
+
     def use_disk(self, disk: DiskStore) -> None:
         """Write every point that reaches the host to disk too, and look there for what the host does not have."""
         self._disk, self._ahead = disk, 1.0
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def know_adapter(self, number: int, content: str) -> None:
+        """Numbers of adapters mean nothing after a restart, so on disk their content takes their place."""
+        self._adapter_contents[str(number)] = content
+
+    def _disk_key(self, key: str) -> str | None:
+        adapter, salt = key.split(":", 1)
+        content = self._adapter_contents.get(adapter)
+        return None if content is None else f"{content}:{salt}"
 
     def take_from_disk(self) -> bool:
         """Take in what was written and read; True where a point has arrived, or will not."""
@@ -161,15 +189,21 @@ class HostTier:
             self._publish(point)
         return arrived
 
-    def fetch_demand(self, tokens: int, key: str, known: Tokens, hit: Hit) -> list[int]:
-        """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched."""
+    def fetch_demands(self, tokens: int, key: str, known: Tokens, hit: Hit) -> tuple[list[int], list[int]]:
+        """Pages per group that `fetch` needs: as `KVManager.start_demand`, with those that are fetched.
+
+        The second list is for a sequence that takes over the window pages which are fetched for it, so that the point
+        does not stay on the device.
+        """
         demand = self.manager.demand(tokens)
+        taking_over = list(demand)
         for g, ids in enumerate(self._on_device(key, known, hit.length)):
-            shared = self.manager.books.shared[g]
-            demand[g] += len(ids) - int(np.count_nonzero(shared.slots[ids[ids != NOT_HERE]]))
-            if not self.manager.tables[g].is_ring:
-                demand[g] -= len(self.manager.shared_part(g, ids, hit.length))
-        return demand
+            shared, table = self.manager.books.shared[g], self.manager.tables[g]
+            to_share = table.shared_pages(ids, hit.length)
+            more = len(ids) - int(np.count_nonzero(shared.slots[ids[ids != NOT_HERE]]))
+            demand[g] += more if table.is_ring else more - len(to_share)
+            taking_over[g] += more - (_count_missing(to_share) if table.is_ring else len(to_share))
+        return demand, taking_over
 
     # -- copying ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +230,8 @@ class HostTier:
         assert hit.on_host is not None
         books, length = self.manager.books, hit.length
         self.books.touch(hit.on_host)
+        if hit.hidden_row is not None:
+            hit.on_host.hidden_row = None
         pages = self._on_device(key, known, length)
         kept = [ids[ids != NOT_HERE] for ids in pages]
         for g, ids in enumerate(kept):
@@ -203,7 +239,8 @@ class HostTier:
         sources, targets = [], []
         for g, ids in enumerate(pages):
             is_missing = ids == NOT_HERE
-            source: Ids = self.manager.resumed_part(g, hit.on_host, length)[is_missing]
+            there = self.manager.tables[g].resumed_pages(hit.on_host.pages[g], hit.on_host.length, length)
+            source: Ids = there[is_missing]
             ids[is_missing] = target = _share_new(books, g, books.take(g, len(source), Cursor()))
             sources.append(source)
             targets.append(target)
@@ -287,6 +324,8 @@ class HostTier:
             return None
         self.manager.books.land(number)
         self.manager.books.log.landed(number)
+        if self._disk is not None:
+            self._disk.landed(number, to_host=transfer.spilled is not None)
         if transfer.spilled is not None:
             self._counted.spilled_bytes += transfer.copy_bytes
             self._publish(transfer.spilled)
@@ -309,6 +348,20 @@ class HostTier:
         self._transfers.clear()
         self.manager.books.log.forget_transfers()
 
+    def forget_hidden(self) -> None:
+        """A step failed: final hidden states lie on the device, whichever tier their points are in."""
+        while (row := self._spare_hidden()) is not None:
+            self.points.give_back_hidden(row)
+
+    def keep_hidden(self, key: str, tokens: Tokens, row: int) -> None:
+        """Give the row that a fetched point had back to it, wherever it is now."""
+        for index in (self.points.index, self.index):
+            point = index.find(key, tokens).exact
+            if point is not None and point.hidden_row is None:
+                point.hidden_row = row
+                return
+        self.points.give_back_hidden(row)
+
     def drop_points(self) -> int:
         """Give up what is only cached, and say how many points that were."""
         dropped = [point for point in self.books.points if not point.pending]
@@ -326,7 +379,8 @@ class HostTier:
         counted.total_bytes, counted.evictions = arena.total_bytes, self.books.evictions
         if (disk := self._disk) is not None:
             counted.disk_written_bytes, counted.disk_read_bytes = disk.written_bytes, disk.read_bytes
-            counted.disk_bytes = disk.used_bytes
+            counted.disk_bytes, counted.disk_total_bytes = disk.used_bytes, disk.size_bytes
+            counted.disk_restore_points = len(disk.index)
         return counted
 
     def check_integrity(self) -> None:
@@ -372,12 +426,13 @@ class HostTier:
             self.books.let_go(g, ids)
 
     def _write(self, copy: RestorePoint) -> None:
-        """Begin to write a point of the host to disk. Numbers of adapters mean nothing after a restart."""
+        """Begin to write a point of the host to disk."""
         key, tokens = self.index.content(copy)
-        if self._disk is None or not key.startswith(WITHOUT_ADAPTER) or len(self._writes) >= MOST_WRITES:
+        disk_key = self._disk_key(key)
+        if self._disk is None or disk_key is None or len(self._writes) >= MOST_WRITES:
             return
         offsets = [self.books.shared[g].offsets[ids] for g, ids in enumerate(copy.pages)]
-        if self._disk.write(self._number + 1, key, tokens, offsets):
+        if self._disk.write(self._number + 1, disk_key, tokens, offsets):
             self._number += 1
             self._writes.add(self._number)
             self.books.send(self._number, copy.pages)
@@ -456,8 +511,23 @@ class HostTier:
         self._unspilled[point] = None
 
     def _dropped(self, point: RestorePoint) -> None:
+        """A point of the device goes. Its final hidden state is small and stays where it is, for the copy."""
         self._unspilled.pop(point, None)
-        self._copies.pop(point, None)
+        copy = self._copies.pop(point, None)
+        if copy is not None and copy in self.books.points and copy.hidden_row is None:
+            copy.hidden_row, point.hidden_row = point.hidden_row, None
+
+    def _host_dropped(self, point: RestorePoint) -> None:
+        self.index.remove(point)
+        self.points.give_back_hidden(point.hidden_row)
+
+    def _spare_hidden(self) -> int | None:
+        """The row of the least recently used point of the host that has one, which gives it up."""
+        for point in self.books.points:
+            if point.hidden_row is not None:
+                row, point.hidden_row = point.hidden_row, None
+                return row
+        return None
 
 
 def _share_new(books: Books, g: int, offsets: Offsets) -> Ids:

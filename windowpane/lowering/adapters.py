@@ -118,7 +118,7 @@ class Adapters:
         self.held: dict[str, HeldAdapters] = {}
         for projection in adaptable(decoder, room):
             self.held[adapter_name(projection)] = HeldAdapters(AdapterShape.of(projection), room, dtype, device)
-        self._known: dict[int, dict[str, Pair]] = {}
+        self.known: dict[int, dict[str, Pair]] = {}  # by number, on the host
 
     @property
     def nbytes(self) -> int:
@@ -139,15 +139,15 @@ class Adapters:
 
     def know(self, number: int, arranged: dict[str, Pair]) -> None:
         """Keep an adapter on the host, from where slots are filled."""
-        self._known[number] = arranged
+        self.known[number] = arranged
 
     def forget(self, number: int) -> None:
-        self._known.pop(number, None)
+        self.known.pop(number, None)
 
     def before_step(self, placed: Iterable[tuple[int, int]]) -> None:
         """Put known adapters into slots: (slot from 1 on, number) each."""
         for index, number in placed:
-            known = self._known[number]
+            known = self.known[number]
             for name, held in self.held.items():
                 held.place(index - 1, known.get(name))
 

@@ -100,7 +100,7 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class ExpertLinear:
     """A Linear for each expert that a rank has: `weight` has their outputs one below another [experts × outputs,
-    inputs], `bias` is [experts, outputs].
+    inputs], and so has each part of a joined one; `bias` is [experts, outputs].
     """
 
     weight: Weight
@@ -113,8 +113,10 @@ class ExpertLinear:
         return len(self.weight) // self.experts
 
     def __getitem__(self, expert: int) -> Linear:
-        rows = slice(expert * self.outputs, (expert + 1) * self.outputs)
-        return Linear(self.weight[rows], None if self.bias is None else self.bias[expert])
+        parts = self.weight.parts if isinstance(self.weight, JoinedWeight) else (self.weight,)
+        each = [len(part) // self.experts for part in parts]
+        rows = [part[expert * some : (expert + 1) * some] for part, some in zip(parts, each, strict=True)]
+        return Linear(stack(rows), None if self.bias is None else self.bias[expert])
 
     def of(self, expert: int, rows: torch.Tensor) -> Linear:
         """An expert's, with what is added for these rows of the step."""

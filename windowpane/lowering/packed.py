@@ -268,10 +268,14 @@ def stack(weights: Sequence[_Single]) -> Weight:
     )
 
 
-def stack_in_experts(weights: Sequence[_Single], experts: int) -> _Single:
-    """As `stack`, for weights [experts × outputs, inputs]: one above the other within each expert."""
+def stack_in_experts(weights: Sequence[_Single], experts: int) -> Weight:
+    """As `stack`, for weights [experts × outputs, inputs]: one above the other within each expert. Strips stay where
+    they are, joined.
+    """
     if len(weights) == 1:
         return weights[0]
+    if all(isinstance(weight, StripWeight) for weight in weights):
+        return JoinedWeight(tuple(weights))
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.view(experts, -1, part.shape[1]) for part in parts], dim=1).flatten(0, 1)
@@ -297,7 +301,6 @@ def permute_outputs(weight: Weight, order: torch.Tensor) -> Weight:
     if isinstance(weight, JoinedWeight):
         # Heads are not cut between parts, so that each part permutes by itself. Parts are single weights.
         return JoinedWeight(tuple(permute_outputs(part, order) for part in weight.parts))  # type: ignore[misc]
-    assert not isinstance(weight, StripWeight)  # files have these in the order that is rotated
     index = _in_every_head(order, len(weight))
     return weight[index] if isinstance(weight, torch.Tensor) else weight.permute_outputs(index)
 

@@ -133,8 +133,30 @@ class StripWeight:
         """The whole matrix."""
         return self.rows(torch.arange(len(self))).to(dtype)
 
+    def permute_outputs(self, order: torch.Tensor) -> StripWeight:
+        """Output j of the result is output order[j] of this; of ggml's types. A lane of every line is one output."""
+        kind, form = GGML_TYPES[self.form.kind], self.form
+        padded = torch.cat([order, torch.arange(len(order), form.strips * STRIP_OUTPUTS)])
+        half_bytes = kind.half_bytes if kind.half_bytes < kind.scale_bytes else 0
+        spans = self.scales.view(form.strips, len(self.scales) // form.strips)
+        values = _permuted_lanes(self.values.view(form.strips, -1), padded, 2 if kind.bits == 16 else 4)
+        if half_bytes:
+            spans = spans.view(form.strips, -1, kind.scale_bytes)
+            halves = _permuted_lanes(spans[..., :half_bytes].flatten(1), padded, 2).view(*spans.shape[:2], -1)
+            small = _permuted_lanes(spans[..., half_bytes:].flatten(1), padded, 1).view(*spans.shape[:2], -1)
+            scales = torch.cat([halves, small], dim=2)
+        else:
+            scales = _permuted_lanes(spans, padded, 2 if kind.half_bytes else 1)
+        return StripWeight(form, values.flatten(), scales.flatten(), self.order)
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed_linear(x if self.order is None else x.index_select(1, self.order), [self], bias)
+
+
+def _permuted_lanes(strips: torch.Tensor, order: torch.Tensor, lane_bytes: int) -> torch.Tensor:
+    """uint8 [strips, lines × 16 lanes × bytes], with lanes in another order over all strips."""
+    lanes = strips.reshape(len(strips), -1, STRIP_OUTPUTS, lane_bytes).transpose(1, 2).flatten(0, 1)[order]
+    return lanes.view(len(strips), STRIP_OUTPUTS, -1, lane_bytes).transpose(1, 2).flatten(1)
 
 
 def packed_linear(x: torch.Tensor, parts: Sequence[StripWeight], bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 from windowpane.models.config import CONFIG, QUANT_CONFIG, Config, ModelError
-from windowpane.models.gguf import hf_config, is_gguf, read_header, shards, stored_types
+from windowpane.models.gguf import is_gguf, read_header, shards
+from windowpane.models.gguf_families import hf_config, stored_types
 from windowpane.models.modelopt import unmatched_target
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec

@@ -136,22 +136,28 @@ class StoredTypes:
             if shape[-1] % found.inputs:
                 blocks = f"{found.scheme} blocks of {found.inputs}"
                 raise ModelError(f"{name} has {shape[-1]} inputs, which {blocks} do not divide: the file is damaged")
-            # Kernels take floats of 16 bits four at a time.
-            if len(shape) == 2 and kind != F32 and shape[1] % 4 == 0:
+            # Kernels take floats of 16 bits four at a time, and whole strips of an expert.
+            fits = len(shape) == 2 or (len(shape) == 3 and shape[1] % STRIP_OUTPUTS == 0)
+            if fits and kind != F32 and shape[-1] % 4 == 0:
                 kinds[name] = kind
                 sizes[found.scheme] += prod(shape)
         return cls(kinds, f"GGUF ({' + '.join(name for name, _ in sizes.most_common(2))})") if kinds else None
 
     def format_of(self, weight: TensorSpec) -> GgmlType | None:
-        kind = self.kinds.get(weight.name)
+        kind = self._kind_of(weight)
         return None if kind is None else GGML_TYPES[kind]
+
+    def _kind_of(self, weight: TensorSpec) -> int | None:
+        """None for what is no projection and no table, such as routers: those are held in the dtype of the rest."""
+        return self.kinds.get(weight.name) if weight.linear or weight.part == "embedding" else None
 
     def stored(self, weight: TensorSpec) -> list[TensorSpec]:
         return [weight]
 
     def held(self, weight: TensorSpec) -> StripForm | None:
-        kind = self.kinds.get(weight.name)
-        return None if kind is None else StripForm(kind, *weight.shape)
+        """Of experts, what one takes."""
+        kind = self._kind_of(weight)
+        return None if kind is None else StripForm(kind, *weight.shape[-2:])
 
     def cut_problem(self, weight: TensorSpec, ranks: int) -> str | None:
         """Say so where splitting `weight` over ranks would cut through blocks of its inputs."""

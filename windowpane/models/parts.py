@@ -299,6 +299,7 @@ def separate_experts(
     width: int,
     *,
     gated: bool = True,
+    bias: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[TensorSpec]:
     """Experts that the checkpoint stores one by one. Ranks hold whole experts, so that no quantization group is cut."""
@@ -306,7 +307,7 @@ def separate_experts(
         replace(
             tensor, shape=(experts, *tensor.shape), shard=Shard(0, ((experts, experts),)), stacked=True, part="experts"
         )
-        for tensor in mlp_tensors(f"{prefix}{{}}.", hidden, width, gated=gated, names=names)
+        for tensor in mlp_tensors(f"{prefix}{{}}.", hidden, width, bias=bias, gated=gated, names=names)
     ]
 
 

@@ -75,6 +75,7 @@ class ModelSpec:
             shared_caches=tuple(cache.shard(ranks) for cache in self.shared_caches),
             tensors=tuple(tensor.on_rank(ranks) for tensor in self.tensors if tensor.tower is None),
             decoder=on_rank(self.decoder, ranks),
+            drafter=self.drafter and replace(self.drafter, decoder=on_rank(self.drafter.decoder, ranks)),
         )
 
     def with_routes(self) -> ModelSpec:

@@ -15,6 +15,7 @@ enum { SILU, GELU, RELU2, CLAMPED }; /* the last: gate · σ(alpha · gate) · (
 typedef struct {
     const float *panels;
     const Packed *packed; /* of all experts */
+    const Packed *up;     /* the second half of their outputs, where they are stored apart */
     const float *bias;    /* [experts, outputs], or none */
     int64_t outputs, inputs;
 } Weights;
@@ -84,10 +85,12 @@ static void multiply_visits(const Weights *w, const Work *work, long first, long
                       w->inputs, mine);
         return;
     }
-    long strips = w->outputs / STRIP;
-    for (long strip = first / STRIP; strip < last / STRIP; strip++)
-        strip_times(w->packed, work->expert * strips + strip, quantized, floats, w->inputs, 0,
-                    out - work->expert * w->outputs, w->outputs, work->first, work->count);
+    long strips = w->outputs / STRIP / (w->up ? 2 : 1), before = work->expert * strips;
+    for (long strip = first / STRIP; strip < last / STRIP; strip++) {
+        long within = strip % strips;
+        strip_times(strip < strips ? w->packed : w->up, before + within, quantized, floats, w->inputs, 0,
+                    out + (strip - within - before) * STRIP, w->outputs, work->first, work->count);
+    }
 }
 
 /* Sorts visits by expert. `order` gets them, `place` where each went or -1, `works` what is computed together. */

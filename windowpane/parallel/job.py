@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from windowpane.device.host_pages import HostHandle
 from windowpane.kv.layout import Layout
 from windowpane.models.adapters import AdapterRoom
 from windowpane.models.spec import ModelSpec
@@ -22,7 +23,7 @@ from windowpane.weights import LoadedWeights, load_weights
 from windowpane.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
-    from windowpane.lowering.adapters import Pair
+    from windowpane.lowering.adapters import Adapters, Pair
     from windowpane.lowering.group import RankGroup
     from windowpane.lowering.scales import Calibration
     from windowpane.runners.cuda import CudaRunner
@@ -89,7 +90,7 @@ class RankJob:
                 host_slabs=self.host_slabs,
                 group=group,
                 calibration=self.calibration,
-                drafter_weights=self._load_drafter(device),
+                drafter_weights=self._load_drafter(device, group.place),
                 adapter_room=self.adapter_room,
             )
         from windowpane.runners.cuda import CudaRunner
@@ -106,22 +107,23 @@ class RankJob:
             calibration=self.calibration,
             progress=progress,
             adapter_room=self.adapter_room,
-            drafter_weights=self._load_drafter(device),
+            drafter_weights=self._load_drafter(device, group.place),
         )
 
-    def read_adapter(self, path: str, runner: Runner | CudaRunner, place: RankPlace) -> dict[str, Pair]:
+    def read_adapter(self, path: str, adapters: Adapters, place: RankPlace) -> dict[str, Pair]:
         """An adapter as this rank's slots take it; raises AdapterError. Any thread may ask."""
-        assert self.adapter_room is not None and runner.adapters is not None
-        return runner.adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
+        assert self.adapter_room is not None
+        return adapters.arranged(read_adapter(path, self.spec, self.adapter_room, place))
 
-    def _load_drafter(self, device: torch.device) -> LoadedWeights | None:
+    def _load_drafter(self, device: torch.device, place: RankPlace) -> LoadedWeights | None:
         drafter = self.spec.drafter
         if drafter is None or drafter.spec is None:
             return None
         dtype = getattr(torch, self.dtype)
         return load_weights(
-            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format, seed=self.seed
-        )
+            self.drafter_source, drafter.spec, dtype=dtype, device=device, load_format=self.load_format,
+            seed=self.seed, place=place,
+        )  # fmt: skip
 
     def rehearse(self, runner: Runner | CudaRunner) -> None:
         """Run the largest step once where it is worth it, all ranks together."""
@@ -144,15 +146,17 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank has taken. `activation_bytes` is None where they are not measured."""
+    """What a rank has taken. `activation_bytes` is None where they are not measured; `host` is its host memory."""
 
     weights_bytes: int
     arena_bytes: int
     activation_bytes: int | None
     adapter_bytes: int = 0
+    host: HostHandle | None = None
 
     @classmethod
     def of(cls, runner: Runner | CudaRunner) -> RankReport:
         arena_bytes = runner.arena.numel() * runner.arena.element_size()
         adapter_bytes = 0 if runner.adapters is None else runner.adapters.nbytes
-        return cls(runner.weights_bytes, arena_bytes, getattr(runner, "activation_bytes", None), adapter_bytes)
+        activation_bytes = getattr(runner, "activation_bytes", None)
+        return cls(runner.weights_bytes, arena_bytes, activation_bytes, adapter_bytes, runner.pages.host.handle)

@@ -9,6 +9,7 @@ Start ────────────────────────�
 Forward(batch) ──────────────────────────► runs the step; collectives keep ranks together
 TakeSampled ─────────────────────────────► takes rank 0's tokens
 PromptLogits ────────────────────────────► its part of more logits
+Draft(known) ────────────────────────────► its part of a model that drafts
 AddAdapter, RemoveAdapter ───────────────► reads its part of an adapter, or forgets it
 (end of the pipe) ───────────────────────► ends
         ◄──────────────────────────────── Failed, at any time, and then it ends
@@ -16,8 +17,10 @@ AddAdapter, RemoveAdapter ───────────────► reads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windowpane.drafts.drafter import Known
 from windowpane.models.tensors import RankPlace
 from windowpane.parallel.job import RankJob, RankReport
 from windowpane.schedule.batch import Batch
@@ -63,6 +66,13 @@ class PromptLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """Every rank finds the same drafts, of which rank 0's are taken."""
+
+    known: Sequence[Known]
+
+
+@dataclass(frozen=True, slots=True)
 class AddAdapter:
     """Rank 0 has read it and found nothing wrong."""
 
@@ -75,7 +85,7 @@ class RemoveAdapter:
     number: int
 
 
-Order = Join | Load | Start | Forward | TakeSampled | PromptLogits | AddAdapter | RemoveAdapter
+Order = Join | Load | Start | Forward | TakeSampled | PromptLogits | Draft | AddAdapter | RemoveAdapter
 
 
 @dataclass(frozen=True, slots=True)

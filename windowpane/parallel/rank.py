@@ -11,6 +11,7 @@ from windowpane.parallel.job import RankJob, RankReport
 from windowpane.parallel.messages import (
     AddAdapter,
     Answer,
+    Draft,
     Forward,
     Join,
     Load,
@@ -69,9 +70,13 @@ class Rank:
             case PromptLogits(slot, rows):
                 assert self._output is not None
                 self._output.prompt_logits[slot](rows)
+            case Draft(known):
+                assert self._runner is not None and self._runner.drafter is not None
+                self._runner.drafter.draft(known)
             case AddAdapter(number, path):
                 assert self._job is not None and self._runner is not None and self._runner.adapters is not None
-                self._runner.adapters.know(number, self._job.read_adapter(path, self._runner, self._group.place))
+                adapters = self._runner.adapters
+                adapters.know(number, self._job.read_adapter(path, adapters, self._group.place))
             case RemoveAdapter(number):
                 assert self._runner is not None and self._runner.adapters is not None
                 self._runner.adapters.forget(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from windowpane.drafts.drafter import Known
 from windowpane.parallel.launch import Workers
-from windowpane.parallel.messages import Forward, PromptLogits, TakeSampled
+from windowpane.parallel.messages import Draft, Forward, PromptLogits, TakeSampled
 from windowpane.runners.interrupts import interrupts_later
 from windowpane.runners.plain import StepOutput
 from windowpane.schedule.batch import Batch
+from windowpane.schedule.request import Tokens
 
 if TYPE_CHECKING:
     from windowpane.runners.cuda import CudaRunner
@@ -44,6 +46,17 @@ class ParallelRunner:
             self._workers.send(TakeSampled())
             self._workers.group.broadcast(tokens)
             self._own.take_sampled(slots, tokens)
+
+    @property
+    def drafter(self) -> ParallelRunner | None:
+        return None if self._own.drafter is None else self
+
+    def draft(self, known: Sequence[Known]) -> list[Tokens]:
+        """Drafts of a model that all ranks have a part of."""
+        assert self._own.drafter is not None
+        with self._in_step():
+            self._workers.send(Draft(known))
+            return self._own.drafter.draft(known)
 
     def landed(self) -> list[tuple[int, float]]:
         """Of this rank. Steps tell the others, whose devices wait for their own copies."""

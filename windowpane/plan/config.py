@@ -124,11 +124,6 @@ class EngineConfig:
             raise ConfigError(
                 f"--kv-disk-path {self.kv_disk_path} takes pages from host memory; add --kv-offloading-size, as in 8"
             )
-        if (self.tensor_parallel_size or 1) > 1:
-            raise ConfigError(
-                f"--kv-disk-path {self.kv_disk_path} is for one rank so far; leave --tensor-parallel-size "
-                f"{self.tensor_parallel_size} or it out"
-            )
 
     @property
     def offloading_bytes(self) -> int:

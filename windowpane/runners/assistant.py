@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from windowpane.device.transfer import Transfer
-from windowpane.drafts.drafter import Asking, made_up, waits_for_step
+from windowpane.drafts.drafter import Known
+from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.runners.graphs import capture, ladder, next_size
 from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Request, Tokens
+from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
 
 ROWS_AT_ONCE = 2  # the fewest that the kernels take, of which each segment has one
@@ -25,8 +26,6 @@ ROWS_AT_ONCE = 2  # the fewest that the kernels take, of which each segment has 
 
 class Assistant:
     """Drafts for the slots of its target, whose `logits` [slots, vocabulary] are its scratch between two steps."""
-
-    is_free = False
 
     def __init__(
         self, model: GpuModel, width: int, logits: torch.Tensor, most_drafts: int, *, use_graphs: bool
@@ -57,19 +56,14 @@ class Assistant:
         """The hidden state [1, width] of a prompt's last token, which was not computed again."""
         self._known[slot] = position, state
 
-    def forget(self, request: Request) -> None:
-        """Nothing is kept by request: whoever has its slot next begins anew."""
-
     @torch.inference_mode()
-    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
-        if waits_for_step(asking):
-            return made_up(asking)
-        found = [(a, source) for a in asking if (source := self._source(a)) is not None]
+    def draft(self, known: Sequence[Known]) -> list[Tokens]:
+        found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
-            return [NO_TOKENS] * len(asking)
+            return [NO_TOKENS] * len(known)
         size = next_size(self._sizes, len(found)) if self._graphs else len(found)
         assert size is not None  # there is one for all slots
-        rows = self._send([a for a, _ in found], size, [s if isinstance(s, int) else 0 for _, s in found])
+        rows = self._send([k for k, _ in found], size, [s if isinstance(s, int) else 0 for _, s in found])
         if len(self._hidden):
             torch.index_select(self._hidden, 0, rows, out=self._before[: len(found)])
         for row, (_, source) in enumerate(found):
@@ -80,10 +74,10 @@ class Assistant:
         else:
             self._draft(size)
         drafts = iter(self._drafts[:, : len(found)].cpu().numpy().T)
-        having = {a.slot for a, _ in found}
-        return [next(drafts)[: a.most].copy() if a.slot in having else NO_TOKENS for a in asking]
+        having = {k.slot for k, _ in found}
+        return [next(drafts)[: k.most].copy() if k.slot in having else NO_TOKENS for k in known]
 
-    def _source(self, asked: Asking) -> int | torch.Tensor | None:
+    def _source(self, asked: Known) -> int | torch.Tensor | None:
         """The row of `_hidden` that a request's drafts begin with, or that hidden state; None where it is not known."""
         position, state = self._known.get(asked.slot, (-1, None))
         if state is not None:
@@ -92,20 +86,19 @@ class Assistant:
         at = asked.length - 1 - first
         return row + at if 0 <= at < count else None
 
-    def _send(self, asking: Sequence[Asking], size: int, rows: Sequence[int] = ()) -> torch.Tensor:
+    def _send(self, known: Sequence[Known], size: int, rows: Sequence[int] = ()) -> torch.Tensor:
         """Where the next drafts stand, and padding up to a size; returns `rows` on the device."""
-        count = len(asking)
+        count, tables = len(known), self._model.tables
         places = np.tile(np.array([[-1], [0]], dtype=np.int32), size)
-        places[:, :count] = (
-            [a.length - 1 for a in asking],
-            [a.request.tokens(a.length, a.length + 1)[0] for a in asking],
-        )
-        segments = [Segment(a.slot, a.length, a.length, 0, row, 1) for row, a in enumerate(asking)]
+        places[:, :count] = [k.length - 1 for k in known], [k.tokens[0] for k in known]
+        segments = [Segment(k.slot, k.length, k.length, 0, row, 1) for row, k in enumerate(known)]
         segments += [Segment(0, -1, -1, 0, row, 1) for row in range(count, size)]
         transfer = Transfer(self._places.device)
-        arrays = places, np.array(segments), np.array(rows)
-        sent_places, sent_segments, sent_rows = (transfer.add(array) for array in arrays)
+        late, _ = tables.updates(NO_CHANGES)  # pages that the last step has written are there to be read now
+        arrays = places, np.array(segments), np.array(rows), late
+        sent_places, sent_segments, sent_rows, sent_late = (transfer.add(array) for array in arrays)
         sent = transfer.send()
+        tables.apply(sent[sent_late])
         self._places[:, :size].copy_(sent[sent_places])
         self._segments[:size].copy_(sent[sent_segments])
         return sent[sent_rows]

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
-from windowpane.device.transfer import Transfer
+from windowpane.device.transfer import Transfer, to_device
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import Layout
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, StepBuilder, padding, row_segments, tokens_of
+from windowpane.lowering.gpu.stepped import SteppedGpuModel
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
 from windowpane.lowering.reference.model import ReferenceModel
@@ -31,6 +32,7 @@ from windowpane.models.adapters import AdapterRoom
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.assistant import Assistant
+from windowpane.runners.drafting import DraftingLayers
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
 from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifies_only
 from windowpane.schedule.batch import Batch, PromptChunk
@@ -48,7 +50,8 @@ class CudaRunner:
     A step stores a decoding row's K and V before anything attends, so drafts are decoding rows of the same slot at the
     positions behind it, and are attended together with it in one pass over its pages. Models with recurrent states
     take drafts as chunks, and so does any model in a step with prompts, or one that replaces a page which it still
-    reads. `drafter_weights` are those of an assistant that drafts for it.
+    reads. `drafter_weights` are those of a drafter with a checkpoint of its own. The drafts of an assistant are one
+    graph; other models draft launch by launch.
     """
 
     def __init__(
@@ -76,15 +79,20 @@ class CudaRunner:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
-        decoder = runnable(spec.on_rank(group.place.ranks), on_gpu=True)
+        spec = spec.on_rank(group.place.ranks)
+        decoder = runnable(spec, on_gpu=True)
         self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
         parameters = Parameters(decoder, weights, adapters=self.adapters)
+        drafting, own = spec.drafter.decoder if spec.drafter else None, None
+        if drafting is not None:
+            own = Parameters(drafting, weights if drafter_weights is None else drafter_weights, parameters)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
-        settle_scales(
-            ReferenceModel(decoder, parameters, max_model_len, group), self.pages, calibration or Calibration()
-        )
+        plain, plain_drafter = ReferenceModel(decoder, parameters, max_model_len, group), None
+        if drafting is not None and own is not None:
+            plain_drafter = ReferenceModel(drafting, own, max_model_len, group, target=plain)
+        settle_scales(plain, self.pages, calibration or Calibration(), plain_drafter)
         self.activation_bytes: int | None = None  # measured by `rehearse`
         self.tables = DeviceTables([entries.shape for entries in self.pages.reading], device)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -107,14 +115,13 @@ class CudaRunner:
             # Rows of one sequence that are attended together, and the segments that have them.
             self._most_rows = min(1 + rollback_tokens, self.model.rows_at_once) if not self.pages.states else 1
             self._segments = torch.zeros(self._max_rows, len(Segment._fields), dtype=torch.int32, device=device)
-            # Final hidden states of decoding rows, where an assistant begins with them.
-            drafting = spec.drafter.decoder if spec.drafter else None
+            # Final hidden states of decoding rows, where a drafter begins with them.
             self._final = None
-            if drafting is not None:
+            if drafting is not None and drafting.join is not None:
                 self._final = torch.empty(self._max_rows, spec.hidden_size, dtype=dtype, device=device)
             self.graphs: DecodeGraphs | None = None
             self.adapted_graphs: DecodeGraphs | None = None  # for steps whose rows have adapters
-            self.drafter: Assistant | None = None
+            self.drafter: Assistant | DraftingLayers | None = None
             in_graphs = use_graphs and device.type == "cuda" and group.in_graphs
             if in_graphs or drafting is not None:
                 logits = torch.empty(self._max_rows, spec.vocab_size, dtype=torch.float32, device=device)
@@ -126,14 +133,15 @@ class CudaRunner:
                 self.graphs = DecodeGraphs(*common)
                 if self._adapter_tables is not None:
                     self.adapted_graphs = DecodeGraphs(*common, self._adapter_tables)
-            if drafting is not None:
-                own = Parameters(drafting, weights if drafter_weights is None else drafter_weights, parameters)
-                model = GpuModel(
-                    drafting, own, self.pages, self.tables, max_model_len, num_slots, group, target=self.model
-                )
-                self.drafter = Assistant(
-                    model, spec.hidden_size, logits[:num_slots], rollback_tokens, use_graphs=in_graphs
-                )
+            if drafting is not None and own is not None:
+                # What keeps K and V of its own runs in segments, so that no row of it decodes.
+                rows = 1 if drafting.caches else num_slots
+                model = GpuModel(drafting, own, self.pages, self.tables, max_model_len, rows, group, target=self.model)
+                if drafting.caches:
+                    self.drafter = DraftingLayers(SteppedGpuModel(model, self.pages), self.pages)
+                else:
+                    logits = logits[:num_slots]
+                    self.drafter = Assistant(model, spec.hidden_size, logits, rollback_tokens, use_graphs=in_graphs)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -202,14 +210,19 @@ class CudaRunner:
 
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         host = Step.of(batch, all_logits_slots)
-        step = self._builder.mixed(host, batch.changes)
+        needs_all = isinstance(self.drafter, DraftingLayers) and self.drafter.needs_all_hidden
+        step = self._builder.mixed(host.whole() if needs_all else host, batch.changes)
         assert step.chunk_tokens is not None
         hidden = self._hidden.nothing
         if len(step.positions):
             tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
             hidden = self.model.final_hidden(step, tokens)
+            if isinstance(self.drafter, DraftingLayers):
+                self.drafter.observe_step(host, tokens, hidden)
+                hidden = hidden[to_device(host.wanted, self.device)] if needs_all else hidden
         if self.drafter is not None:
-            self.drafter.observe([*host.decoding_segments(), *host.wanted_segments], hidden)
+            if isinstance(self.drafter, Assistant):
+                self.drafter.observe([*host.decoding_segments(), *host.wanted_segments], hidden)
             for chunk in batch.chunks:
                 if chunk.hidden is not None:
                     self.drafter.know(chunk.slot, chunk.start - 1, self._hidden.row(chunk.hidden))
@@ -240,17 +253,22 @@ class CudaRunner:
             self._segments[:padded].copy_(sent[table])
         if bring_adapters is not None:
             bring_adapters(sent)
-        if self.drafter is not None and self._final is not None:
+        if isinstance(self.drafter, Assistant) and self._final is not None:
             self.drafter.observe(step.decoding_segments(), self._final)
         if graphs is not None and padded in graphs.sizes:
-            return graphs.replay(rows, several=several)
-        together = self._segments[:padded] if several else None
-        on_rows = None if adapters is None else adapters.decoding(rows)
-        on_device = DeviceStep.decoding(self._inputs[:, :rows], together, self._most_rows, on_rows)
-        normed = self.model.final_hidden(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
-        if self._final is not None:
-            self._final[:rows] = normed
-        return self.model.logits(normed)
+            logits = graphs.replay(rows, several=several)
+        else:
+            together = self._segments[:padded] if several else None
+            on_rows = None if adapters is None else adapters.decoding(rows)
+            on_device = DeviceStep.decoding(self._inputs[:, :rows], together, self._most_rows, on_rows)
+            normed = self.model.final_hidden(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
+            if self._final is not None:
+                self._final[:rows] = normed
+            logits = self.model.logits(normed)
+        if isinstance(self.drafter, DraftingLayers):
+            final = self._hidden.nothing if self._final is None else self._final
+            self.drafter.observe_step(step, tokens_of(self._inputs[:, :rows], self._sampled), final)
+        return logits
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:

@@ -1,7 +1,7 @@
 """Drafters that are models: layers for multi-token prediction, assistants of Gemma 4, and smaller models.
 
 `observe_step` sees every step of the target, so that a drafter's own K and V lie in pages as the target's do, and are
-shared, restored and taken back with them. `propose` writes nothing: rows that the target has not computed, or has to
+shared, restored and taken back with them. `draft` writes nothing: rows that the target has not computed, or has to
 compute again, are the present of each of its steps.
 
     position     0        1        2     │   3            4
@@ -16,43 +16,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from windowpane.device.pages import KVPages
-from windowpane.drafts.drafter import Asking, made_up, waits_for_step
-from windowpane.lowering.reference.model import ReferenceModel
+from windowpane.device.transfer import to_device
+from windowpane.drafts.drafter import Known
+from windowpane.models.blocks import Decoder
 from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Request, Tokens
+from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment, Step
 
 KEPT_ROWS = 18  # hidden states of a slot's last tokens: of a step with drafts, and the one before
 
 
+class SteppedModel(Protocol):
+    """A drafter's model as it takes steps: `ReferenceModel`, or a GPU's."""
+
+    decoder: Decoder
+
+    def final_hidden(
+        self, step: Step, tokens: torch.Tensor, pages: KVPages, before: torch.Tensor | None = None, *, keeps: bool
+    ) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def passed_on(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Hidden:
-    """Final hidden states of a slot's tokens from position `first` on."""
+    """Final hidden states of a slot's tokens from position `first` on, and that of the one before, if it is known."""
 
     first: int
     rows: torch.Tensor
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.rows)
+    earlier: torch.Tensor | None = None
 
     def range(self, start: int, stop: int) -> torch.Tensor | None:
-        if not self.first <= start < stop <= self.stop:
+        if not start < stop <= self.first + len(self.rows):
             return None
-        return self.rows[start - self.first : stop - self.first]
+        if start == self.first - 1 and self.earlier is not None:
+            return torch.cat([self.earlier, self.rows[: stop - self.first]])
+        return self.rows[start - self.first : stop - self.first] if start >= self.first else None
 
 
-class ModelDrafter:
+class DraftingLayers:
     """A drafter's model over its target's pages. `needs_all_hidden`: it takes hidden states of all rows."""
 
-    is_free = False
-
-    def __init__(self, model: ReferenceModel, pages: KVPages) -> None:
+    def __init__(self, model: SteppedModel, pages: KVPages) -> None:
         self.model, self._pages = model, pages
         self._joins, self._keeps = model.decoder.join is not None, bool(model.decoder.caches)
         self.needs_all_hidden = self._joins and self._keeps
@@ -69,18 +80,14 @@ class ModelDrafter:
             asked = rows if self.needs_all_hidden else _sequences(step, step.wanted_segments)
             if self.needs_all_hidden and rows:
                 self._fill(*self._joined_rows(rows, tokens, hidden))
-            for segment in asked:
-                if segment.q_count:
-                    self._remember(segment.slot, segment.stop - segment.q_count, hidden[segment.query_rows])
+            if asking := [segment for segment in asked if segment.q_count]:
+                self._remember(asking, hidden)
         elif rows:
             self._fill(rows, tokens, None)
 
     def know(self, slot: int, position: int, state: torch.Tensor) -> None:
         """The hidden state [1, width] of a prompt's last token, which was not computed again."""
         self._hidden[slot] = _Hidden(position, state)
-
-    def forget(self, request: Request) -> None:
-        """Nothing is kept by request: whoever has its slot next begins anew."""
 
     def _joined_rows(
         self, segments: Sequence[Segment], tokens: torch.Tensor, hidden: torch.Tensor
@@ -102,12 +109,14 @@ class ModelDrafter:
         """Store the drafter's K and V of these rows, and compute nothing else."""
         self._run(_step(segments, asking=0), tokens, before)
 
-    def _remember(self, slot: int, first: int, rows: torch.Tensor) -> None:
-        earlier = self._states(slot, first - 1, first)
-        if earlier is not None:
-            first, rows = first - 1, torch.cat([earlier, rows])
-        kept = rows[-KEPT_ROWS:].clone()
-        self._hidden[slot] = _Hidden(first + len(rows) - len(kept), kept)
+    def _remember(self, segments: Sequence[Segment], hidden: torch.Tensor) -> None:
+        """Keep the last rows that each of them asks for, all by one copy: the next step makes others in their place."""
+        counts = [min(s.q_count, KEPT_ROWS) for s in segments]
+        rows = [s.q_row + s.q_count - n + np.arange(n) for s, n in zip(segments, counts, strict=True)]
+        kept = hidden[to_device(np.concatenate(rows), hidden.device)]
+        for segment, part in zip(segments, torch.split_with_sizes(kept, counts), strict=True):
+            first = segment.stop - len(part)
+            self._hidden[segment.slot] = _Hidden(first, part, self._states(segment.slot, first - 1, first))
 
     def _states(self, slot: int, start: int, stop: int) -> torch.Tensor | None:
         found = self._hidden.get(slot)
@@ -116,42 +125,34 @@ class ModelDrafter:
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
-        if waits_for_step(asking):
-            return made_up(asking)
-        begun = [self._begin(a) for a in asking]
+    def draft(self, known: Sequence[Known]) -> list[Tokens]:
+        begun = [self._begin(k) for k in known]
         drafting = [d for d in begun if d is not None]
         for place in range(max((d.most for d in drafting), default=0)):
             self._draft_one([d for d in drafting if d.most > place])
         return [NO_TOKENS if d is None else np.array(d.drafts, dtype=np.int32) for d in begun]
 
-    def _begin(self, asked: Asking) -> _Drafting | None:
+    def _begin(self, known: Known) -> _Drafting | None:
         """None where the hidden states to begin with are not known."""
-        request, length = asked.request, asked.length
-        known = request.tokens(length, request.known_tokens)
-        before = None
-        if self._joins:
-            before = self._states(asked.slot, length - 1, request.known_tokens - 1)
-            if before is None:
-                return None
-        first = length - 1 if self._joins else length
-        return _Drafting(asked.slot, first, torch.from_numpy(known.astype(np.int64)), before, asked.most)
+        first, tokens = known.length, known.tokens.tolist()
+        if not self._joins:
+            return _Drafting(known.slot, first, tokens, known.most)
+        before = self._states(known.slot, first - 1, first - 1 + len(tokens))
+        return None if before is None else _Drafting(known.slot, first - 1, tokens, known.most, [before])
 
     def _draft_one(self, drafting: Sequence[_Drafting]) -> None:
         """One more token of each."""
         if self._keeps:
             step = _step([Segment(d.slot, d.first, d.first + len(d.tokens), 0, 0, 0) for d in drafting], asking=1)
-            rows = [slice(None)] * len(drafting)
+            tokens, before = [t for d in drafting for t in d.tokens], [rows for d in drafting for rows in d.before]
         else:  # a row at the last token that the target has computed, whose K and V are the target's
             step = _decoding_step([d.slot for d in drafting], [d.first for d in drafting])
-            rows = [slice(-1, None)] * len(drafting)
-        device = self._pages.device
-        tokens = torch.cat([d.tokens[r] for d, r in zip(drafting, rows, strict=True)]).to(device)
-        before = [d.before[r] for d, r in zip(drafting, rows, strict=True) if d.before is not None]
-        hidden = self._run(step, tokens, torch.cat(before) if before else None, keeps=False)
-        found, passed_on = self.model.logits(hidden).argmax(dim=-1).cpu(), self.model.passed_on(hidden)
-        for at, d in enumerate(drafting):
-            d.add(found[at : at + 1], passed_on[at : at + 1])
+            tokens, before = [d.tokens[-1] for d in drafting], [d.before[-1][-1:] for d in drafting]
+        there = to_device(tokens, self._pages.device, torch.int64)
+        hidden = self._run(step, there, torch.cat(before) if before else None, keeps=False)
+        found, passed_on = self.model.logits(hidden).argmax(dim=-1).tolist(), self.model.passed_on(hidden)
+        for at, (d, token) in enumerate(zip(drafting, found, strict=True)):
+            d.add(token, passed_on[at : at + 1])
 
     def _run(
         self, step: Step, tokens: torch.Tensor, before: torch.Tensor | None, *, keeps: bool = True
@@ -166,20 +167,21 @@ class ModelDrafter:
 class _Drafting:
     """A sequence whose tokens from position `first` on are drafted from: those that are known, then drafts.
 
-    `before` has the hidden state that stands beside each of `tokens`, where the drafter takes them.
+    `before` has the hidden states that stand beside `tokens`, in pieces, where the drafter takes them.
     """
 
     slot: int
     first: int
-    tokens: torch.Tensor
-    before: torch.Tensor | None
+    tokens: list[int]
     most: int
+    before: list[torch.Tensor] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
-    def add(self, token: torch.Tensor, passed_on: torch.Tensor) -> None:
-        self.drafts.append(int(token))
-        self.tokens = torch.cat([self.tokens, token])
-        self.before = None if self.before is None else torch.cat([self.before, passed_on])
+    def add(self, token: int, passed_on: torch.Tensor) -> None:
+        self.drafts.append(token)
+        self.tokens.append(token)
+        if self.before:
+            self.before.append(passed_on)
 
 
 def _sequences(step: Step, segments: Sequence[Segment]) -> list[Segment]:

@@ -80,7 +80,10 @@ class DecodeGraphs:
             segments.copy_(torch.tensor(Segment(0, -1, -1, 0, 0, 0), dtype=torch.int32))
         for done, (size, several) in enumerate(sorted(kinds, reverse=True)):  # the largest takes the memory for all
             together = segments[:size] if several and segments is not None else None
-            on_rows = None if adapters is None else adapters.decoding(size)
+            on_rows = None
+            if adapters is not None:
+                adapters.clear(size)
+                on_rows = adapters.decoding(size)
             step = DeviceStep.decoding(inputs[:, :size], together, most_rows, on_rows)
 
             def run(step: DeviceStep = step, size: int = size) -> None:

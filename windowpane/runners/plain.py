@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from windowpane.models.adapters import AdapterRoom
 from windowpane.models.quantization import Quantization
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
-from windowpane.runners.drafting import ModelDrafter
+from windowpane.runners.drafting import DraftingLayers
 from windowpane.schedule.batch import Batch, wanted_rows
 from windowpane.schedule.step import Step
 
@@ -75,7 +75,8 @@ class Runner:
         self.device = device
         self.dtype = dtype
         self.weights_bytes = sum(t.nbytes for held in (weights, drafter_weights or {}) for t in held.values())
-        decoder = runnable(spec.on_rank(group.place.ranks))
+        spec = spec.on_rank(group.place.ranks)
+        decoder = runnable(spec)
         self.adapters = Adapters(decoder, adapter_room, dtype, device) if adapter_room is not None else None
         parameters = Parameters(decoder, weights, adapters=self.adapters)
         if isinstance(spec.quantization, Quantization) and spec.quantization.rounds_inputs:
@@ -88,7 +89,7 @@ class Runner:
             own = Parameters(described, weights if drafter_weights is None else drafter_weights, parameters)
             drafting = lower(described, own, max_model_len, group, self.model)
         settle_scales(self.model, self.pages, calibration or Calibration(), drafting)
-        self.drafter = None if drafting is None else ModelDrafter(drafting, self.pages)
+        self.drafter = None if drafting is None else DraftingLayers(drafting, self.pages)
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._prompt_tokens = 0  # since freed memory was given back
         # Final hidden states of prompts' last tokens, by the rows that the scheduler hands out.
@@ -131,9 +132,7 @@ class Runner:
         """Of the wanted rows; a drafter sees them too, or those of all rows."""
         if self.drafter is None:
             return self.model.final_hidden(step, tokens, self.pages)
-        whole = step
-        if self.drafter.needs_all_hidden:
-            whole = replace(step, wanted=np.arange(len(step.positions)), wanted_segments=step.segments)
+        whole = step.whole() if self.drafter.needs_all_hidden else step
         hidden = self.model.final_hidden(whole, tokens, self.pages)
         self.drafter.observe_step(step, tokens, hidden)
         return hidden if whole is step else hidden[torch.from_numpy(step.wanted).to(self.device)]

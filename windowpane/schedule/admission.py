@@ -43,12 +43,9 @@ class Admission:
         if hit.arrives:
             return None
         if hit.on_host is not None:
-            if not manager.can_reserve(demand := self._demand(request, tokens, hit)):
-                manager.give_way(demand)
-                demand = self._demand(request, tokens, hit)
-            if manager.can_reserve(demand):
+            if (demand := self._fetch_demand(request, tokens, hit)) is not None:
                 return self._unless_lossy(hit, demand)
-            if self._is_worth_waiting(demand):
+            if self._is_worth_waiting(manager.demand(tokens)):
                 return None
             hit = self._restoring.look_up(request, on_host=False)
         if hit.point is not None:
@@ -99,9 +96,19 @@ class Admission:
         """The request has left its slot; what it waited for stays as a restore point."""
         self._fetched.pop(slot, None)
 
-    def _demand(self, request: Request, tokens: int, hit: Hit) -> list[int]:
+    def _fetch_demand(self, request: Request, tokens: int, hit: Hit) -> list[int] | None:
+        """What fetching takes now, points of others given up if need be; None where there is no room for it."""
         assert self._tier is not None
-        return self._tier.fetch_demand(tokens, request.prefix_key, request.tokens(0, request.known_tokens), hit)
+        known = request.tokens(0, request.known_tokens)
+        for may_give_way in (False, True):
+            demands = self._tier.fetch_demands(tokens, request.prefix_key, known, hit)
+            if may_give_way:
+                self._manager.give_way(demands[1])
+                demands = self._tier.fetch_demands(tokens, request.prefix_key, known, hit)
+            for demand in demands:
+                if self._manager.can_reserve(demand):
+                    return demand
+        return None
 
     def _is_worth_waiting(self, demand: list[int]) -> bool:
         """Whether there is room for this once those that run have ended: with a tier what they leave is not lost, and

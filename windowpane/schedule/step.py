@@ -6,7 +6,7 @@ once, be it a prompt's chunk or a few drafts, is a segment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +95,10 @@ class Step:
             np.array(state_slots, dtype=np.int8),
             _adapters_of_rows(batch),
         )
+
+    def whole(self) -> Step:
+        """The same with all rows wanted."""
+        return replace(self, wanted=np.arange(len(self.positions)), wanted_segments=self.segments)
 
     @property
     def num_decoding(self) -> int:

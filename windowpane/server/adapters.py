@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from windowpane.server.errors import ApiError, bad_request
+from windowpane.server.errors import ApiError, bad_request, unavailable
 from windowpane.server.service import Service
 
 
@@ -59,6 +59,8 @@ async def load_adapter(service: Service, body: LoadBody, directory: Path | None)
     path = (directory / body.lora_path).resolve()
     if not path.is_relative_to(directory.resolve()) or not path.is_dir():
         raise bad_request(f"{body.lora_path!r} is no directory below --lora-dir", "lora_path")
+    if service.asleep:
+        raise unavailable("the engine sleeps; POST /wake_up, and load it then", retry_after_s=5)
     if body.lora_name in service.names or body.lora_name in adapters.loaded:
         raise bad_request(f"{body.lora_name!r} is served already; unload it first", "lora_name")
     try:
@@ -74,5 +76,7 @@ async def unload_adapter(service: Service, body: UnloadBody) -> dict[str, Any]:
     adapters = service.engine.adapters
     if adapters is None or body.lora_name not in adapters.loaded:
         raise ApiError(404, f"no adapter {body.lora_name!r} is loaded", param="lora_name", code="model_not_found")
+    if service.asleep:
+        raise unavailable("the engine sleeps; POST /wake_up, and unload it then", retry_after_s=5)
     await service.loop.ask(lambda _: adapters.remove(body.lora_name))
     return {"status": "unloaded", "lora_name": body.lora_name}

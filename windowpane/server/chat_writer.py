@@ -12,7 +12,7 @@ from windowpane.server.job import Job, Piece
 from windowpane.server.protocol import ChatBody
 from windowpane.server.reader import Reader
 from windowpane.server.service import Service
-from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, event, to_json
+from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, PlainChunks, event, to_json
 from windowpane.server.usage import finish_reason, named_logprobs, routed_experts, stop_reason, tells_routes, usage
 from windowpane.text.parsers import Content, Delta, ReadAnswer, Reasoning, ToolStart
 
@@ -37,14 +37,11 @@ class ChatWriter:
         self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gives_prompt = bool(body.return_token_ids)  # still to come, in a stream
-        # Most chunks hold nothing but text: these are put together from ready-made parts.
-        tells_more = body.logprobs or body.return_token_ids or self._usage_last or self._usage_always
-        plain = not tells_more and not any(reader.reads for reader in readers)
-        self._plain_heads = (
-            [b"data: " + before + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.answers))]
-            if plain
-            else None
-        )
+        tells_more = body.logprobs or body.return_token_ids or body.return_routed_experts
+        tells_usage = self._usage_last or self._usage_always
+        plain = not tells_more and not tells_usage and not any(reader.reads for reader in readers)
+        heads = [b"data: " + before + b'{"index":%d,"delta":{"content":' % i for i in range(len(job.answers))]
+        self._plain = PlainChunks(heads, PLAIN_TAIL) if plain else None
 
     def document(self) -> dict[str, Any]:
         choices = []
@@ -66,6 +63,8 @@ class ChatWriter:
     # -- chunk by chunk --------------------------------------------------------------------------------------------
 
     def entries(self, pieces: list[Piece]) -> int:
+        if self._plain is not None:
+            return 0
         scored = len(pieces) * (1 + (self._body.top_logprobs or 0)) if self._body.logprobs else 0
         scored += len(self._job.requests[0].prompt) if self._gives_prompt else 0
         return scored + (BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0)
@@ -76,11 +75,8 @@ class ChatWriter:
         return b"".join(self._chunk(choice, role) for choice in range(len(self._job.answers)))
 
     def encode(self, pieces: list[Piece]) -> bytes:
-        if self._plain_heads is not None and len(pieces) == 1 and pieces[0].finish_reason is None:
-            piece = pieces[0]
-            if piece.text:
-                return self._plain_heads[piece.choice] + to_json(piece.text) + PLAIN_TAIL
-            return b""
+        if self._plain is not None and (chunk := self._plain.encode(pieces)) is not None:
+            return chunk
         by_choice: dict[int, list[Piece]] = {}
         for piece in pieces:
             by_choice.setdefault(piece.choice, []).append(piece)

@@ -18,7 +18,7 @@ from windowpane.server.job import Job, Piece, job_id
 from windowpane.server.protocol import CompletionBody
 from windowpane.server.sampling import check_stream, constraint_of, grammar_of, sampling_params
 from windowpane.server.service import Service
-from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, Encoder, answered, event, to_json
+from windowpane.server.sse import BESIDE_THE_LOOP, OPENAI, Encoder, PlainChunks, answered, event, to_json
 from windowpane.server.usage import finish_reason, finite, routed_experts, stop_reason, tells_routes, token_text, usage
 from windowpane.text.answer import Answer
 
@@ -163,12 +163,10 @@ class _Writer:
         self._head["model"] = service.name_of(job)
         before = to_json({**self._head, "choices": []})[:-2]
         self._gave_prompt = [not body.return_token_ids] * len(job.answers)
-        # Most chunks hold nothing but text: these are put together from ready-made parts.
-        tells_more = body.return_token_ids or self._usage_last or self._usage_always or body.echo
-        plain = body.logprobs is None and not tells_more
-        self._plain_heads = (
-            [b"data: " + before + b'{"index":%d,"text":' % i for i in range(len(job.answers))] if plain else None
-        )
+        tells_more = body.return_token_ids or body.return_routed_experts or body.echo or body.logprobs is not None
+        plain = not tells_more and not self._usage_last and not self._usage_always
+        heads = [b"data: " + before + b'{"index":%d,"text":' % i for i in range(len(job.answers))]
+        self._plain = PlainChunks(heads, PLAIN_TAIL) if plain else None
 
     def document(self) -> dict[str, Any]:
         choices = []
@@ -191,6 +189,8 @@ class _Writer:
         return {**self._head, "choices": choices, "usage": usage(self._job, generates=not self._scores_only)}
 
     def entries(self, pieces: list[Piece]) -> int:
+        if self._plain is not None:
+            return 0
         per_token = 1 + (self._body.logprobs or 0) if self._body.logprobs is not None else 0
         routed = BESIDE_THE_LOOP if tells_routes(self._job, pieces) else 0
         requests = self._job.requests
@@ -204,11 +204,8 @@ class _Writer:
         return b""
 
     def encode(self, pieces: list[Piece]) -> bytes:
-        if self._plain_heads is not None and len(pieces) == 1 and pieces[0].finish_reason is None:
-            piece = pieces[0]
-            if piece.text:
-                return self._plain_heads[piece.choice] + to_json(piece.text) + PLAIN_TAIL
-            return b""
+        if self._plain is not None and (chunk := self._plain.encode(pieces)) is not None:
+            return chunk
         by_choice: dict[int, list[Piece]] = {}
         for piece in pieces:
             by_choice.setdefault(piece.choice, []).append(piece)

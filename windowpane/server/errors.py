@@ -196,7 +196,11 @@ def _lower(sentence: str) -> str:
 
 
 def _place(error: Any) -> list[str]:
-    return [str(part) for part in error["loc"][1:] if not _is_a_form(part)]
+    parts = error["loc"][1:]
+    names = [str(part) for part in parts if not _is_a_form(part)]
+    if error["type"] == "extra_forbidden" and _is_a_form(parts[-1]):
+        names.append(str(parts[-1]))  # a name that nobody knows may look like anything
+    return names
 
 
 def _is_a_form(part: object) -> bool:

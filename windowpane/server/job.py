@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from uuid import uuid4
 
 from windowpane.schedule.request import FinishReason, Request, TokenLogprobs
@@ -21,8 +22,7 @@ def job_id(prefix: str, asked: str | None, headers: Mapping[str, str]) -> str:
     return asked or f"{prefix}-{given if _ID.fullmatch(given) else uuid4().hex}"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one step added to one choice of a job: text (which may be held back and so empty), and its token.
 
     `token` is None where a choice ended without one. `finish_reason` is set with the last piece of a choice.

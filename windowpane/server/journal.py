@@ -18,6 +18,7 @@ KEPT = 200  # entries; older ones give way
 
 class Journal:
     def __init__(self) -> None:
+        self.noted = 0  # entries ever, about: two threads count
         self._entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def ended(self, request: Request, reason: FinishReason | None, times: Times) -> None:
@@ -34,6 +35,7 @@ class Journal:
         return list(self._entries)[::-1]
 
     def _note(self, what: str, id: str, its_life: dict[str, Any] | None, error: str | None = None) -> None:
+        self.noted += 1
         self._entries.append({"at": round(time.time(), 1), "what": what, "id": id, "error": error, "life": its_life})
 
 

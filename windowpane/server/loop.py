@@ -187,8 +187,9 @@ class EngineLoop:
         self._post(posted)
         self.metrics.output_cpu_s += time.thread_time() - cpu_s
         for output in outputs:
-            if isinstance(output.request.error, torch.AcceleratorError | RanksLost):
-                raise output.request.error  # no device, or not every rank's, answers any more after such an error
+            error = output.request.error
+            if error is not None and isinstance(error, torch.AcceleratorError | RanksLost):
+                raise error  # no device, or not every rank's, answers any more after such an error
 
     def _take_in(self, choice: _Choice, output: TokenOutput, now: float) -> Piece | None:
         """Tokens to text; None where nobody wants to hear of this token by itself."""
@@ -232,6 +233,8 @@ class EngineLoop:
         self.meter.ended(request)
         self.metrics.ended(request, choice.answer.finish_reason, choice.times)
         self.journal.ended(request, choice.answer.finish_reason, choice.times)
+        if all(times.ended is not None for times in choice.job.times):
+            self.metrics.job_ended(choice.job.requests)
 
     def _add(self, job: Job) -> None:
         with self._lock:

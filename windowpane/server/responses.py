@@ -32,7 +32,9 @@ from windowpane.server.responses_protocol import (
 from windowpane.server.responses_writer import ResponsesWriter
 from windowpane.server.service import Service
 
-MAX_STORED_CHARACTERS = 64 * 2**20
+MAX_STORED_BYTES = 64 * 2**20
+VALUE_BYTES = 128  # of one value of a document, about: an object and its place
+MESSAGE_BYTES = 2**11
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +44,34 @@ class Stored:
     document: dict[str, Any]
     messages: tuple[Message, ...]
 
-    @property
-    def characters(self) -> int:
-        return sum(map(_characters, self.messages))
+    def size_bytes(self) -> int:
+        """About what it holds in memory. Messages count as often as they are stored, though responses share them."""
+        return _size_bytes(self.document) + sum(map(_message_bytes, self.messages))
 
 
 class ResponseStore:
     """Responses that may be asked for again, each by the key that made it. The oldest go first. Any thread."""
 
-    def __init__(self, max_characters: int = MAX_STORED_CHARACTERS) -> None:
-        self._max_characters = max_characters
-        self._characters = 0
-        self._kept: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+    def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()  # with its size
         self._lock = threading.Lock()
 
     def keep(self, who: str, stored: Stored) -> None:
+        key, size_bytes = (who, stored.document["id"]), stored.size_bytes()
         with self._lock:
-            self._forget((who, stored.document["id"]))
-            self._kept[who, stored.document["id"]] = stored
-            self._characters += stored.characters
-            while self._characters > self._max_characters:
+            self._forget(key)
+            self._kept[key] = stored, size_bytes
+            self._bytes += size_bytes
+            while self._bytes > self._max_bytes:
                 self._forget(next(iter(self._kept)))
 
     def find(self, who: str, id: str, param: str | None = None) -> Stored:
         """Raises a 404 where this caller has no such response."""
         with self._lock:
-            stored = self._kept.get((who, id))
-        if stored is None:
+            found = self._kept.get((who, id))
+        if found is None:
             raise ApiError(
                 404,
                 f"there is no response {id!r}: it was never stored for this key, or gave way to newer ones; "
@@ -76,7 +79,7 @@ class ResponseStore:
                 param=param,
                 code="response_not_found",
             )
-        return stored
+        return found[0]
 
     def delete(self, who: str, id: str) -> None:
         self.find(who, id)
@@ -84,9 +87,9 @@ class ResponseStore:
             self._forget((who, id))
 
     def _forget(self, key: tuple[str, str]) -> None:
-        stored = self._kept.pop(key, None)
-        if stored is not None:
-            self._characters -= stored.characters
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._bytes -= found[1]
 
 
 async def respond(service: Service, store: ResponseStore, body: ResponsesBody, http: HttpRequest) -> Response:
@@ -207,6 +210,19 @@ def _text(given: str | Iterable[Part]) -> str:
     return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in given)
 
 
-def _characters(message: Message) -> int:
+def _message_bytes(message: Message) -> int:
     calls = sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
-    return 64 + len(str(message.content or "")) + len(message.reasoning or "") + calls
+    return MESSAGE_BYTES + len(str(message.content or "")) + len(message.reasoning or "") + calls
+
+
+def _size_bytes(document: Any) -> int:
+    """Of values in values, however deep."""
+    size, left = 0, [document]
+    while left:
+        value = left.pop()
+        size += VALUE_BYTES + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return size

@@ -22,7 +22,8 @@ from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
 from windowpane.engine.start import Started, start
-from windowpane.parallel.launch import RanksLost
+from windowpane.parallel.launch import RanksLost, Workers
+from windowpane.routing.events import KvEvents, KvEventsConfig
 from windowpane.schedule.request import SamplingParams
 from windowpane.server import log as server_log
 from windowpane.server.app import make_app
@@ -99,6 +100,7 @@ class ServerOptions:
     lora_dir: Path | None = None
     shutdown_timeout_s: int = 300
     patience: Patience = field(default_factory=Patience)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -120,31 +122,44 @@ class ServerOptions:
 def serve(model: str | None, flags: Mapping[str, Any], options: ServerOptions) -> int:
     """Start, answer until a signal comes, and let what runs finish: 0 then, 1 when a second signal cut it off."""
     console = Console(stderr=True)
-    with _listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
-        started = start(model, {**_defaults(flags), **flags}, console)
+    with listen(options) as listener:  # first, so that a port that is taken is told before a model is loaded
+        started = start(model, with_defaults(flags), console)
         service = make_service(started, options, console)
-        app = make_app(service, options.access)
-        server_log.set_up(options.log_level, options.uvicorn_log_level)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        app.openapi()  # takes a while when it is first asked for
-        gc.freeze()  # what is there now stays: a collection that looks at all of it would hold up every stream
-        server = Server(http_config(app, options), service)
-        if started.workers is not None:
-            started.workers.when_lost(server.end_without_ranks)
-        _greet(console, service, listener.getsockname(), options)
+        events = KvEvents(options.kv_events, started.engine.scheduler) if options.kv_events.publishes else None
         try:
-            server.run([listener])
+            return http_serve(service, options, listener, console, started.workers)
         finally:
-            service.loop.stop()
             started.close()
+            if events is not None:
+                events.close()
+
+
+def http_serve(
+    service: Service, options: ServerOptions, listener: socket.socket, console: Console, workers: Workers | None = None
+) -> int:
+    """Answer until a signal comes: the exit code."""
+    app = make_app(service, options.access)
+    server_log.set_up(options.log_level, options.uvicorn_log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    app.openapi()  # takes a while when it is first asked for
+    gc.freeze()  # what is there now stays: a collection that looks at all of it would hold up every stream
+    server = Server(http_config(app, options), service)
+    if workers is not None:
+        workers.when_lost(server.end_without_ranks)
+    _greet(console, service, listener.getsockname(), options)
+    try:
+        server.run([listener])
+    finally:
+        service.loop.stop()
     return 1 if server.force_exit or server.gave_up or service.loop.error is not None else 0
 
 
-def _defaults(flags: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A server's flags where nothing else was said."""
     defaults: dict[str, Any] = {"max_itl_ms": MAX_ITL_MS}
     if resolve_device(flags.get("device") or "auto").type == "cpu":
         defaults["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, flags.get("max_num_seqs") or 0)
-    return defaults
+    return {**defaults, **flags}
 
 
 def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
@@ -164,19 +179,39 @@ def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
 
 
 def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
+    names = options.served_model_names or (started.spec.name,)
+    _load_adapters(started, options, names, console)
+    loop = EngineLoop(started.engine, Metrics(names[0]))
+    service = service_of(loop, started.text_source, started.plan.max_model_len, names, options, console)
+    service.sleeper = started.sleeper
+    service.hardware = (
+        _device(started),
+        started.plan.sizing.compute_dtype,
+        tuple(accounts(started.plan, started.reports)),
+    )
+    return service
+
+
+def service_of(
+    loop: EngineLoop,
+    text_source: Path | None,
+    max_model_len: int,
+    names: tuple[str, ...],
+    options: ServerOptions,
+    console: Console | None = None,
+) -> Service:
+    """An engine, here or elsewhere, and the text side of its model."""
     tokenizer = template = None
-    if started.text_source is not None:
+    if text_source is not None:
         with busy(console, "reading the tokenizer"):
-            tokenizer = load_tokenizer(started.text_source)
+            tokenizer = load_tokenizer(text_source)
         template = ChatTemplate(_with_template(tokenizer, options.chat_template))
     elif options.chat_template is not None:
         raise TextError("--chat-template needs a tokenizer, and this model came without one")
-    names = options.served_model_names or (started.spec.name,)
-    _load_adapters(started, options, names, console)
     return Service(
         names=names,
-        loop=EngineLoop(started.engine, Metrics(names[0])),
-        max_model_len=started.plan.max_model_len,
+        loop=loop,
+        max_model_len=max_model_len,
         tokenizer=tokenizer,
         template=template,
         grammars=None if tokenizer is None else Grammars(tokenizer),
@@ -185,8 +220,6 @@ def make_service(started: Started, options: ServerOptions, console: Console | No
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
         traces=None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint, names[0]),
-        sleeper=started.sleeper,
-        hardware=(_device(started), started.plan.sizing.compute_dtype, tuple(accounts(started.plan, started.reports))),
         lora_dir=options.lora_dir,
     )
 
@@ -278,7 +311,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listen(options: ServerOptions) -> socket.socket:
+def listen(options: ServerOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=QUEUED_CONNECTIONS)

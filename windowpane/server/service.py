@@ -16,6 +16,7 @@ import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from windowpane.device import heap
 from windowpane.engine.accounts import Account
 from windowpane.engine.adapters import LoadedAdapter
 from windowpane.engine.engine import Engine, outside_vocabulary
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 KEEP_ALIVE_S = 10.0  # a stream that has been silent for so long shows a sign of life
 LAG_PROBE_S = 0.05
+GIVE_BACK_S = 20.0  # after the last time, where requests have come since
 GRAMMAR_THREADS = 16  # twice as many as compile at once: most find theirs in the cache
 
 log = logging.getLogger("windowpane.server")
@@ -97,7 +99,8 @@ class Service:
 
     def start(self) -> None:
         self.loop.start()
-        self._tasks = [asyncio.create_task(self._show_life()), asyncio.create_task(self._probe_lag())]
+        works = (self._show_life(), self._probe_lag(), self._give_memory_back())
+        self._tasks = [asyncio.create_task(work) for work in works]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -123,6 +126,15 @@ class Service:
             due = time.monotonic() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
             self.loop.metrics.loop_lag_s.observe(max(0.0, time.monotonic() - due))
+
+    async def _give_memory_back(self) -> None:
+        """What large bodies took, and what threads did that are idle now, the C library would keep for itself."""
+        before = 0
+        while True:
+            await asyncio.sleep(GIVE_BACK_S)
+            if self.loop.journal.noted != before:
+                before = self.loop.journal.noted
+                await self.off_loop(heap.give_back)
 
     # -- coming in -------------------------------------------------------------------------------------------------
 
@@ -298,23 +310,13 @@ class Service:
         self.loop.submit(job)
         gone = asyncio.create_task(_until_gone(job, receive))
         try:
-            yield self._batches(job)
+            yield _Batches(job)
         finally:
             gone.cancel()
             self.loop.cancel(job)
             log_job(log, job)
             if self.traces is not None:
                 self.traces.job_ended(job)
-
-    async def _batches(self, job: Job) -> AsyncIterator[list[Piece]]:
-        left = len(job.answers)
-        while left:
-            # Before, for who left while something was being sent; and after, for who left while nothing came.
-            batch = [] if job.client_gone else await job.mailbox.take()
-            if job.client_gone:
-                raise ClientGone
-            left -= sum(piece.finish_reason is not None for piece in batch)
-            yield batch
 
     async def finished(self, job: Job, receive: Receive) -> None:
         """Run a job to its end. A choice that failed fails the whole."""
@@ -348,6 +350,30 @@ class Service:
         if self.draining:
             raise EngineDied("the server is shutting down")
         return await self.loop.ask(question)
+
+
+class _Batches:
+    """What a job says, as it comes, until every choice has ended."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._left = len(job.answers)
+
+    def __aiter__(self) -> _Batches:
+        return self
+
+    async def __anext__(self) -> list[Piece]:
+        job = self._job
+        if not self._left:
+            raise StopAsyncIteration
+        # Before, for who left while something was being sent; and after, for who left while nothing came.
+        batch = [] if job.client_gone else await job.mailbox.take()
+        if job.client_gone:
+            raise ClientGone
+        for piece in batch:
+            if piece.finish_reason is not None:
+                self._left -= 1
+        return batch
 
 
 def _unnamed(error: ValueError, id: str) -> str:

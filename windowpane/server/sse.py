@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from windowpane.server.service import ClientGone, Service, failure_of
 
 ENTRIES_AT_ONCE = 1000  # tokens and logprobs that are written on the event loop, in a few milliseconds
 BESIDE_THE_LOOP = ENTRIES_AT_ONCE + 1
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `json.dumps` would make one per call
 
 log = logging.getLogger("windowpane.server")
 
@@ -34,7 +36,7 @@ def named_event(document: Mapping[str, Any]) -> bytes:
 
 
 def to_json(document: Any) -> bytes:
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(document).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,26 @@ class Form:
 
 
 OPENAI = Form(end=b"data: [DONE]\n\n")
+
+
+class PlainChunks:
+    """Chunks that hold nothing but text, as most do, put together from ready-made parts: a head per choice, and a tail.
+
+    A head ends where the text's JSON begins.
+    """
+
+    def __init__(self, heads: Sequence[bytes], tail: bytes) -> None:
+        self._heads = heads
+        self._tail = tail
+
+    def encode(self, pieces: list[Piece]) -> bytes | None:
+        """None where there is more to say: several choices, or an end."""
+        choice, text, _, _, ended = pieces[-1]
+        if ended is not None or (len(pieces) > 1 < len(self._heads)):
+            return None
+        if len(pieces) > 1:
+            text = "".join([piece.text for piece in pieces])
+        return self._heads[choice] + to_json(text) + self._tail if text else b""
 
 
 class Encoder(Protocol):
@@ -94,32 +116,30 @@ class EventStream(Response):
         self._encoder = encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # In a task of its own: each piece wakes it, and would go through the frames of all middleware otherwise.
+        await asyncio.create_task(self._stream(receive, send))
+
+    async def _stream(self, receive: Receive, send: Send) -> None:
         encoder, job = self._encoder, self._job
         try:
             async with self._service.running(job, receive) as batches:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await _send(send, encoder.first())
+                if data := encoder.first():
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in batches:
                     if not batch:
-                        await _send(send, encoder.form.sign_of_life)
-                    elif data := await self._encoded(batch):
-                        await _send(send, data)
+                        data = encoder.form.sign_of_life
+                    elif encoder.entries(batch) <= ENTRIES_AT_ONCE:
+                        data = encoder.encode(batch)
+                    else:  # a prompt's logprobs, or all that a slow reader has not read, may be much
+                        data = await self._service.off_loop(encoder.encode, batch)
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
                 failure = failure_of(job)
                 end = encoder.last() if failure is None else encoder.failed(failure)
-                await _send(send, end + encoder.form.end, more=False)
+                await send({"type": "http.response.body", "body": end + encoder.form.end, "more_body": False})
         except ClientGone:
             pass
         except asyncio.CancelledError:
             if not self._service.draining:  # else the time to end was over, and what was sent is all there is
                 raise
-
-    async def _encoded(self, batch: list[Piece]) -> bytes:
-        """A prompt's logprobs, or all that a slow reader has not read, may be much."""
-        if self._encoder.entries(batch) <= ENTRIES_AT_ONCE:
-            return self._encoder.encode(batch)
-        return await self._service.off_loop(self._encoder.encode, batch)
-
-
-async def _send(send: Send, data: bytes, more: bool = True) -> None:
-    if data or not more:
-        await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -11,6 +11,7 @@ from rich.text import Text
 from windowpane.plan.planner import Plan
 from windowpane.plan.report import indented, plain_table, print_trimmed, section, where
 from windowpane.plan.sizes import format_bytes
+from windowpane.simulate.cluster import ClusterResult
 from windowpane.simulate.policies import POLICIES
 from windowpane.simulate.run import Result
 
@@ -71,6 +72,37 @@ def _memory(results: list[Result]) -> Table:
     return table
 
 
+def print_cluster(console: Console, plan: Plan, traffic: str, results: list[ClusterResult]) -> None:
+    """One row per router."""
+    assert plan.capacity is not None
+    replicas = f"{results[0].replicas:,} × {where(plan.device, plan.sizing.ranks)}"
+    heading = Text.assemble((plan.sizing.spec.name, "bold"), f" · {replicas} · {traffic}")
+    table = plain_table(
+        "\n  router", "prompts\ncached", "TTFT\nmean", "\np50", "\np99", "output\ntok/s", "busiest\nreplica",
+        "router µs\np50", "\np99", "digests\nB/s each", "processor\nfor digests",
+    )  # fmt: skip
+    for r in results:
+        mean = sum(r.ttft_s) / max(1, len(r.ttft_s))
+        waits = [_time(s) for s in (mean, r.ttft(50), r.ttft(99))]
+        spent = [f"{1e6 * r.decision(percent):.0f}" for percent in (50, 99)]
+        table.add_row(
+            f"  {r.router}", f"{r.hit_rate:.1%}", *waits, f"{r.output_tokens / r.seconds:,.0f}",
+            f"{r.busiest * r.replicas:.2f} ×", *spent, f"{r.digest_bytes_per_s:,.0f}", f"{r.digest_share:.1%}",
+        )  # fmt: skip
+    notes = [
+        "busiest replica: how many times its equal share of the requests it answered",
+        "times of replicas are those of a roofline model (docs/simulate.md); the router's are measured here",
+    ]
+    if any(r.refused for r in results):
+        notes.append(f"requests refused because they can never fit: {results[0].refused}")
+    print_trimmed(console, Group(heading, "", table, "", *(indented(Text(note, style="dim")) for note in notes)))
+
+
+def cluster_document(plan: Plan, traffic: str, results: list[ClusterResult]) -> dict[str, Any]:
+    """The same for programs. Described in docs/cluster.md."""
+    return {**_setting(plan, traffic), "routers": [result.document() for result in results]}
+
+
 def _time(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
@@ -81,6 +113,10 @@ def _time(seconds: float) -> str:
 
 def document(plan: Plan, traffic: str, results: list[Result]) -> dict[str, Any]:
     """The same for programs, with bytes by state over time. Times are seconds. Described in docs/simulate.md."""
+    return {**_setting(plan, traffic), "policies": [_policy(result) for result in results]}
+
+
+def _setting(plan: Plan, traffic: str) -> dict[str, Any]:
     assert plan.capacity is not None
     return {
         "schema_version": SCHEMA_VERSION,
@@ -92,7 +128,6 @@ def document(plan: Plan, traffic: str, results: list[Result]) -> dict[str, Any]:
         "max_num_batched_tokens": plan.sizing.config.batched_tokens,
         "max_num_seqs": plan.sizing.config.max_num_seqs,
         "traffic": traffic,
-        "policies": [_policy(result) for result in results],
     }
 
 

@@ -169,6 +169,7 @@ class Simulation:
         self._link_free_s = {True: 0.0, False: 0.0}  # each way
         self._asked: dict[Request, _Asked] = {}
         self._seen: dict[str, int] = {}
+        self.next_turn: Callable[[Session, float], None] = self._come  # who hears when a session's next turn comes
 
     def run(self, sessions: list[Session], progress: Callable[[int], None] = lambda done: None) -> Result:
         """Until every turn is answered. `progress` is told the turns done, now and then."""
@@ -183,28 +184,62 @@ class Simulation:
     def _run(self, sessions: list[Session], progress: Callable[[int], None]) -> Result:
         for session in deepcopy(sessions):
             self._come(session, session.start_s)
-        result, scheduler = self.result, self.scheduler
-        while self._arrivals or scheduler.has_work:
-            self._take_arrivals()
-            self._land()
-            if scheduler.only_decodes and self._coast():
-                continue
-            batch = scheduler.schedule()
-            self._begin_copies()
-            if batch is None:
-                events = [queue[0][0] for queue in (self._arrivals, self._landings) if queue]
-                if events:
-                    self._now_s = max(self._now_s, min(events))
-                elif scheduler.has_work:
-                    raise RuntimeError("requests wait and nothing runs: the scheduler is stuck")
-                continue
+        told = -1
+        while self.is_busy or self._arrivals:
+            self.tick(np.inf)
+            if self.result.requests != told:
+                told = self.result.requests
+                progress(told)
+        self.close()
+        return self.result
+
+    @property
+    def is_busy(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def now_s(self) -> float:
+        return self._now_s
+
+    def quiet_until_s(self) -> float:
+        """No answer ends before that moment, and nothing can be told of it that could not be told now, if nobody comes:
+        sequences only decode, and steps grow longer with them.
+        """
+        scheduler = self.scheduler
+        if not scheduler.only_decodes:
+            return self._now_s
+        steps = min(r.params.max_tokens - len(r.output) for r in scheduler.running.values()) - 1
+        rows, lengths = len(scheduler.running), scheduler.manager.lengths[scheduler.decoding_slots]
+        return self._now_s + steps * float(self.cost.seconds(rows, 0, rows, *self.cost.decode_kv(lengths)))
+
+    def tick(self, until_s: float) -> None:
+        """Take the next step, or a few that only decode and begin before `until_s`, or wait for what comes next."""
+        scheduler = self.scheduler
+        self._take_arrivals()
+        self._land()
+        if scheduler.only_decodes and self._coast(until_s):
+            return
+        batch = scheduler.schedule()
+        self._begin_copies()
+        if batch is not None:
             self._step(batch)
-            if batch.chunks:
-                progress(result.requests)
-        result.seconds = self._now_s
-        result.preemptions = scheduler.preemptions
-        progress(result.requests)
-        return result
+            return
+        events = [queue[0][0] for queue in (self._arrivals, self._landings) if queue]
+        if events:
+            self._now_s = max(self._now_s, min(events))
+        elif scheduler.has_work:
+            raise RuntimeError("requests wait and nothing runs: the scheduler is stuck")
+
+    def close(self) -> None:
+        """No turn follows: complete the result."""
+        self.result.seconds = self._now_s
+        self.result.preemptions = self.scheduler.preemptions
+
+    def come(self, session: Session, at_s: float) -> None:
+        """The session's next turn comes; who is idle has done nothing until then."""
+        if not self.is_busy and not self._arrivals:
+            self._now_s = max(self._now_s, at_s)
+        self._come(session, at_s)
 
     def _come(self, session: Session, at_s: float) -> None:
         self._order += 1
@@ -295,12 +330,12 @@ class Simulation:
         if self._now_s >= result.samples.next_s:
             result.samples.take(self._now_s, scheduler.manager, running, len(scheduler.waiting))
 
-    def _coast(self) -> int:
+    def _coast(self, until_s: float) -> int:
         """Steps in which every running sequence only gets its next token, up to the next arrival; returns how many."""
         coasting = Coasting(self.scheduler, ANSWER_TOKEN)
         if not coasting.steps:
             return 0
-        arrival_s = self._arrivals[0][0] if self._arrivals else np.inf
+        arrival_s = min(until_s, self._arrivals[0][0] if self._arrivals else np.inf)
         most, rows = min(coasting.steps, max(COAST_STEPS, coasting.calm_steps)), len(coasting.slots)
         lengths = coasting.lengths + np.arange(1, most + 1)[:, None]
         seconds = self.cost.seconds(rows, 0, rows, *self.cost.decode_kv(lengths)).tolist()
@@ -344,4 +379,4 @@ class Simulation:
         following = session.next_turn
         if following is not None:
             at_s = self._now_s + following.wait_s if following.at_s is None else max(self._now_s, following.at_s)
-            self._come(session, at_s)
+            self.next_turn(session, at_s)

@@ -52,19 +52,21 @@ class Session:
         self.history = self.system
         self.ends = [len(self.system)] if len(self.system) else []
 
-    def next_prompt(self) -> tuple[Tokens, tuple[int, ...]]:
-        """The prompt of the next turn and where its messages end."""
+    def coming_prompt(self) -> tuple[Tokens, tuple[int, ...]]:
+        """What `next_prompt` will give."""
         turn = self.turns[self.said]
         if turn.tokens is not None:
-            self.history = np.asarray(turn.tokens, dtype=np.int32)
-            self.ends = []
-        else:
-            rng = np.random.default_rng((self.seed, self.said))
-            message = rng.integers(FIRST_TEXT_TOKEN, VOCABULARY, turn.message_tokens).astype(np.int32)
-            self.history = np.concatenate([self.history, message])
+            return np.asarray(turn.tokens, dtype=np.int32), (len(turn.tokens),)
+        rng = np.random.default_rng((self.seed, self.said))
+        message = rng.integers(FIRST_TEXT_TOKEN, VOCABULARY, turn.message_tokens).astype(np.int32)
+        return np.concatenate([self.history, message]), (*self.ends, len(self.history) + len(message))
+
+    def next_prompt(self) -> tuple[Tokens, tuple[int, ...]]:
+        """The prompt of the next turn and where its messages end."""
+        self.history, ends = self.coming_prompt()
+        self.ends = list(ends)
         self.said += 1
-        self.ends.append(len(self.history))
-        return self.history, tuple(self.ends)
+        return self.history, ends
 
     def answered(self, tokens: int) -> None:
         self.history = np.concatenate([self.history, np.full(tokens, ANSWER_TOKEN, dtype=np.int32)])
@@ -114,6 +116,13 @@ def _agents(rng: np.random.Generator) -> Iterator[Turn]:
         yield Turn(_length(rng, 400, 4000), _length(rng, 200, 1000), float(rng.exponential(2)))
 
 
+def _tools(rng: np.random.Generator) -> Iterator[Turn]:
+    """The same contexts, and tools that take three minutes on average (builds, tests, people): twelve turns in all."""
+    yield Turn(int(rng.integers(62_000, 66_000)), _length(rng, 200, 1000))
+    for _ in range(11):
+        yield Turn(_length(rng, 400, 4000), _length(rng, 200, 1000), float(rng.exponential(180)))
+
+
 def _serve(rng: np.random.Generator) -> Iterator[Turn]:
     yield Turn(int(rng.integers(100, 1025)), int(rng.integers(100, 1025)))
 
@@ -124,6 +133,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("chat", "multi-turn, with a system prompt that all share", 0, 0.25, 400, _chat),
         Workload("rag", "long prompts, short answers", 0, 0.2, 300, _rag),
         Workload("agents", "many turns over contexts of 65,000 tokens, all at once", 4, 0.0, 1500, _agents),
+        Workload("tools", "agents whose tools take minutes, over contexts of 65,000 tokens", 0, 0.01, 1500, _tools),
         Workload("serve", "256 requests at once, 100 to 1,024 tokens in and out", 256, 0.0, 0, _serve),
     )
 }

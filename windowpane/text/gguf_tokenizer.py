@@ -10,6 +10,7 @@ Two kinds of vocabulary are known by `tokenizer.ggml.model`:
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +27,58 @@ SPACE = "▁"
 # Up to here a text is cut sooner by a tokenizer of its own than the whole one is built.
 SHORT_CHARACTERS = 4096
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}"
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35_SPLIT = (
+    rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_SPACES}"
 )
+# Words of one case, or that begin with capitals.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT_FORMS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT_FORMS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
+)
+_TEKKEN_SPLIT = _GPT4O_SPLIT.replace(f"{_SHORT_FORMS}?", "").replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How text is cut before merging: by `split`, or as GPT-2 does. `digits`: each by itself. `whole_words`: a word of
+    the vocabulary is taken whole, even where merges would not lead to it. `composes`: text is put into NFC first.
+    """
+
+    split: str | None = None
+    digits: bool = False
+    whole_words: bool = False
+    composes: bool = False
+    adds_bos: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        if self.split is None:
+            plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+            first = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+            return pre_tokenizers.Sequence([*first, plain])
+        split = pre_tokenizers.Split(Regex(self.split), behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+# By `tokenizer.ggml.pre`, as llama.cpp knows them.
+_CUTS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt"), _Cut()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _Cut(digits=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1"),
+        _Cut(_LLAMA3_SPLIT, whole_words=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut(_LLAMA3_SPLIT)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Cut(_QWEN2_SPLIT, composes=True)),
+    "qwen35": _Cut(_QWEN35_SPLIT, composes=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Cut(_GPT4O_SPLIT)),
+    "tekken": _Cut(_TEKKEN_SPLIT, whole_words=True, adds_bos=True),
+}
 
 
 def build(header: GgufHeader) -> Tokenizer:
@@ -52,8 +101,10 @@ def _tokens_and_kinds(header: GgufHeader) -> tuple[list[str], list[int]]:
 
 
 def adds_bos(header: GgufHeader) -> bool:
-    """Whether text begins with BOS. Files that do not say follow llama.cpp's rule: SentencePiece does."""
-    return header.flag("tokenizer.ggml.add_bos_token", header.text("tokenizer.ggml.model") == "llama")
+    """Whether text begins with BOS. Files that do not say follow llama.cpp's rule: SentencePiece and some cuts do."""
+    cut = _CUTS.get(header.text("tokenizer.ggml.pre") or "")
+    by_rule = header.text("tokenizer.ggml.model") == "llama" or (cut is not None and cut.adds_bos)
+    return header.flag("tokenizer.ggml.add_bos_token", by_rule)
 
 
 class SentencePiece:
@@ -187,9 +238,10 @@ def _byte_level(header: GgufHeader, tokens: list[str], kinds: list[int]) -> Toke
         raise ModelError(f"{header.path.name}: unknown tokenizer.ggml.pre {pre!r}; known: {', '.join(_CUTS)}")
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [_pair(merge) for merge in header.texts("tokenizer.ggml.merges")]
-    # Llama 3 takes a word that is in the vocabulary whole, even where merges would not lead to it.
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = cut()
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.whole_words))
+    if cut.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = cut.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, tokens, kinds)
     return tokenizer
@@ -200,25 +252,6 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _gpt2_cut() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm_cut() -> pre_tokenizers.PreTokenizer:
-    """As GPT-2, with each digit by itself."""
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_cut()])
-
-
-def _llama3_cut() -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-_CUTS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": _gpt2_cut,
-    "smollm": _smollm_cut,
-    "llama-bpe": _llama3_cut,
-}
 _BUILDERS: dict[str, Callable[[GgufHeader, list[str], list[int]], Tokenizer]] = {
     "llama": _sentencepiece,
     "gpt2": _byte_level,

@@ -129,6 +129,10 @@ class Grammars:
         """Rules that are ours, not a user's; `what` names them in errors."""
         return self._compile("lark_grammar", lark, what)
 
+    def from_source(self, source: Source) -> CompiledGrammar:
+        """What another process has made of a request: see `CompiledGrammar.source`."""
+        return CompiledGrammar(self._pool, self._pool.compile(source), frozenset(self._tokenizer.stop_ids))
+
     def markup(self, text: str) -> str:
         """Text with markers in it, as grammars write it: special tokens by their number, others as they are."""
         parts = [(part, special) for _, part, special in self._tokenizer.split_special(text) if part]
@@ -147,10 +151,9 @@ class Grammars:
             raise GrammarError(f"{what} cannot be used: it has {size:,} characters, and at most {most:,} are taken")
         thought = None if self._thought is None else self._thought_rules(self._thought, kind == "lark_grammar")
         try:
-            pooled = self._pool.compile(Source(kind, text, thought))
+            return self.from_source(Source(kind, text, thought))
         except GrammarError as error:
             raise GrammarError(f"{what} cannot be used: {error}") from None
-        return CompiledGrammar(self._pool, pooled, frozenset(self._tokenizer.stop_ids))
 
     def _thought_rules(self, thought: Thought, is_ours: bool) -> str:
         end = self.markup(thought.end)
@@ -168,6 +171,10 @@ class CompiledGrammar:
     _pool: GrammarPool
     _pooled: PooledGrammar
     stop_ids: frozenset[int]
+
+    @property
+    def source(self) -> Source:
+        return self._pooled.source
 
     def matcher(self) -> AnswerMatcher:
         return AnswerMatcher(self._pool, self._pool.answer(self._pooled))

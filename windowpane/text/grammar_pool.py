@@ -236,19 +236,22 @@ class _Ahead(PooledAnswer):
 
 
 class _Cache:
-    """What came of the sources asked for last: so many, and together no more than so many bytes of them."""
+    """What came of the sources asked for last: so many, and together no more than so many bytes of them.
+
+    What is refused is kept as its reason: an error would hold the frames of everybody that it was raised for.
+    """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Source, PooledGrammar | GrammarError] = OrderedDict()
+        self._found: OrderedDict[Source, PooledGrammar | str] = OrderedDict()
         self._sizes: dict[Source, int] = {}
 
-    def find(self, source: Source) -> PooledGrammar | GrammarError | None:
+    def find(self, source: Source) -> PooledGrammar | str | None:
         found = self._found.get(source)
         if found is not None:
             self._found.move_to_end(source)
         return found
 
-    def add(self, source: Source, result: PooledGrammar | GrammarError) -> None:
+    def add(self, source: Source, result: PooledGrammar | str) -> None:
         self._found[source], self._sizes[source] = result, source.size_bytes
         while len(self._found) > CACHED_GRAMMARS or sum(self._sizes.values()) > CACHED_BYTES:
             self.drop(next(iter(self._found)))
@@ -326,18 +329,18 @@ class GrammarPool:
         if known is None:
             with self._compilers:
                 known = self._try(source)
-        if isinstance(known, GrammarError):
-            raise known
+        if isinstance(known, str):
+            raise GrammarError(known)
         return known
 
-    def _try(self, source: Source) -> PooledGrammar | GrammarError:
+    def _try(self, source: Source) -> PooledGrammar | str:
         """Compile, and remember what came of it: what is refused once must not cost as much again."""
         try:
-            result: PooledGrammar | GrammarError = self._compile(source)
+            result: PooledGrammar | str = self._compile(source)
         except TooManyGrammars:
             raise
         except GrammarError as error:
-            result = error.with_traceback(None)
+            result = str(error)
         with self._lock:
             self._cache.add(source, result)
         return result
@@ -358,7 +361,6 @@ class GrammarPool:
             raise GrammarError(f"{death}; make it smaller") from None
         if compiled.error is None and compiled.cpu_s > SHARED_COMPILE_CPU_S:
             return self._keep_own(id, source, worker)
-        worker.forgotten.append(id)
         with self._lock:
             self._idle.append(worker)
         if compiled.error is not None:

@@ -266,7 +266,9 @@ class Worker:
             self._connection.send(done)
 
     def _compile(self, order: CompileOrder) -> Compiled:
+        """Nobody follows an answer here while grammars are compiled: those before this one are not needed any more."""
         began = time.process_time()
+        self._grammars.clear()
         error = self._learn(order.grammar, order.source, is_checked=False)
         return Compiled(error, time.process_time() - began)
 

@@ -7,7 +7,9 @@ device: the host never holds more than the weights themselves and one piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 import torch
@@ -91,7 +93,7 @@ def load_weights(
             assert isinstance(checkpoint, GgufCheckpoint)
             if mapped is not None:
                 return mapped[tensor.name]
-            return checkpoint.strips(stored[tensor.name], forms[tensor.name], cuts[tensor.name])
+            return checkpoint.strips(tensor, forms[tensor.name], place)
         if _is_packed(tensor, spec):
             assert isinstance(spec.quantization, Quantization)
 
@@ -118,8 +120,10 @@ def _strip_forms(spec: ModelSpec, place: RankPlace) -> dict[str, StripForm]:
     types = spec.quantization
     if not isinstance(types, StoredTypes):
         return {}
-    held = {tensor.name: types.held(tensor.on_rank(place.ranks)) for tensor in text_tensors(spec)}
-    return {name: form for name, form in held.items() if form is not None}
+    mine = [tensor.on_rank(place.ranks) for tensor in text_tensors(spec)]
+    held = {tensor.name: (types.held(tensor), prod(tensor.shape[:-2])) for tensor in mine}
+    # Experts lie one below another.
+    return {name: replace(form, outputs=count * form.outputs) for name, (form, count) in held.items() if form}
 
 
 def _check_strips(load_format: str, dtype: torch.dtype, device: torch.device) -> None:

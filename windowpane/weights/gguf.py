@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,18 +14,14 @@ import torch
 
 from windowpane.lowering.strips import StripWeight
 from windowpane.models.ggml import F32, StripForm, ggml_type
-from windowpane.models.gguf import GgufTensor, read_header, tensors_by_hf_name
+from windowpane.models.gguf import GgufTensor, read_header
+from windowpane.models.gguf_families import family_of, tensors_by_hf_name
 from windowpane.models.spec import ModelSpec
-from windowpane.models.tensors import RankSlice
+from windowpane.models.tensors import RankPlace, RankSlice, TensorSpec
 from windowpane.weights.checkpoint import PIECE_BYTES, WeightsError, row_pieces
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-# Gemma multiplies by 1 + w. Hugging Face stores w, GGUF the sum.
-_NORMS_PLUS_ONE = ("gemma3",)
-# ggml rotates neighbouring rows of llama's queries and keys, Hugging Face rows half a head apart.
-_INTERLEAVED_ROTATION = ("llama",)
 
 
 class GgufCheckpoint:
@@ -32,45 +29,47 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         header = read_header(path)
-        family = header.text("general.architecture") or ""
-        self._plus_one = family in _NORMS_PLUS_ONE
-        self._interleaved = family in _INTERLEAVED_ROTATION
-        self._heads = {"q_proj": spec.query_heads, "k_proj": spec.token_caches[0].kv_heads}
+        family = family_of(header)
+        self._adds_one = family.adds_one
+        heads = {"q_proj": spec.query_heads, "k_proj": spec.token_caches[0].kv_heads}
+        self._interleaved_heads = heads if family.interleaved else {}
         self._tensors = tensors_by_hf_name(header)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        # As checkpoints of Hugging Face have them: experts one by one.
+        self._entries = dict(entry for item in self._tensors.items() for entry in _entries(*item))
+        self.shapes = {name: tensor.shape for name, tensor in self._entries.items()}
         self.files = sorted({tensor.file for tensor in self._tensors.values()})
         sizes = {file: file.stat().st_size for file in self.files}
         for tensor in self._tensors.values():
             _check_place(tensor, sizes[tensor.file])
 
     def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
-        tensor = self._tensors[name]
-        projection = name.split(".")[-2]
-        if self._interleaved and projection in self._heads:
-            head_rows = tensor.shape[0] // self._heads[projection]
+        tensor = self._entries[name]
+        if (heads := self._interleaved_heads.get(name.split(".")[-2])) is not None:
+            head_rows = tensor.shape[0] // heads
             for rows in self._rows(tensor, cut, tensor.shape[0]):  # ranks hold whole heads
                 yield _undo_interleaving(rows, len(rows) // head_rows)
             return
         # Subtracted in float32: in bfloat16, 1 + w has lost most of w.
-        offset = 1.0 if self._plus_one and name.endswith("norm.weight") else 0.0
+        offset = 1.0 if self._adds_one and name.endswith("norm.weight") else 0.0
         for rows in self._rows(tensor, cut, max(1, PIECE_BYTES // (4 * tensor.shape[-1]))):
             yield rows - offset if offset else rows
 
-    def strips(self, name: str, form: StripForm, cut: RankSlice | None = None) -> StripWeight:
-        """A matrix as it is stored, or a rank's part of it, in the order that kernels read."""
-        tensor = self._tensors[name]
+    def strips(self, weight: TensorSpec, form: StripForm, place: RankPlace) -> StripWeight:
+        """A matrix as it is stored, or a rank's part of it, in the order that kernels read; of experts, all of them."""
+        tensor, cut = self._tensors[weight.name], weight.cut(place)
+        if len(tensor.shape) == 3:
+            tensor, cut = _one_below_another(tensor, cut)
         stored = ggml_type(tensor.kind, tensor.name)
         out, first = StripWeight.empty(form), 0
-        swaps = self._interleaved and name.split(".")[-2] in self._heads
+        heads = self._interleaved_heads.get(weight.name.split(".")[-2])
         # A part of the rows, or rows in another order, are put together first; else a few strips at a time suffice.
-        whole = swaps or cut is not None
+        whole = heads is not None or cut is not None
         at_once = tensor.shape[0] if whole else max(1, PIECE_BYTES // (4 * tensor.shape[1]) // 16) * 16
         pieces: Iterable[torch.Tensor] = map(torch.from_numpy, self._raw(tensor, cut, at_once))
         if whole:
             pieces = [torch.cat(list(pieces))]
         for rows in pieces:
-            if swaps:
-                heads = self._heads[name.split(".")[-2]]
+            if heads is not None:
                 rows = _undo_interleaving(rows, len(rows) // (tensor.shape[0] // heads))
             if cut is not None and cut.axis == 1:
                 blocks = rows.view(len(rows), -1, stored.stored_bytes)
@@ -93,7 +92,7 @@ class GgufCheckpoint:
                 values = _dequantized(raw, tensor.kind)
             if not np.isfinite(values).all():
                 raise WeightsError(f"{tensor.file} is damaged: a value of {tensor.name} is no number; fetch it again")
-            shape = tensor.shape if len(tensor.shape) == 1 else (len(raw), tensor.shape[-1])
+            shape = tensor.shape if len(tensor.shape) == 1 else (len(raw), *tensor.shape[1:])
             # Unquantized types come as a view of the bytes read, which torch must not take for writable.
             found = torch.from_numpy(np.require(values, requirements="W").reshape(shape))
             yield found if columns is None else found[..., columns]
@@ -101,7 +100,7 @@ class GgufCheckpoint:
     def _raw(self, tensor: GgufTensor, cut: RankSlice | None, at_once: int) -> Iterator[npt.NDArray[np.uint8]]:
         """Rows as they are stored [rows, bytes]; a vector is one row."""
         stored = ggml_type(tensor.kind, tensor.name)
-        row_bytes = tensor.shape[-1] // stored.inputs * stored.stored_bytes
+        row_bytes = prod(tensor.shape[1:] or tensor.shape) // stored.inputs * stored.stored_bytes
         row_shape, row_cut = ((1,), None) if len(tensor.shape) == 1 else (tensor.shape, cut)
         with tensor.file.open("rb") as file:
             for rows in row_pieces(row_shape, row_cut, at_once):
@@ -110,6 +109,25 @@ class GgufCheckpoint:
                 if len(raw) < len(rows) * row_bytes:
                     raise WeightsError(f"{tensor.file} is cut short: {tensor.name} passes its end; fetch it again")
                 yield raw.reshape(len(rows), row_bytes)
+
+
+def _entries(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor, or those of single experts that it has one after another."""
+    if "{}" not in name:
+        yield name, tensor
+        return
+    stored, shape = ggml_type(tensor.kind, tensor.name), tensor.shape[1:]
+    each_bytes = prod(shape) // stored.inputs * stored.stored_bytes
+    for number in range(tensor.shape[0]):
+        yield name.replace("{}", str(number)), replace(tensor, shape=shape, offset=tensor.offset + number * each_bytes)
+
+
+def _one_below_another(tensor: GgufTensor, cut: RankSlice | None) -> tuple[GgufTensor, RankSlice | None]:
+    """Experts as one matrix; ranks have whole ones."""
+    experts, outputs, inputs = tensor.shape
+    if cut is not None:
+        cut = RankSlice(0, tuple(range(some.start * outputs, some.stop * outputs) for some in cut.ranges))
+    return replace(tensor, shape=(experts * outputs, inputs)), cut
 
 
 def _check_place(tensor: GgufTensor, file_bytes: int) -> None:

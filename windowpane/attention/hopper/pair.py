@@ -1,9 +1,11 @@
 """Prefill attention for pairs of 64, 128 and 256 dims on Hopper (Gluon): past from pages, present from activations.
 
-One program owns 128 rows: the query heads of one KV head times as many tokens as that leaves. Each of two warp groups
-owns 64 of the rows with all their output (128 registers a thread at 256 dims) and runs on its own: while one computes
-its softmax, the other keeps the tensor cores busy. K and V tiles have two buffers each, filled by a ninth warp through
-TMA. Within a warp group, scores of the next tile go to the tensor cores ahead of P.V of this one.
+Each of a program's warp groups owns 64 rows with all their output (128 registers a thread at 256 dims) and runs on its
+own: while one computes its softmax, another keeps the tensor cores busy. Rows are query heads of one KV head times as
+many tokens as that leaves. Heads to a row block are a power of two, so 6 query heads to a KV head are 3 pairs of them.
+There are three warp groups at 64 dims, where a softmax takes as long as its products, and two at more. K and V tiles
+have two buffers each, filled by a further warp through TMA. Within a warp group, scores of the next tile go to the
+tensor cores ahead of P.V of this one.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ def _produce(q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS: gl.cons
     GROUP: gl.constexpr = q_boxes.type.shape[2]
     PAGES: gl.constexpr = TILE // BLOCK_TOKENS
     q_full, k_full, k_empty, v_full, v_empty = bars
-    head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns = place
-    mbarrier.expect(q_full, 128 * DIM * 2)
-    for i in gl.static_range(2):
-        tma.async_copy_global_to_shared(q, [first_token + i * TOKENS, head * GROUP, 0], q_full, q_boxes.index(i))
+    heads, head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns = place
+    WARP_GROUPS: gl.constexpr = q_boxes.type.shape[0]
+    mbarrier.expect(q_full, WARP_GROUPS * 64 * DIM * 2)
+    for i in gl.static_range(WARP_GROUPS):
+        tma.async_copy_global_to_shared(q, [first_token + i * TOKENS, heads * GROUP, 0], q_full, q_boxes.index(i))
     entries = load_entries(table, first_tile, (first_tile + 1) * TILE <= start, columns, PAGES, STRIPES)
     for i in range(n_tiles):
         j = first_tile + i
@@ -72,23 +75,22 @@ def _softmax(s, m, norm, position, first_query, j, window, scale_log2, TOKENS: g
     """Mask, then one step of the running softmax."""
     TILE: gl.constexpr = s.type.shape[1]
     at = j * TILE
-    s = s * scale_log2
     # most tiles are seen whole by all tokens of the rows
     if (at + (TILE - 1) > first_query) | (at <= first_query + (TOKENS - 1) - window):
         key = at + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
         hidden = (key[None, :] > position[:, None]) | (key[None, :] <= position[:, None] - window)
         s = gl.where(hidden, float("-inf"), s)
-    m_new = gl.maximum(m, gl.max(s, 1))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     alpha = gl.exp2(m - m_new)
-    p = gl.exp2(s - m_new[:, None])
+    p = gl.exp2(s * scale_log2 - m_new[:, None])
     return p.to(gl.bfloat16), m_new, norm * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _attend(q_box, out, SINKS, tiles, bars, head, first_token, first_query, seen):
+def _attend(q_box, out, SINKS, tiles, bars, heads, first_token, first_query, seen):
     """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
 
-    The first is token `first_token` of those that ask, at position `first_query`.
+    The first is of the first head of `heads`, token `first_token` of those that ask, at position `first_query`.
     """
     k_tiles, v_tiles = tiles
     first_tile, n_tiles, window, scale_log2 = seen
@@ -107,7 +109,7 @@ def _attend(q_box, out, SINKS, tiles, bars, head, first_token, first_query, seen
     position = first_query + gl.arange(0, 64, score_row) // GROUP
     if SINKS is not None:
         # A score that every query sees, and that has no value.
-        m = gl.load(SINKS + head * GROUP + gl.arange(0, 64, score_row) % GROUP) * _LOG2E
+        m = gl.load(SINKS + heads * GROUP + gl.arange(0, 64, score_row) % GROUP) * _LOG2E
         norm = gl.full([64], 1.0, gl.float32, score_row)
     else:
         m = gl.full([64], -1e30, gl.float32, score_row)
@@ -145,34 +147,38 @@ def _attend(q_box, out, SINKS, tiles, bars, head, first_token, first_query, seen
     o = o / gl.convert_layout(norm, output_row)[:, None]
     q.index(0).store(o.to(gl.bfloat16))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [first_token, head * GROUP, 0], q_box)
+    tma.async_copy_shared_to_global(out, [first_token, heads * GROUP, 0], q_box)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "slot", "start", "stop", "q_count", "edge_tile", "table_stride", "stripe", "columns", "kv_heads", "window",
+        "slot", "start", "stop", "q_count", "edge_tile", "table_stride", "stripe", "columns", "kv_heads", "parts",
+        "window",
     ],
     do_not_specialize_on_alignment=["TABLE"],
 )  # fmt: skip
 def pair_kernel(
     q, out, SINKS, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count,
-    edge_tile, table_stride, stripe, columns, kv_heads, window, scale_log2, GROUP: gl.constexpr, DIM: gl.constexpr,
-    TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
+    edge_tile, table_stride, stripe, columns, kv_heads, parts, window, scale_log2, GROUP: gl.constexpr,
+    DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr, WARP_GROUPS: gl.constexpr,
 ):  # fmt: skip
+    """GROUP query heads to a row block, and `parts` times as many to a KV head."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     TOKENS: gl.constexpr = 64 // GROUP  # of each warp group
     # those that see most first; the heads of a row block side by side
-    block = gl.num_programs(0) // kv_heads - 1 - gl.program_id(0) // kv_heads
-    head = gl.program_id(0) % kv_heads
-    first_token = block * (2 * TOKENS)
+    side_by_side = kv_heads * parts
+    block = gl.num_programs(0) // side_by_side - 1 - gl.program_id(0) // side_by_side
+    heads = gl.program_id(0) % side_by_side
+    first_token = block * (WARP_GROUPS * TOKENS)
     first_query = stop - q_count + first_token
-    last_query = gl.minimum(first_query + 2 * TOKENS, stop) - 1
+    last_query = gl.minimum(first_query + WARP_GROUPS * TOKENS, stop) - 1
     first_tile = gl.maximum(first_query - window + 1, 0) // TILE
     n_tiles = last_query // TILE + 1 - first_tile
     table = TABLE + slot.to(gl.int64) * table_stride + stripe
 
-    q_boxes = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, GROUP, DIM], gl.NVMMASharedLayout(128, 16, rank=3))
+    boxes: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    q_boxes = gl.allocate_shared_memory(gl.bfloat16, [WARP_GROUPS, TOKENS, GROUP, DIM], boxes)
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, DIM], shared)
     v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, DIM], shared)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -183,19 +189,31 @@ def pair_kernel(
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)  # both warp groups read every tile
+        mbarrier.init(k_empty.index(i), count=WARP_GROUPS)  # each reads every tile
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=WARP_GROUPS)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
     keys, values = (k_arena, k_edges, k_present, k_tiles), (v_arena, v_edges, v_present, v_tiles)
-    place = (head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns)
+    place = (heads, heads // parts, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns)
     tiles, seen = (k_tiles, v_tiles), (first_tile, n_tiles, window, scale_log2)
-    second = first_token + TOKENS, first_query + TOKENS
-    gl.warp_specialize(
-        [
-            (_attend, (q_boxes.index(0), out, SINKS, tiles, bars, head, first_token, first_query, seen)),
-            (_attend, (q_boxes.index(1), out, SINKS, tiles, bars, head, second[0], second[1], seen)),
-            (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
-        ],
-        [4, 1], [240, 24],
-    )  # fmt: skip
+    second_token, second_query = first_token + TOKENS, first_query + TOKENS
+    if WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (q_boxes.index(0), out, SINKS, tiles, bars, heads, first_token, first_query, seen)),
+                (_attend, (q_boxes.index(1), out, SINKS, tiles, bars, heads, second_token, second_query, seen)),
+                (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        third_token, third_query = second_token + TOKENS, second_query + TOKENS
+        gl.warp_specialize(
+            [
+                (_attend, (q_boxes.index(0), out, SINKS, tiles, bars, heads, first_token, first_query, seen)),
+                (_attend, (q_boxes.index(1), out, SINKS, tiles, bars, heads, second_token, second_query, seen)),
+                (_attend, (q_boxes.index(2), out, SINKS, tiles, bars, heads, third_token, third_query, seen)),
+                (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip

@@ -16,7 +16,7 @@ from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
 from windowpane.schedule.step import Segment
 
-REGISTERS = 168  # of each thread at launch; warp groups then trade them
+REGISTERS = {2: 168, 3: 128}  # of each thread at launch, by warp groups, which then trade them with the producers
 ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
 HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
 
@@ -27,6 +27,7 @@ class HopperPrefill:
     def __init__(self, layer: PagedLayer, heads: Heads, scratch: PrefillScratch) -> None:
         self._layer = layer
         view = layer.view
+        self._heads = heads
         self._tile = TILE_TOKENS[view.dim]
         self._edges = scratch.edges(heads)
         # The widest kernel's four producers each bring a quarter of a tile.
@@ -39,7 +40,7 @@ class HopperPrefill:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: Segment, out: torch.Tensor) -> None:
         """As `triton.prefill.prefill`, for one segment."""
-        layer, view, group = self._layer, self._layer.view, self._layer.group
+        layer, view, group = self._layer, self._layer.view, self._heads.boxed
         view.require_dtype(q)
         view.require_dtype(v)
         copy_edges(k, v, layer, segment, self._tile, self._edges)
@@ -50,25 +51,26 @@ class HopperPrefill:
         asked = (TensorDescriptor.from_tensor(x[asking], heads_box, HEADS) for x in (q, out))
         keys = v if view.latent else k
         fresh = (_described(x[present].view(segment.stop - segment.start, -1), self._box) for x in (keys, v))
-        blocks = triton.cdiv(segment.q_count * group, PROGRAM_ROWS[view.dim])
+        programs = triton.cdiv(segment.q_count * group, PROGRAM_ROWS[view.dim]) * (layer.query_heads // group)
         place = (segment.slot, segment.start, segment.stop, segment.q_count)
         table = (layer.table.stride(0), view.stripe, view.columns, view.kv_heads)
         if view.dim != WIDE_DIM:
-            pair_kernel[(blocks * view.kv_heads,)](
+            warp_groups = PROGRAM_ROWS[view.dim] // 64
+            pair_kernel[(programs,)](
                 *asked, layer.scores.sinks, *self._sources, *fresh, layer.table, *place,
-                window_edge(segment, layer.mask, self._tile), *table, layer.reach_tokens, layer.scale_log2, GROUP=group,
-                DIM=view.dim, TILE=self._tile, BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, num_warps=4,
-                maxnreg=REGISTERS,
+                window_edge(segment, layer.mask, self._tile), *table, layer.group // group, layer.reach_tokens,
+                layer.scale_log2, GROUP=group, DIM=view.dim, TILE=self._tile, BLOCK_TOKENS=view.block_tokens,
+                STRIPES=view.stripes, WARP_GROUPS=warp_groups, num_warps=4, maxnreg=REGISTERS[warp_groups],
             )  # fmt: skip
             return
         rotated, w = self._rotated, layer.table
         if layer.rope is not None:
             w = layer.rope[2]
             rotate_keys(v, layer, segment, rotated)
-        wide_kernel[(blocks * view.kv_heads,)](
+        wide_kernel[(programs,)](
             *asked, *self._sources, *fresh, _described(rotated.view(-1, ROTARY_DIMS), [self._tile, ROTARY_DIMS]), w,
             layer.table, *place, *table, rotated.shape[1], layer.scale_log2, GROUP=group,
-            BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, LATENT=view.latent, num_warps=8, maxnreg=REGISTERS,
+            BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, LATENT=view.latent, num_warps=8, maxnreg=REGISTERS[2],
         )  # fmt: skip
 
 

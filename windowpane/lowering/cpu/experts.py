@@ -14,6 +14,7 @@ import torch
 from windowpane.lowering.cpu.ops import CpuOps
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS
 from windowpane.lowering.linear import ExpertLinear
+from windowpane.lowering.packed import strips_of
 from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.mixers import ExpertsMixer
 from windowpane.lowering.reference.routing import Routing
@@ -32,7 +33,7 @@ class _Weights(ctypes.Structure):
     """`Weights` in experts.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("panels", "packed", "bias")),
+        *((name, c_void_p) for name in ("panels", "packed", "up", "bias")),
         *((name, c_int64) for name in ("outputs", "inputs")),
     )
 
@@ -58,20 +59,20 @@ class _Visits(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Held:
-    """What an `ExpertLinear` is held as: panels or strips, and its bias."""
+    """What an `ExpertLinear` is held as: panels or strips, in one part or gate and up apart, and its bias."""
 
-    weight: torch.Tensor | StripWeight
+    weight: torch.Tensor | tuple[StripWeight, ...]
     bias: torch.Tensor | None
     outputs: int
     inputs: int
 
     @property
     def described(self) -> _Weights:
-        if isinstance(self.weight, StripWeight):
-            panels, strips = None, ctypes.addressof(self.weight.described)
+        if isinstance(self.weight, torch.Tensor):
+            places: tuple[int | None, ...] = (self.weight.data_ptr(), None, None)
         else:
-            panels, strips = self.weight.data_ptr(), None
-        return _Weights(panels, strips, address(self.bias), self.outputs, self.inputs)
+            places = (None, *(ctypes.addressof(part.described) for part in self.weight))
+        return _Weights(*places[:3], bias=address(self.bias), outputs=self.outputs, inputs=self.inputs)
 
 
 def make_experts(described: Experts, context: Context) -> ExpertsMixer:
@@ -85,8 +86,10 @@ def _covers(linear: ExpertLinear) -> bool:
     weight, inputs = linear.weight, linear.weight.shape[1]
     if linear.adapter is not None:
         return False
-    if isinstance(weight, StripWeight):
-        return linear.outputs % STRIP_OUTPUTS == 0 and inputs % ALIGNED_FLOATS == 0 and weight.order is None
+    if parts := strips_of(weight):
+        each = linear.outputs // len(parts)
+        alike = {(len(part) // linear.experts, part.form.rounds_inputs) for part in parts}
+        return len(parts) <= 2 and len(alike) == 1 and each % STRIP_OUTPUTS == 0 and inputs % ALIGNED_FLOATS == 0
     plain = isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and weight.is_contiguous()
     return plain and inputs % ALIGNED_FLOATS == 0 and linear.outputs % ALIGNED_FLOATS == 0
 
@@ -138,8 +141,8 @@ class VisitedExperts:
 
 def _held(linear: ExpertLinear, library: Any) -> _Held:
     weight, outputs, inputs = linear.weight, linear.outputs, linear.weight.shape[1]
-    if isinstance(weight, StripWeight):
-        return _Held(weight, linear.bias, outputs, inputs)
+    if parts := strips_of(weight):
+        return _Held(parts, linear.bias, outputs, inputs)
     assert isinstance(weight, torch.Tensor)
     pack = function(library, "pack_outputs", c_void_p, c_void_p, c_long, c_long, c_int)
     floats = count(library, "product_packed_floats", c_long, c_long)(outputs, inputs)

@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 from windowpane.device.transfer import Transfer
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.adapters import LinearAdapter
-from windowpane.lowering.gpu.kernels.adapters import TILE_OUTPUTS, RowTiles, expand, shrink
+from windowpane.lowering.gpu.kernels.adapters import (
+    ALIGNMENT,
+    NO_ADAPTER,
+    NO_ROW,
+    TILE_OUTPUTS,
+    UNUSED,
+    RowTiles,
+    adapted_gated,
+    empty_shrunk,
+    expand,
+    shrink,
+)
 from windowpane.lowering.gpu.kernels.experts import plan_grouped
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION
 from windowpane.lowering.gpu.kernels.experts_grouped import add_pairs, grouped_product
@@ -33,22 +44,29 @@ def tile_rows(rows: int) -> int:
 
 
 def most_tiles(rows: int, slots: int) -> int:
-    """Every adapter has at most one tile that is not full."""
-    return min(rows, rows // tile_rows(rows) + slots)
+    """Every adapter, and rows without one, have at most one tile that is not full."""
+    return min(rows, rows // tile_rows(rows) + slots + 1)
 
 
-def host_tables(indices: NDArray[np.int32], rows: int, tiles: int) -> NDArray[np.int32]:
-    """[indices of `rows` rows | rows by adapter | tiles], as `DeviceRows.of` reads it; `indices` may be fewer."""
-    table = np.zeros(2 * rows + 3 * tiles, dtype=np.int32)
-    table[: len(indices)] = indices
-    order = np.argsort(indices, kind="stable")[np.count_nonzero(indices == 0) :]
-    table[rows : rows + len(order)] = order
-    by_adapter, at_once, made = indices[order], tile_rows(rows), []
-    starts = np.flatnonzero(np.diff(by_adapter, prepend=0)) if len(order) else np.zeros(0, dtype=np.int64)
-    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
-        for first in range(start, stop, at_once):
-            made.append((int(by_adapter[start]) - 1, first, min(at_once, stop - first)))
-    table[2 * rows : 2 * rows + 3 * len(made)] = np.array(made, dtype=np.int32).reshape(-1)
+def table_length(rows: int, slots: int) -> int:
+    return rows + most_tiles(rows, slots) * (1 + tile_rows(rows))
+
+
+def host_tables(indices: NDArray[np.int32], rows: int, slots: int) -> NDArray[np.int32]:
+    """[indices of `rows` rows | places of tiles | their rows], as `DeviceRows` reads it; `indices` may be fewer."""
+    table = np.empty(table_length(rows, slots), dtype=np.int32)
+    tiles, at_once = most_tiles(rows, slots), tile_rows(rows)
+    of_rows, places, of_tiles = np.split(table, [rows, rows + tiles])
+    of_rows[: len(indices)], of_rows[len(indices) :] = indices, 0
+    order, counts = np.argsort(of_rows, kind="stable"), np.bincount(of_rows)
+    own_tiles = -(-counts // at_once)
+    places.fill(UNUSED)
+    made = np.repeat(np.arange(len(counts)) + NO_ADAPTER, own_tiles)
+    places[: len(made)] = made
+    of_tiles.fill(NO_ROW)
+    # A row is as far behind the first of its adapter's tiles as it is behind the first of its adapter's rows.
+    skipped = np.cumsum(own_tiles * at_once - counts) - (own_tiles * at_once - counts)
+    of_tiles[np.arange(rows) + skipped[of_rows[order]]] = order
     return table
 
 
@@ -56,25 +74,48 @@ class DeviceRows:
     """`wanted` are those of the rows that go on, where fewer do."""
 
     def __init__(
-        self, indices: torch.Tensor, by_adapter: RowTiles, *, pdl: bool, wanted: DeviceRows | None = None
+        self, table: torch.Tensor, rows: int, slots: int, *, pdl: bool, wanted: DeviceRows | None = None
     ) -> None:
-        self.indices, self.by_adapter, self.pdl, self._wanted = indices, by_adapter, pdl, wanted
-
-    @classmethod
-    def of(
-        cls, table: torch.Tensor, rows: int, tiles: int, *, pdl: bool, wanted: DeviceRows | None = None
-    ) -> DeviceRows:
         """From what `host_tables` made."""
-        indices, order, of_tiles = torch.split(table, [rows, rows, 3 * tiles])
-        return cls(indices, RowTiles(order, of_tiles.view(-1, 3), tile_rows(rows)), pdl=pdl, wanted=wanted)
+        tiles, at_once = most_tiles(rows, slots), tile_rows(rows)
+        self.indices, places, of_tiles = torch.split(table, [rows, tiles, tiles * at_once])
+        self.by_adapter = RowTiles(places, of_tiles.view(tiles, at_once))
+        self._pdl, self._wanted = pdl, wanted
 
     def narrow(self, wanted: torch.Tensor) -> DeviceRows:
         assert self._wanted is not None and len(wanted) == len(self._wanted.indices)
         return self._wanted
 
     def add(self, adapter: LinearAdapter, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out += B · A · x"""
+        add_expanded(adapter, self._shrunk(adapter, x), self.by_adapter, out, pdl=self._pdl)
+
+    def gate(
+        self, adapter: LinearAdapter, x: torch.Tensor, made: torch.Tensor, out: torch.Tensor, activation: str
+    ) -> None:
+        """out = activation(gate) × up, both with what is added to them; they are halves of `made`'s columns."""
+        sections = adapter.sections
+        assert len(sections) <= 2 and sections[-1].start in (0, out.shape[1]), "gates lie in front of what they gate"
+        adapted_gated(
+            made, self._shrunk(adapter, x), adapter.b, (sections[0].part, sections[-1].part), self.by_adapter, out,
+            activation, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _shrunk(self, adapter: LinearAdapter, x: torch.Tensor) -> torch.Tensor:
+        """A · x. Its launch overlaps the one before it, so it belongs behind the product that it adds to."""
         assert len(x) == len(self.indices), f"{len(x)} rows, of which {len(self.indices)} are known"
-        add_by(adapter, self.by_adapter, self.by_adapter, x, out, pdl=self.pdl)
+        shrunk = empty_shrunk(adapter.held.a, self.by_adapter)
+        shrink(x, adapter.held.a, self.by_adapter, shrunk, pdl=self._pdl)
+        return shrunk
+
+
+def rows_with(adapter: LinearAdapter, x: torch.Tensor) -> DeviceRows | None:
+    """The rows of a product that adapters add to; None where no row has any."""
+    rows = adapter.adapters.rows
+    if rows is None or not len(x):
+        return None
+    assert isinstance(rows, DeviceRows)
+    return rows
 
 
 class AdapterTables:
@@ -82,20 +123,23 @@ class AdapterTables:
 
     def __init__(self, slots: int, most_rows: int, device: torch.device, *, pdl: bool) -> None:
         self._slots, self._pdl = slots, pdl
-        self._fixed = torch.zeros(
-            2 * most_rows + 3 * (most_rows // TILE_ROWS + slots), dtype=torch.int32, device=device
-        )
+        length = max(table_length(rows, slots) for rows in (most_rows, min(most_rows, FEW_ROWS)))
+        self._fixed = torch.zeros(length, dtype=torch.int32, device=device)
 
     def decoding(self, rows: int) -> DeviceRows:
         """Those of steps of so many decoding rows, at the fixed place."""
-        tiles = most_tiles(rows, self._slots)
-        return DeviceRows.of(self._fixed[: 2 * rows + 3 * tiles], rows, tiles, pdl=self._pdl)
+        return DeviceRows(self._fixed[: table_length(rows, self._slots)], rows, self._slots, pdl=self._pdl)
+
+    def clear(self, rows: int) -> None:
+        """At the fixed place, so many rows without adapters."""
+        table = host_tables(np.zeros(rows, dtype=np.int32), rows, self._slots)
+        self._fixed[: len(table)].copy_(torch.from_numpy(table))
 
     def add_decoding(
         self, indices: NDArray[np.int32], rows: int, transfer: Transfer
     ) -> Callable[[list[torch.Tensor]], None]:
         """Puts the tables of a step padded to so many rows on the transfer; what is returned brings them there."""
-        at = transfer.add(host_tables(indices, rows, most_tiles(rows, self._slots)))
+        at = transfer.add(host_tables(indices, rows, self._slots))
 
         def bring(sent: list[torch.Tensor]) -> None:
             self._fixed[: len(sent[at])].copy_(sent[at])
@@ -106,24 +150,22 @@ class AdapterTables:
         self, indices: NDArray[np.int32], wanted: NDArray[np.int64], transfer: Transfer
     ) -> Callable[[list[torch.Tensor]], DeviceRows]:
         """Puts a step's tables on the transfer; what is returned finds them in what was sent."""
-        sizes = [(len(some), most_tiles(len(some), self._slots)) for some in (indices, wanted)]
-        every, some = (
-            transfer.add(host_tables(own, *size)) for own, size in zip((indices, indices[wanted]), sizes, strict=True)
-        )
+        every, some = (transfer.add(host_tables(own, len(own), self._slots)) for own in (indices, indices[wanted]))
 
         def find(sent: list[torch.Tensor]) -> DeviceRows:
-            narrowed = DeviceRows.of(sent[some], *sizes[1], pdl=self._pdl)
-            return DeviceRows.of(sent[every], *sizes[0], pdl=self._pdl, wanted=narrowed)
+            narrowed = DeviceRows(sent[some], len(wanted), self._slots, pdl=self._pdl)
+            return DeviceRows(sent[every], len(indices), self._slots, pdl=self._pdl, wanted=narrowed)
 
         return find
 
 
-def add_by(
-    adapter: LinearAdapter, reads: RowTiles, writes: RowTiles, x: torch.Tensor, out: torch.Tensor, *, pdl: bool
+def add_expanded(
+    adapter: LinearAdapter, shrunk: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor, *, pdl: bool
 ) -> None:
-    """out += B · A · x; the rows that are read may be others than those that are written."""
-    shrunk = shrink(x, adapter.held.a, reads, pdl=pdl)
-    expand(shrunk, adapter.b, section_tiles(adapter), writes, out, pdl=pdl)
+    """out += B · shrunk: see `expand`."""
+    aligned = all(end % ALIGNMENT == 0 for section in adapter.sections for end in (section.start, section.stop))
+    tiles = section_tiles(adapter)
+    expand(shrunk, adapter.b, tiles, by_adapter, out, aligned=aligned, pdl=pdl)
 
 
 def section_tiles(adapter: LinearAdapter) -> torch.Tensor:
@@ -153,11 +195,10 @@ def run_adapted_experts(
     expert = routing.ids.flatten().long() - first
     index = rows.indices[:, None].expand(-1, chosen).flatten().long()
     here = (expert >= 0) & (expert < local) & (index > 0)
-    place = (index - 1) * local + expert
-    every = torch.arange(pairs, device=x.device, dtype=torch.int32)
     # A tile for each pair: which expert it visits is known on the device alone.
-    tiles = torch.stack([place * here, every, here], dim=1).to(torch.int32)
-    reads, writes = RowTiles(every // chosen, tiles, TILE_ROWS), RowTiles(every, tiles, TILE_ROWS)
+    places = torch.where(here, (index - 1) * local + expert, UNUSED).to(torch.int32)
+    every = torch.arange(pairs, device=x.device, dtype=torch.int32)[:, None]
+    reads, writes = RowTiles(places, every // chosen), RowTiles(places, every)
     common = {"local": local, "activation": NO_ACTIVATION.value, "limit": 0.0, "alpha": 0.0, "weighted": False}
 
     def product(x: torch.Tensor, linear: ExpertLinear, read_x: torch.Tensor, reads: RowTiles) -> torch.Tensor:
@@ -168,8 +209,10 @@ def run_adapted_experts(
         grouped_product(
             x[order], linear.weight, linear.bias, routing, by_expert, out, launch=launch, pdl=False, **common
         )
-        if linear.adapter is not None:
-            add_by(linear.adapter, reads, writes, read_x, out, pdl=False)
+        if (adapter := linear.adapter) is not None:
+            shrunk = empty_shrunk(adapter.held.a, reads)
+            shrink(read_x, adapter.held.a, reads, shrunk, pdl=False)
+            add_expanded(adapter, shrunk, writes, out, pdl=False)
         return out
 
     of_pairs = x[:, None].expand(-1, chosen, -1).flatten(0, 1)

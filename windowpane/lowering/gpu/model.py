@@ -38,7 +38,7 @@ class GpuModel:
     """`max_rows` is the most sequences that decode in one step; `use_hopper` False keeps to the plain kernels.
 
     Attention's projections are taken out of `parameters`: those in another order do not take their memory twice. A
-    drafter that joins embeddings and hidden states takes the former from its `target`.
+    drafter has the scratch of its `target`, and its embeddings where it joins them and hidden states.
     """
 
     def __init__(
@@ -61,13 +61,16 @@ class GpuModel:
         )
         self._product = partial(product, pdl=self.pdl)
         self._join = Joining(decoder.join, parameters, PLAIN) if decoder.join else None
-        self._centroids = CentroidHead(decoder.centroids, parameters, PLAIN) if decoder.centroids else None
+        self._centroids = CentroidHead(decoder.centroids, parameters, PLAIN, group) if decoder.centroids else None
         context = GpuContext(
             parameters, pages, tables, group, decoder.shared_layers, max_model_len, max_rows, dtype, self.pdl
         )
         self.prefill_scratch_bytes = 0
-        if decoder.caches:  # else its rows are never chunks: it drafts from what its target keeps
+        if target is not None:
+            context.decoded = target.decoded
+        else:
             self.prefill_scratch_bytes = self._make_prefill_scratch(context, max_model_len, use_hopper)
+        self.decoded: torch.Tensor = context.decoded
         following = [layer.blocks[0].before for layer in decoder.layers[1:]] + [decoder.norm]
         layers = [
             GpuLayer(layer, context, norm, decoder.last_keeping_block if index == decoder.last_keeper else None)
@@ -77,7 +80,7 @@ class GpuModel:
         if decoder.routes is not None and pages.routes is not None:
             self._route_places = RoutePlaces(pages.routes, tables)
         self._attentions = context.attentions
-        self._tables = tables
+        self.tables = tables
         self._state_groups = tuple(dict.fromkeys(pages.states[mixer.layer].group for mixer in decoder.state_mixers))
         self._masks = tuple(dict.fromkeys(m.paged.mask for m in self._attentions.values()))
         self.layers: list[GpuLayer | ChainedLayer] = list(layers)
@@ -107,7 +110,7 @@ class GpuModel:
         # those has a plain launch behind it, which waits for it.
         plans, sequences = self._plan(step), step.sequences
         state_pages = {
-            group: self._tables.state_pages(group, sequences.slots, sequences.state_slots)
+            group: self.tables.state_pages(group, sequences.slots, sequences.state_slots)
             for group in self._state_groups
         }
         places = self._route_places(step) if self._route_places is not None else None

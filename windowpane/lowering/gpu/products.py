@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from windowpane.lowering.gpu.adapters import rows_with
 from windowpane.lowering.gpu.kernels.gated import gated, relu2
 from windowpane.lowering.gpu.kernels.matvec import matvec, pays
 from windowpane.lowering.gpu.kernels.packed import SPLIT_ROWS, packed_linear, packed_product
@@ -15,8 +16,8 @@ from windowpane.lowering.packed import JoinedWeight, PackedWeight
 def product(x: torch.Tensor, linear: Linear, *, pdl: bool) -> torch.Tensor:
     """x · weightᵀ + bias, and what adapters add. `pdl` lets a launch begin while the one before it ends."""
     out = _product(x, linear, pdl=pdl)
-    if linear.adapter is not None:
-        linear.adapter.add(x, out)
+    if linear.adapter is not None and (rows := rows_with(linear.adapter, x)) is not None:
+        rows.add(linear.adapter, x, out)
     return out
 
 
@@ -48,13 +49,12 @@ def gated_product(
     """activation(multiplier × gate) × up, in the launch that makes them where there is one."""
     inner = x.new_empty(len(x), gate_up.outputs // 2)
     weight, has_bias = gate_up.weight, gate_up.bias is not None
-    is_adapted = gate_up.adapter is not None and gate_up.adapter.is_active
     if multiplier != 1.0:
         made = product(x, gate_up, pdl=pdl)
         made[:, : inner.shape[1]] *= multiplier
         gated(made, inner, activation, pdl=pdl)
-    elif is_adapted:
-        gated(product(x, gate_up, pdl=pdl), inner, activation, pdl=pdl)
+    elif gate_up.adapter is not None and (rows := rows_with(gate_up.adapter, x)) is not None:
+        rows.gate(gate_up.adapter, x, _product(x, gate_up, pdl=pdl), inner, activation)
     elif isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
         packed_linear(x, weight, inner, activation=activation)
     elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x), len(weight)):

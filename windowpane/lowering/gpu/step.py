@@ -18,7 +18,7 @@ from windowpane.attention.segments import ChunkQueries, Tiling
 from windowpane.attention.triton.decode_several import split_rows
 from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.device.pages import KVPages, LayerPages, RoutePages
-from windowpane.device.tables import DeviceTables
+from windowpane.device.tables import NO_UPDATES, DeviceTables
 from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
@@ -122,10 +122,13 @@ class StepBuilder:
         # A group's layers store the same rows in the same pages; None where it keeps no tokens.
         self._layers = [self._keeper(group.slices[0].cache) for group in pages.layout.groups]
 
-    def mixed(self, step: Step, changes: Changes) -> DeviceStep:
-        """A step with segments. Updates the device's tables on the way."""
+    def mixed(self, step: Step, changes: Changes | None, *, keeps: bool = True) -> DeviceStep:
+        """A step with segments. Updates the device's tables on the way, unless `changes` is None: then these are more
+        rows of the same step. Without `keeps`, nothing is stored.
+        """
         transfer = Transfer(self._pages.device)
-        late, now = (transfer.add(updates) for updates in self._tables.updates(changes))
+        updates = (NO_UPDATES, NO_UPDATES) if changes is None else self._tables.updates(changes)
+        late, now = (transfer.add(some) for some in updates)
         arrays = (step.decode_slots, step.positions, step.tokens, step.wanted)
         slots, positions, tokens, wanted = (transfer.add(array) for array in arrays)
         of_sequences = (step.sequences, step.first_positions, step.state_slots)
@@ -133,7 +136,8 @@ class StepBuilder:
         everything, narrowed = (self._queries(s, transfer) for s in (step.segments, step.wanted_segments))
         writes = []
         for layer in self._layers:
-            rows, offsets, within = layer.writes(step) if layer else (step.wanted[:0],) * 3
+            lists = layer.writes(step) if layer else (step.wanted[:0],) * 3
+            rows, offsets, within = lists if keeps else (array[:0] for array in lists)
             writes.append([transfer.add(array) for array in (rows, offsets.T, within)])
         adapters = None
         if self._adapters is not None and len(step.adapters):

@@ -46,7 +46,7 @@ class ReferenceModel:
         context = Context(parameters, self.ops, group, RopeTables(max_model_len), decoder.shared_layers)
         self._per_layer = PerLayerValues(decoder, parameters, group) if decoder.per_layer else None
         self._join = Joining(decoder.join, parameters, ops) if decoder.join else None
-        self._centroids = CentroidHead(decoder.centroids, parameters, ops) if decoder.centroids else None
+        self._centroids = CentroidHead(decoder.centroids, parameters, ops, group) if decoder.centroids else None
         self.layers: list[LayerCall] = [
             ReferenceLayer(layer, context, kinds, decoder.last_keeping_block if index == decoder.last_keeper else None)
             for index, layer in enumerate(decoder.layers)
@@ -163,8 +163,8 @@ class Joining:
 class CentroidHead:
     """Logits of the tokens in the clusters that score highest; the rest of the vocabulary lies below all of them."""
 
-    def __init__(self, described: Centroids, parameters: Parameters, ops: Ops) -> None:
-        self._chosen, self._ops = described.chosen, ops
+    def __init__(self, described: Centroids, parameters: Parameters, ops: Ops, group: RankGroup) -> None:
+        self._chosen, self._ops, self._group = described.chosen, ops, group
         self._scores = parameters.linear(described.scores)
         self._clusters = parameters.tensor(described.ordering).long().view(self._scores.outputs, -1)
 
@@ -173,9 +173,10 @@ class CentroidHead:
         assert isinstance(head.weight, torch.Tensor)
         best = self._ops.linear(hidden, self._scores).topk(self._chosen, dim=-1).indices
         tokens = self._clusters[best].flatten(1)
-        logits = (head.weight[tokens] @ hidden[:, :, None]).squeeze(-1).float()
+        rows = look_up(head.weight, tokens.flatten(), self._group).view(*tokens.shape, -1)
+        logits = (rows @ hidden[:, :, None]).squeeze(-1).float()
         below = logits.min(dim=-1, keepdim=True).values - 1.0
-        return below.repeat(1, len(head.weight)).scatter_(1, tokens, logits)
+        return below.repeat(1, self._clusters.numel()).scatter_(1, tokens, logits)
 
 
 class PerLayerValues:

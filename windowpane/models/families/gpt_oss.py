@@ -1,11 +1,24 @@
-"""gpt-oss: sliding and full layers in turn, attention sinks, biases everywhere, and experts in MXFP4."""
+"""gpt-oss: sliding and full layers in turn, attention sinks, biases everywhere, and experts in MXFP4.
+
+GGUF files have gate and up of experts apart, where Hugging Face's have both in one tensor, in turn.
+"""
 
 from __future__ import annotations
 
 from windowpane.models.blocks import CHOSEN_SOFTMAX, Router
 from windowpane.models.building import Norms, attention, decoder, described_spec, experts
 from windowpane.models.config import Config, every
-from windowpane.models.parts import FULL, SLIDING, Shape, experts_per_token, fused_experts, read_shape, retention, whole
+from windowpane.models.parts import (
+    FULL,
+    SLIDING,
+    Shape,
+    experts_per_token,
+    fused_experts,
+    read_shape,
+    retention,
+    separate_experts,
+    whole,
+)
 from windowpane.models.rope import YARN, Rope, read_rope
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
@@ -27,6 +40,7 @@ def read(config: Config, name: str) -> ModelSpec:
     count, width = config.integer("num_local_experts"), config.integer("intermediate_size")
     block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-5))
     rope = _rope(config, shape)
+    apart = config.has("_windowpane") and config.section("_windowpane").flag("separate_experts", False)
     per_head = Shard(0, ((shape.query_heads, shape.query_heads),))
     layers = []
     for layer, kind in enumerate(kinds):
@@ -45,13 +59,14 @@ def read(config: Config, name: str) -> ModelSpec:
             CHOSEN_SOFTMAX,
             bias=whole(f"{at}mlp.router.bias", count),
         )
-        tensors = fused_experts(f"{at}mlp.experts.", count, shape.hidden, width, transposed=True, bias=True)
+        sizes = f"{at}mlp.experts.", count, shape.hidden, width
+        tensors = separate_experts(*sizes, bias=True) if apart else fused_experts(*sizes, transposed=True, bias=True)
         mlp = experts(
             layer,
             router,
             tensors,
             config.text("hidden_act") or "silu",
-            alternates=True,
+            alternates=not apart,
             limit=config.number("swiglu_limit", 7.0),
             alpha=config.number("swiglu_alpha", 1.702),
         )

@@ -261,10 +261,13 @@ def _plain_block(
         buf = (i + step) % STAGES
         mbarrier.wait(full.index(buf), (i + step) // STAGES % 2)
         x = x_tiles.index(buf).slice(0, PAIRS, 0).permute((1, 0))
-        product0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
-        product1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
-        sums0, sums1 = warpgroup_mma_wait(0, deps=[product0, product1])
-        mbarrier.arrive(empty.index(buf), count=1)
+        sums0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
+        sums1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
+        # Those of the block before have ended, and these follow them without a gap.
+        sums0, sums1 = warpgroup_mma_wait(2, deps=[sums0, sums1])
+        mbarrier.arrive(empty.index((i + step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+    sums0, sums1 = warpgroup_mma_wait(0, deps=[sums0, sums1])
+    mbarrier.arrive(empty.index((i + blocks - 1) % STAGES), count=1)
     staging = staged.index(which).slice(0, PAIRS, 0)
     _finish(results, sums0, sums1, staging, place, first, shape, numbers, ACTIVATION)
 

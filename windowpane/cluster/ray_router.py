@@ -1,0 +1,66 @@
+"""The router as Ray Serve knows routers. It runs wherever a handle to the replicas is: in every ingress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from windowpane.cluster import published
+from windowpane.cluster.order import Order
+from windowpane.routing.digest import Digest
+from windowpane.routing.router import Choice, Router
+
+
+class RestorePointRouter(RequestRouter):
+    """Sends an `Order` where its first token comes soonest, and anything else where the queue is shortest."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._router = Router()
+        self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
+        self._choices: dict[str, Choice] = {}  # of requests that are not sent yet
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Ray calls this when replicas come and go, and when one has published."""
+        super().update_replicas(replicas)
+        self._take_in({replica.replica_id.unique_id: replica for replica in replicas})
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        order = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        known = set(by_name) & set(self._router.replicas)
+        if pending_request is None or not isinstance(order, Order) or not known:
+            return [candidate_replicas]
+        available = {r.replica_id.unique_id for r in self.select_available_replicas(candidate_replicas)} & known
+        choice = self._router.choose(order.hashes, len(order.prompt), available or known)
+        self._choices[pending_request.metadata.internal_request_id] = choice
+        chosen = by_name[choice.replica]
+        return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        choice = self._choices.pop(pending_request.metadata.internal_request_id, None)
+        order = pending_request.args[0] if pending_request.args else None
+        if choice is not None and isinstance(order, Order):
+            if replica_id.unique_id != choice.replica:  # that one's queue was full
+                choice = Choice(replica_id.unique_id, 0, choice.expected_s)
+            self._router.sent(choice, order.hashes, len(order.prompt), order.message_ends)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._router.remove(replica_id.unique_id)
+        published.LATEST.pop(replica_id.unique_id, None)
+
+    def _take_in(self, replicas: dict[str, RunningReplica]) -> None:
+        for gone in [name for name in self._router.replicas if name not in replicas]:
+            self._router.remove(gone)
+            published.LATEST.pop(gone, None)
+        for name, replica in replicas.items():
+            stats = replica.routing_stats
+            if not stats:
+                self._router.join(name)
+            elif self._seen.get(name) != id(stats["digest"]):
+                self._seen[name] = id(stats["digest"])
+                published.LATEST[name] = stats  # which keeps the digest, and so its id
+                self._router.update(name, Digest.unpack(stats["digest"]))

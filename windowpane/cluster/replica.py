@@ -1,0 +1,144 @@
+"""A replica: an engine with its loop, as a Ray Serve deployment. It takes orders and publishes digests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windowpane.cluster.order import COPIED, Ending, Order, Update
+from windowpane.engine.engine import Engine
+from windowpane.engine.start import Started, start
+from windowpane.kv.layout import Layout
+from windowpane.routing.digest import DigestMaker, Load
+from windowpane.schedule.request import FinishReason, Request
+from windowpane.server.job import Job
+from windowpane.server.loop import EngineLoop
+from windowpane.server.metrics import Metrics
+from windowpane.text import load_tokenizer
+from windowpane.text.answer import Answer
+from windowpane.text.grammar import GrammarError, Grammars
+
+DEFAULT_TOKENS_PER_S = 1000.0  # until the first prompt was computed
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an ingress must know of its replicas to check requests as they would: see `remote.shadow_engine`."""
+
+    name: str
+    vocab_size: int
+    layout: Layout
+    num_slabs: int
+    num_slots: int
+    max_model_len: int
+    rollback_tokens: int
+    batched_tokens: int
+    draft_tokens: int
+    device: str
+    compute_dtype: str
+
+
+class Replica:
+    """Ray Serve makes one per process."""
+
+    async def __init__(self, model: str | None, flags: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        self._started = start(model, flags)
+        engine = self._started.engine
+        source = self._started.text_source
+        self._tokenizer = None if source is None else load_tokenizer(source)
+        self._grammars = None if self._tokenizer is None else Grammars(self._tokenizer)
+        self._digests = DigestMaker(engine.scheduler)
+        self._loop = EngineLoop(engine, Metrics(self._started.spec.name))
+        self._loop.start()
+
+    async def facts(self) -> Facts:
+        return facts_of(self._started)
+
+    async def generate(self, order: Order) -> AsyncIterator[Update]:
+        """Tokens as they come, and the end. Whoever stops listening cancels the request."""
+        try:
+            request = order.request(self._grammar(order))
+            self._loop.engine.check(request)
+        except (GrammarError, ValueError) as error:
+            yield [], Ending(FinishReason.FAILED, str(error), isinstance(error, GrammarError), {})
+            return
+        job = Job(order.id, [Answer(request, None)], order.streams)
+        self._loop.submit(job)
+        has_ended = False
+        try:
+            while not has_ended:
+                pieces = await job.mailbox.take()
+                tokens = [(p.token, p.logprobs) for p in pieces if p.token is not None] if order.streams else []
+                has_ended = any(piece.finish_reason is not None for piece in pieces)
+                if tokens or has_ended:
+                    yield tokens, ending_of(request, with_tokens=not order.streams) if has_ended else None
+        finally:
+            self._loop.cancel(job)
+
+    def _grammar(self, order: Order) -> Any:
+        if order.grammar is None:
+            return None
+        assert self._grammars is not None and self._tokenizer is not None
+        return order.grammar.compile(self._grammars, self._tokenizer, self._loop.engine.sampler.vocab_size)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What Ray Serve passes on to every router of this deployment."""
+        return await self._loop.ask(self._published)
+
+    async def check_health(self) -> None:
+        """Ray Serve starts another replica where this raises."""
+        if not self._loop.is_alive:
+            raise RuntimeError(f"the engine has stopped: {self._loop.error}")
+
+    async def exposition(self) -> bytes:
+        """Its own /metrics."""
+        return await self._loop.ask(lambda engine: self._loop.metrics.exposition(engine, alive=True))
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    def _published(self, engine: Engine) -> dict[str, Any]:
+        metrics = self._loop.metrics
+        computed = metrics.prompt_tokens - metrics.cached_tokens
+        speed = computed / metrics.prefill_s.total if computed and metrics.prefill_s.total else DEFAULT_TOKENS_PER_S
+        ended = sum(metrics.ended_requests.values())
+        load = Load.of(engine.scheduler, max(speed, 1.0), metrics.request_s.total / ended if ended else 1.0)
+        counts = {
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "generated_tokens": metrics.generated_tokens,
+            "process_id": os.getpid(),
+        }
+        return {"digest": self._digests.make(load).pack(), **counts}
+
+
+def facts_of(started: Started) -> Facts:
+    plan, engine = started.plan, started.engine
+    assert plan.capacity is not None and plan.device is not None
+    config = plan.sizing.config
+    return Facts(
+        name=started.spec.name,
+        vocab_size=engine.sampler.vocab_size,
+        layout=plan.sizing.layout,
+        num_slabs=plan.capacity.num_slabs,
+        num_slots=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        rollback_tokens=plan.sizing.rollback_tokens,
+        batched_tokens=config.batched_tokens,
+        draft_tokens=config.draft_tokens,
+        device=plan.device.name,
+        compute_dtype=plan.sizing.compute_dtype,
+    )
+
+
+def ending_of(request: Request, *, with_tokens: bool) -> Ending:
+    return Ending(
+        request.finish_reason or FinishReason.CANCELLED,
+        None if request.error is None else str(request.error),
+        isinstance(request.error, GrammarError),
+        {name: getattr(request, name) for name in COPIED},
+        list(request.output) if with_tokens else [],
+        list(request.logprobs) if with_tokens else [],
+    )

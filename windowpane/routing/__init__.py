@@ -1,0 +1,1 @@
+"""Which replica should take a request: what each publishes about what it remembers, and who chooses by it."""

@@ -1,0 +1,182 @@
+"""Chooses the replica where a request's first token comes soonest: what it remembers weighed against how busy it is.
+
+    expected time to first token = wait until its turn + tokens left to compute / speed
+
+The router looks at replicas that hold the longest beginnings of the prompt (a few of each length, by chance, where many
+do), and at two that it takes at random from all: so what nobody knows is balanced by the power of two choices, and a
+holder that is busy loses to somebody who is not. A decision costs a lookup per block of the prompt and a few replicas,
+however many there are.
+
+What a router has sent is remembered for a while: a digest comes a second later, and a chat may not wait for it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from windowpane.routing.digest import Digest, Load
+from windowpane.routing.hashes import BLOCK_TOKENS, Hashes
+
+HOLDERS_LOOKED_AT = 8  # of each length
+LENGTHS_LOOKED_AT = 8  # the longest
+EXPECTED_S = 10.0  # what was sent counts as held for so long, unless digests say so by then
+# The share of computing that is saved where a beginning lies on the device, on the host and on disk.
+TIER_WORTH = np.array([1.0, 0.9, 0.7])
+# What a sequence that decodes adds to the expected time, as tokens of a prompt: replicas that are equal otherwise are
+# filled evenly.
+RUNNING_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`reused_tokens` of the prompt are held by `replica`, as far as is known."""
+
+    replica: str
+    reused_tokens: int
+    expected_s: float
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known of one. `sent` are requests that its digest does not have yet, and at `free_s` the prompts of all
+    that it has are computed.
+    """
+
+    load: Load = field(default_factory=Load)
+    hashes: Hashes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    held: set[int] = field(default_factory=set)
+    sent: int = 0
+    free_s: float = 0.0
+
+    def expected_s(self, tokens: int, now_s: float) -> float:
+        beside = RUNNING_TOKENS * (self.load.running + self.load.waiting + self.sent)
+        return max(0.0, self.free_s - now_s) + (beside + tokens) / self.load.tokens_per_s
+
+
+class Router:
+    """Not locked: one thread or event loop calls it."""
+
+    def __init__(self, seed: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self._names: list[str] = []
+        self._index: dict[int, dict[str, int]] = {}  # hash → replica → tokens that it saves
+        self._expected: deque[tuple[float, str, int]] = deque()
+        self._random = random.Random(seed)
+        self._clock = clock
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        return self._names
+
+    def update(self, name: str, digest: Digest) -> None:
+        """Take in what a replica published; one that is not known yet joins."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            replica = self._replicas[name] = _Replica()
+            self._names.append(name)
+        for hashed in np.setdiff1d(replica.hashes, digest.hashes, assume_unique=True).tolist():
+            replica.held.discard(hashed)
+            self._forget(name, hashed)
+        fresh = ~np.isin(digest.hashes, replica.hashes, assume_unique=True)
+        worth = (digest.tokens * TIER_WORTH[digest.tiers]).astype(np.int64)
+        for hashed, tokens in zip(digest.hashes[fresh].tolist(), worth[fresh].tolist(), strict=True):
+            replica.held.add(hashed)
+            self._index.setdefault(hashed, {})[name] = tokens
+        replica.load, replica.hashes = digest.load, digest.hashes
+        replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
+
+    def join(self, name: str) -> None:
+        """A replica that has published nothing yet can be chosen too."""
+        if name not in self._replicas:
+            self._replicas[name] = _Replica()
+            self._names.append(name)
+
+    def remove(self, name: str) -> None:
+        """It is gone, or takes nobody any more."""
+        if name not in self._replicas:
+            return
+        del self._replicas[name]
+        self._names.remove(name)
+        for hashed in [hashed for hashed, holders in self._index.items() if name in holders]:
+            self._forget(name, hashed)
+
+    def choose(self, hashes: Hashes, prompt_tokens: int, among: Collection[str] | None = None) -> Choice:
+        """The replica for a prompt with these `prefix_hashes`: one of all, or of those `among` that are known.
+
+        Raises LookupError where there is none.
+        """
+        self._expire()
+        names = self._names if among is None else [name for name in among if name in self._replicas]
+        if not names:
+            raise LookupError("no replica is there to take the request")
+        reused = dict.fromkeys(self._random.sample(names, min(2, len(names))), 0)
+        index, lengths = self._index, 0
+        allowed = None if among is None else set(names)
+        for hashed in reversed(hashes.tolist()):
+            holders = index.get(hashed)
+            if holders is None:
+                continue
+            for name in self._some(holders, allowed):
+                reused[name] = max(reused.get(name, 0), min(holders[name], prompt_tokens - 1))
+            lengths += 1
+            if lengths == LENGTHS_LOOKED_AT:
+                break
+        now_s = self._clock()
+        expected = {
+            name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s) for name, tokens in reused.items()
+        }
+        best = min(expected, key=expected.__getitem__)
+        return Choice(best, reused[best], expected[best])
+
+    def sent(self, choice: Choice, hashes: Hashes, prompt_tokens: int, message_ends: Sequence[int] = ()) -> None:
+        """The request went where it was to go: its messages' ends will be held there."""
+        replica = self._replicas.get(choice.replica)
+        if replica is None:
+            return
+        now_s = self._clock()
+        replica.sent += 1
+        left_s = (prompt_tokens - choice.reused_tokens) / replica.load.tokens_per_s
+        replica.free_s = max(now_s, replica.free_s) + left_s
+        until = now_s + EXPECTED_S
+        for end in {*message_ends, prompt_tokens}:
+            block = end // BLOCK_TOKENS
+            if 0 < block <= len(hashes):
+                hashed = int(hashes[block - 1])
+                self._index.setdefault(hashed, {}).setdefault(choice.replica, end)
+                self._expected.append((until, choice.replica, hashed))
+
+    def _some(self, holders: dict[str, int], allowed: Collection[str] | None) -> list[str]:
+        names = list(holders) if allowed is None else [name for name in holders if name in allowed]
+        return names if len(names) <= HOLDERS_LOOKED_AT else self._random.sample(names, HOLDERS_LOOKED_AT)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._expected and self._expected[0][0] <= now:
+            _, name, hashed = self._expected.popleft()
+            replica = self._replicas.get(name)
+            if replica is None or hashed not in replica.held:
+                self._forget(name, hashed)
+
+    def _forget(self, name: str, hashed: int) -> None:
+        holders = self._index.get(hashed)
+        if holders is not None:
+            holders.pop(name, None)
+            if not holders:
+                del self._index[hashed]
+
+
+class RoundRobin:
+    """One after another, whatever they hold: the yardstick."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, names: Sequence[str]) -> str:
+        self._turn += 1
+        return names[self._turn % len(names)]
