@@ -63,6 +63,7 @@ HOUSE: dict[str, set[str]] = {
         "measure",
         "server",
         "routing.events",
+        "cluster",
     },
     "": {"schedule.request", "text", "engine"},  # `windowpane` itself: the public names
 }

@@ -90,18 +90,18 @@ def added(
     indices, (x, made) = case.indices(rows), case.values(rows)
     indices[rows // 2] = 1 + rows % 3  # one that has an adapter
     on_rows, out = case.rows(indices), made.clone()
-    on_rows.begin(case.adapter, x).add(out)
+    on_rows.add(case.adapter, x, out)
     plain, want = (case.plainly(indices, x, made, one) for one in (dtype, torch.float64))
     told = _no_worse(out, plain, want)
     # In other company, of as large tiles; the first rows of which are gone.
     later = slice(rows // 2 if tile_rows(rows) == tile_rows(1) else rows // 4, None)
     others = made[later].clone()
-    case.rows(indices[later]).begin(case.adapter, x[later]).add(others)
+    case.rows(indices[later]).add(case.adapter, x[later], others)
     assert torch.equal(others, out[later]), "other rows change a row's result"
     if len(shape.part_outputs) == 2:
         inner, together = (out.new_full((rows, shape.outputs // 2), torch.nan) for _ in range(2))
         gated(out, inner, GELU)
-        on_rows.begin(case.adapter, x).gate(made, together, GELU)
+        on_rows.gate(case.adapter, x, made, together, GELU)
         assert torch.equal(inner, together), "gates have other bits than those of two launches"
         gate, up = want.chunk(2, -1)
         told += ", gated " + _no_worse(inner, _activated(plain), ACTIVATIONS[GELU](gate) * up)
@@ -109,7 +109,7 @@ def added(
 
 
 def in_graphs() -> str:
-    """A graph of a whole MLP whose rows' adapters change between replays: A · x is made in a stream of its own."""
+    """A graph of a whole MLP whose rows' adapters change between replays."""
     rows, slots = 48, 4
     up, down = (Case(E4B[name], 16, torch.device("cuda"), torch.bfloat16, slots) for name in ("gate and up", "down"))
     weights = [torch.randn(case.adapter.held.shape.outputs, case.adapter.held.shape.inputs) for case in (up, down)]
@@ -118,11 +118,11 @@ def in_graphs() -> str:
     x, _ = up.values(rows)
 
     def run(on_rows: DeviceRows) -> torch.Tensor:
-        begun, made = on_rows.begin(up.adapter, x), x @ to_made.T
+        made = x @ to_made.T
         inner = made.new_empty(rows, made.shape[1] // 2)
-        begun.gate(made, inner, GELU)
-        begun, out = on_rows.begin(down.adapter, inner), inner @ to_out.T
-        begun.add(out)
+        on_rows.gate(up.adapter, x, made, inner, GELU)
+        out = inner @ to_out.T
+        on_rows.add(down.adapter, inner, out)
         return out
 
     def bring(indices: np.ndarray) -> None:
@@ -130,22 +130,22 @@ def in_graphs() -> str:
         tables.add_decoding(indices, rows, transfer)(transfer.send())
 
     bring(up.indices(rows))
-    run(tables.decoding(rows, in_graph=True))
+    run(tables.decoding(rows))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(tables.decoding(rows, in_graph=True))
+        out = run(tables.decoding(rows))
     for count in (rows, rows - 5, 1, rows):
         bring(up.indices(count))
         out.fill_(torch.nan)
         graph.replay()
-        replayed, eager = out.clone(), run(tables.decoding(rows, in_graph=False))
+        replayed, eager = out.clone(), run(tables.decoding(rows))
         assert torch.equal(replayed, eager), f"{count} rows differ in a graph"
     return "4 replays"
 
 
 def timings() -> None:
-    """At 256 rows over 16 adapters of rank 16: what an adapter adds to a product, launch after launch and beside it."""
+    """At 256 rows over 16 adapters of rank 16: what an adapter adds to a product."""
     for name, shape in E4B.items():
         case = Case(shape, 16, torch.device("cuda"), torch.bfloat16)
         (x, made), indices = case.values(256), np.arange(256, dtype=np.int32) % 16 + 1
@@ -154,16 +154,15 @@ def timings() -> None:
         tables.add_decoding(indices, 256, transfer)(transfer.send())
 
         def step(
-            in_graph: bool | None, case: Case = case, x: torch.Tensor = x, weight: torch.Tensor = weight,
+            adapted: bool, case: Case = case, x: torch.Tensor = x, weight: torch.Tensor = weight,
             made: torch.Tensor = made, tables: AdapterTables = tables,
         ) -> None:  # fmt: skip
-            begun = None if in_graph is None else tables.decoding(256, in_graph=in_graph).begin(case.adapter, x)
             torch.mm(x, weight.T, out=made)
-            if begun is not None:
-                begun.add(made)
+            if adapted:
+                tables.decoding(256).add(case.adapter, x, made)
 
-        alone, behind, beside = (microseconds(partial(step, way)) for way in (None, False, True))
-        print(f"adapters {name}: product {alone:.1f} µs, with adapters {behind:.1f}, A · x beside it {beside:.1f}")
+        alone, adapted = (microseconds(partial(step, way)) for way in (False, True))
+        print(f"adapters {name}: product {alone:.1f} µs, with adapters {adapted:.1f}")
 
 
 def _activated(made: torch.Tensor) -> torch.Tensor:

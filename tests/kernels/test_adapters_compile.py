@@ -27,10 +27,10 @@ def test_projections_of_gemma_4_e4b(rows, rank, monkeypatch, tmp_path):
     shrunk = empty_shrunk(a, by_adapter)
     shrink(x, a, by_adapter, shrunk, pdl=True)
     sections = torch.zeros(24, 3, dtype=torch.int32)
-    expand(shrunk, b, sections, by_adapter, out, aligned=True, pdl=True, overlaps=True)
+    expand(shrunk, b, sections, by_adapter, out, aligned=True, pdl=True)
     made, b = torch.zeros(rows, 2 * width, dtype=BF16), torch.zeros(SLOTS, 2 * width, rank, dtype=BF16)
     inner = made.new_empty(rows, width)
-    adapted_gated(made, shrunk, b, (0, 1), by_adapter, inner, "gelu_pytorch_tanh", pdl=True, overlaps=True)
+    adapted_gated(made, shrunk, b, (0, 1), by_adapter, inner, "gelu_pytorch_tanh", pdl=True)
     for kernel in kernels:
         (compiled,) = kernel.found
         assert rank == 1 or "global.b16" not in compiled.asm["ptx"], "values move one by one"

@@ -96,7 +96,13 @@ def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options
     if "api_keys" in options:
         options["access"] = Access(api_keys=options.pop("api_keys"))
     chosen = ServerOptions(**options)
-    service = make_service(start(model, FLAGS if flags is None else flags), chosen)
+    with serving(make_service(start(model, FLAGS if flags is None else flags), chosen), chosen) as up:
+        yield up
+
+
+@contextmanager
+def serving(service: Service, chosen: ServerOptions) -> Iterator[Running]:
+    """Serve what was made already."""
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         server = uvicorn.Server(http_config(make_app(service, chosen.access), chosen))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)

@@ -6,13 +6,10 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from windowpane.cluster import published
 from windowpane.cluster.order import Order
 from windowpane.routing.digest import Digest
 from windowpane.routing.router import Choice, Router
-
-# What the replicas of this process's handles published last, by replica. Ray makes routers itself, so this is how an
-# ingress hears of what they know.
-PUBLISHED: dict[str, dict[str, Any]] = {}
 
 
 class RestorePointRouter(RequestRouter):
@@ -23,16 +20,21 @@ class RestorePointRouter(RequestRouter):
         self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
         self._choices: dict[str, Choice] = {}  # of requests that are not sent yet
 
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Ray calls this when replicas come and go, and when one has published."""
+        super().update_replicas(replicas)
+        self._take_in({replica.replica_id.unique_id: replica for replica in replicas})
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        self._take_in(by_name)
         order = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if pending_request is None or not isinstance(order, Order) or not by_name:
+        known = set(by_name) & set(self._router.replicas)
+        if pending_request is None or not isinstance(order, Order) or not known:
             return [candidate_replicas]
-        available = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
-        choice = self._router.choose(order.hashes, len(order.prompt), available or by_name)
+        available = {r.replica_id.unique_id for r in self.select_available_replicas(candidate_replicas)} & known
+        choice = self._router.choose(order.hashes, len(order.prompt), available or known)
         self._choices[pending_request.metadata.internal_request_id] = choice
         chosen = by_name[choice.replica]
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
@@ -48,18 +50,17 @@ class RestorePointRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._router.remove(replica_id.unique_id)
-        PUBLISHED.pop(replica_id.unique_id, None)
+        published.LATEST.pop(replica_id.unique_id, None)
 
     def _take_in(self, replicas: dict[str, RunningReplica]) -> None:
-        """Whatever was published since the last request, and who came and went."""
         for gone in [name for name in self._router.replicas if name not in replicas]:
             self._router.remove(gone)
-            PUBLISHED.pop(gone, None)
+            published.LATEST.pop(gone, None)
         for name, replica in replicas.items():
             stats = replica.routing_stats
             if not stats:
                 self._router.join(name)
             elif self._seen.get(name) != id(stats["digest"]):
                 self._seen[name] = id(stats["digest"])
-                PUBLISHED[name] = stats  # which keeps the digest, and so its id
+                published.LATEST[name] = stats  # which keeps the digest, and so its id
                 self._router.update(name, Digest.unpack(stats["digest"]))

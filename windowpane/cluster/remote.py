@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -126,7 +127,7 @@ class RemoteLoop(EngineLoop):
 
     async def _follow(self, job: Job, index: int, order: Order) -> None:
         """Pass on what one replica says, to the end or until nobody wants it."""
-        stream = self._orders.generate.remote(order)
+        stream: Any = self._orders.generate.remote(order)
         has_ended = False
         try:
             async for update in stream:
@@ -142,7 +143,7 @@ class RemoteLoop(EngineLoop):
         tokens, ending = update
         request = job.answers[index].request
         if ending is not None:
-            tokens = tokens or [*zip(ending.output, ending.logprobs or [None] * len(ending.output), strict=True)]
+            tokens = tokens or [*zip_longest(ending.output, ending.logprobs)]
             for name, value in ending.fields.items():
                 setattr(request, name, value)
         for number, (token, logprobs) in enumerate(tokens):

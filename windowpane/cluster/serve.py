@@ -13,11 +13,11 @@ from windowpane.cluster.replica import Facts, Replica
 from windowpane.engine.devices import resolve_device
 from windowpane.engine.find import find_model, text_source
 from windowpane.engine.options import read_flags
-from windowpane.server.metrics import Metrics
 from windowpane.server.run import ServerOptions, http_serve, listen, service_of, with_defaults
 from windowpane.server.service import Service
 
 APPLICATION = "windowpane"
+ROUTER = "windowpane.cluster.ray_router.RestorePointRouter"
 DIGEST_PERIOD_S = 1.0
 MAX_ONGOING_REQUESTS = 4096  # of a replica: its own queue and its memory decide, not Ray's count
 
@@ -60,9 +60,9 @@ def connect(replicas: int, address: str | None) -> None:
 
 
 def deploy(
-    model: str | None, flags: Mapping[str, Any], replicas: int, console: Console | None = None
+    model: str | None, flags: Mapping[str, Any], replicas: int, console: Console | None = None, router: str = ROUTER
 ) -> tuple[Any, Facts]:
-    """A handle to the replicas, once all of them are there."""
+    """A handle to the replicas, once all of them are there. `router` is the class that chooses, by its full name."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -70,8 +70,11 @@ def deploy(
     options: dict[str, Any] = {"num_cpus": 1}
     if device == "cuda":
         options["num_gpus"] = flags.get("tensor_parallel_size") or 1
+    routing: dict[str, Any] = {
+        "request_router_class": router,
+        "request_routing_stats_period_s": DIGEST_PERIOD_S,
+    }
     deployment = serve.deployment(
-        Replica,
         name="Replica",
         num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -80,18 +83,16 @@ def deploy(
         health_check_timeout_s=30.0,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=300.0,
-        request_router_config=RequestRouterConfig(
-            request_router_class="windowpane.cluster.ray_router.RestorePointRouter",
-            request_routing_stats_period_s=DIGEST_PERIOD_S,
-        ),
-    )
+        request_router_config=RequestRouterConfig(**routing),
+    )(Replica)
     if console is not None:
         console.print(f"starting {replicas} replicas on Ray", highlight=False)
-    serve.start(http_options={"location": "NoServer"})
+    serve.start(proxy_location="Disabled")
     try:
         handle = serve.run(deployment.bind(model, dict(flags)), name=APPLICATION, route_prefix=None)
-    except RuntimeError as error:
-        raise ValueError(f"the replicas did not start: {str(error).splitlines()[0]}; `serve status` has more") from None
+    except RuntimeError:
+        told = serve.status().applications[APPLICATION].deployments["Replica"].message.strip().splitlines()
+        raise ValueError(f"the replicas did not start: {told[-1] if told else 'see `serve status`'}") from None
     return handle, handle.facts.remote().result(timeout_s=600)
 
 
@@ -104,11 +105,12 @@ def remote_service(
     console: Console | None = None,
 ) -> Service:
     """The server's service, with the replicas in place of its engine."""
+    from windowpane.cluster.metrics import ClusterMetrics
     from windowpane.cluster.remote import RemoteLoop
 
     names = options.served_model_names or (facts.name,)
     _, source = find_model(model, read_flags(flags)[0])
-    loop = RemoteLoop(facts, handle, Metrics(names[0]))
+    loop = RemoteLoop(facts, handle, ClusterMetrics(names[0]))
     service = service_of(loop, text_source(source), facts.max_model_len, names, options, console)
     service.hardware = (facts.device, facts.compute_dtype, ())
     return service
@@ -121,5 +123,5 @@ def shut_down(*, is_ours: bool) -> None:
 
     serve.delete(APPLICATION)
     if is_ours:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()

@@ -68,7 +68,7 @@ class Digest:
         head = _HEAD.pack(
             len(self.hashes), load.running, load.waiting, load.wait_s, load.tokens_per_s, load.free_kv_bytes
         )
-        return b"".join([head, self.hashes.astype("<u8"), self.tokens.astype("<u4"), self.tiers])
+        return head + self.hashes.astype("<u8").tobytes() + self.tokens.astype("<u4").tobytes() + self.tiers.tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Digest:

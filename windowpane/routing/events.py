@@ -64,12 +64,9 @@ class KvEventsConfig:
         if not isinstance(given, dict) or not given.keys() <= known:
             raise ValueError(f"--kv-events-config {text} is no JSON object with some of {', '.join(sorted(known))}")
         for field in fields(cls):
-            value = given.get(field.name, field.default)
-            kind = str | None if field.name == "replay_endpoint" else type(field.default)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):  # type: ignore[arg-type]
-                raise ValueError(
-                    f"--kv-events-config: {field.name} cannot be {value!r}; the default is {field.default!r}"
-                )
+            value, default = given.get(field.name, field.default), field.default
+            if type(value) is not (type(default) if default is not None or value is None else str):
+                raise ValueError(f"--kv-events-config: {field.name} cannot be {value!r}; the default is {default!r}")
         config = cls(**given)
         if config.publisher not in ("", "null", "zmq"):
             raise ValueError(f"--kv-events-config: publisher {config.publisher!r} is not known; use zmq or null")

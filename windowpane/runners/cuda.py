@@ -259,7 +259,7 @@ class CudaRunner:
             logits = graphs.replay(rows, several=several)
         else:
             together = self._segments[:padded] if several else None
-            on_rows = None if adapters is None else adapters.decoding(rows, in_graph=False)
+            on_rows = None if adapters is None else adapters.decoding(rows)
             on_device = DeviceStep.decoding(self._inputs[:, :rows], together, self._most_rows, on_rows)
             normed = self.model.final_hidden(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
             if self._final is not None:

@@ -83,7 +83,7 @@ class DecodeGraphs:
             on_rows = None
             if adapters is not None:
                 adapters.clear(size)
-                on_rows = adapters.decoding(size, in_graph=True)
+                on_rows = adapters.decoding(size)
             step = DeviceStep.decoding(inputs[:, :size], together, most_rows, on_rows)
 
             def run(step: DeviceStep = step, size: int = size) -> None:

@@ -38,7 +38,10 @@ SAME_AS_VLLM = frozenset(
         *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "request_success"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
         *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
-        *("request_prompt_tokens", "request_generation_tokens"),
+        *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+        *("request_inference_time_seconds", "request_time_per_output_token_seconds", "lora_requests_info"),
+        *("request_params_n", "request_params_max_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
     }
 )
 
@@ -47,6 +50,7 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_CHOICES = (1, 2, 5, 10, 20)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -78,7 +82,7 @@ class Metrics:
     """Counts of one server. The engine's thread tells it of steps, tokens and ends."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name}
+        self.labels = {"model_name": model_name}
         self._started = time.monotonic()
         self.steps = 0
         self.output_cpu_s = 0.0
@@ -95,8 +99,17 @@ class Metrics:
         self.queue_s = Histogram("request_queue_time_seconds", "From arrival to admission.", _REQUEST_S)
         self.prefill_s = Histogram("request_prefill_time_seconds", "From admission to the first token.", _REQUEST_S)
         self.decode_s = Histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_S)
+        self.inference_s = Histogram("request_inference_time_seconds", "From admission to the last token.", _REQUEST_S)
+        self.mean_token_s = Histogram(
+            "request_time_per_output_token_seconds", "Mean time from token to token, per request.", _TOKEN_S
+        )
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
         self.request_generated_tokens = Histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self.longest_answer = Histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest of a call's choices.", _TOKENS
+        )
+        self.params_n = Histogram("request_params_n", "Choices per call.", _CHOICES)
+        self.params_max_tokens = Histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
         self.loop_lag_s = Histogram("event_loop_lag_seconds", "How late the event loop woke a timer.", _LAG_S)
 
     # -- told by the engine's thread -------------------------------------------------------------------------------
@@ -125,8 +138,18 @@ class Metrics:
             self.prefill_s.observe(times.first_token - times.admitted)
         if times.first_token is not None and times.last_token is not None:
             self.decode_s.observe(times.last_token - times.first_token)
+            if times.admitted is not None:
+                self.inference_s.observe(times.last_token - times.admitted)
+            if len(request.output) > 1:
+                self.mean_token_s.observe((times.last_token - times.first_token) / (len(request.output) - 1))
+        self.params_max_tokens.observe(request.params.max_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
         self.request_generated_tokens.observe(len(request.output))
+
+    def job_ended(self, requests: Sequence[Request]) -> None:
+        """All choices of a call are over."""
+        self.params_n.observe(len(requests))
+        self.longest_answer.observe(max(len(request.output) for request in requests))
 
     def seconds_to_serve(self, waiting: int) -> float:
         """How long a queue of this length takes at the pace of this server's life so far: a guess, for Retry-After."""
@@ -139,7 +162,7 @@ class Metrics:
     def exposition(self, engine: Engine, *, alive: bool) -> bytes:
         """The text that Prometheus reads. Between steps only: it looks into the engine's books."""
         registry = CollectorRegistry(auto_describe=False)
-        families = [*self._engine_families(engine, alive), *self._families()]
+        families = [*self.engine_families(engine, alive), *self._families()]
         registry.register(_Collected([*families, *_named_as_in_vllm(families)]))
         return generate_latest(registry)
 
@@ -163,46 +186,65 @@ class Metrics:
         )
         for value in vars(self).values():
             if isinstance(value, Histogram):
-                yield value.family(self._labels)
+                yield value.family(self.labels)
 
-    def _engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
+    def engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
         scheduler, manager = engine.scheduler, engine.manager
-        yield self._gauge("engine_up", "1 while the engine runs, 0 when it died.", int(alive))
-        yield self._gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
-        yield self._gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
+        yield self.gauge("engine_up", "1 while the engine runs, 0 when it died.", int(alive))
+        yield self.gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
+        yield self.gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
         yield self._counter("num_preemptions", "Requests sent back to the queue.", scheduler.preemptions)
+        if engine.adapters is not None:
+            yield self._adapters_family(engine)
         if engine.speculator is not None:
             yield from self._draft_families(engine.speculator.stats)
         if scheduler.tier is not None:
             yield from self._tier_families(scheduler.tier.stats)
         groups = {group.name: manager.group_bytes(index) for index, group in enumerate(manager.layout.groups)}
         live = sum(held.live for held in groups.values())
-        yield self._gauge(
+        yield self.gauge(
             "kv_cache_usage_perc", "Live bytes over arena bytes; 1 is full.", live / manager.arena.total_bytes
         )
-        yield self._gauge("kv_arena_bytes", "Bytes of the arena.", manager.arena.total_bytes)
+        yield self.gauge("kv_arena_bytes", "Bytes of the arena.", manager.arena.total_bytes)
         held_bytes = GaugeMetricFamily(
             PREFIX + "kv_bytes",
             "Bytes of the arena by group and state; free ones belong to no group. All of them add up to the arena.",
-            labels=[*self._labels, "group", "state"],
+            labels=[*self.labels, "group", "state"],
         )
         for name, held in groups.items():
             for state in ("live", "cached", "stranded"):
-                held_bytes.add_metric([*self._labels.values(), name, state], getattr(held, state))
-        held_bytes.add_metric([*self._labels.values(), "", "free"], manager.free_bytes)
+                held_bytes.add_metric([*self.labels.values(), name, state], getattr(held, state))
+        held_bytes.add_metric([*self.labels.values(), "", "free"], manager.free_bytes)
         yield held_bytes
 
+    def _adapters_family(self, engine: Engine) -> Metric:
+        """As vLLM tells it: names in labels, and as the value when that was."""
+        assert engine.adapters is not None
+        scheduler, names = engine.scheduler, engine.adapters.names
+        family = GaugeMetricFamily(
+            PREFIX + "lora_requests_info",
+            "Adapters of requests that run and that wait, by name; the value is the time of the scrape.",
+            labels=[*self._labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        running, waiting = (
+            ",".join(sorted({names.get(request.adapter, "") for request in requests} - {""}))
+            for requests in (scheduler.running.values(), scheduler.waiting)
+        )
+        slots = str(engine.adapters.slots)
+        family.add_metric([*self._labels.values(), slots, running, waiting], time.time())
+        return family
+
     def _tier_families(self, stats: TierStats) -> Iterator[Metric]:
-        yield self._gauge("host_arena_bytes", "Bytes of the host tier.", stats.total_bytes)
-        yield self._gauge("host_cached_bytes", "Bytes of the host tier that hold pages.", stats.cached_bytes)
-        yield self._gauge("host_restore_points", "Restore points in the host tier.", stats.restore_points)
+        yield self.gauge("host_arena_bytes", "Bytes of the host tier.", stats.total_bytes)
+        yield self.gauge("host_cached_bytes", "Bytes of the host tier that hold pages.", stats.cached_bytes)
+        yield self.gauge("host_restore_points", "Restore points in the host tier.", stats.restore_points)
         yield self._counter("host_hits", "Prompt tokens that were fetched from the host.", stats.hit_tokens)
         yield self._counter("host_fetches", "Restore points fetched from the host.", stats.fetches)
         yield self._counter("host_spilled_bytes", "Bytes copied to the host.", stats.spilled_bytes)
         yield self._counter("host_fetched_bytes", "Bytes copied from the host.", stats.fetched_bytes)
         yield self._counter("host_fetch_seconds", "Seconds that requests waited for those copies.", stats.fetch_seconds)
         yield self._counter("host_evictions", "Restore points that the host gave up for room.", stats.evictions)
-        yield self._gauge("disk_bytes", "Bytes of restore points on disk.", stats.disk_bytes)
+        yield self.gauge("disk_bytes", "Bytes of restore points on disk.", stats.disk_bytes)
         yield self._counter("disk_hits", "Prompt tokens that were read from disk.", stats.disk_hit_tokens)
         yield self._counter("disk_written_bytes", "Bytes written to disk.", stats.disk_written_bytes)
         yield self._counter("disk_read_bytes", "Bytes read from disk.", stats.disk_read_bytes)
@@ -219,19 +261,19 @@ class Metrics:
         )
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
+        family = CounterMetricFamily(PREFIX + name, help, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
         return family
 
     def _labelled_counter(self, name: str, help: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=[*self._labels, label])
+        family = CounterMetricFamily(PREFIX + name, help, labels=[*self.labels, label])
         for key, value in values.items():
-            family.add_metric([*self._labels.values(), key], value)
+            family.add_metric([*self.labels.values(), key], value)
         return family
 
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
+    def gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
         return family
 
 

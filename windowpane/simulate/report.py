@@ -95,8 +95,7 @@ def print_cluster(console: Console, plan: Plan, traffic: str, results: list[Clus
     ]
     if any(r.refused for r in results):
         notes.append(f"requests refused because they can never fit: {results[0].refused}")
-    parts = [heading, "", table, ""]
-    print_trimmed(console, Group(*parts, *(indented(Text(note, style="dim")) for note in notes)))
+    print_trimmed(console, Group(heading, "", table, "", *(indented(Text(note, style="dim")) for note in notes)))
 
 
 def cluster_document(plan: Plan, traffic: str, results: list[ClusterResult]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ experts with adapters, whose products are taken apart for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,81 +70,52 @@ def host_tables(indices: NDArray[np.int32], rows: int, slots: int) -> NDArray[np
     return table
 
 
-class Begun(NamedTuple):
-    """What adapters add to one product: A · x, which may still be in the making beside that product."""
-
-    adapter: LinearAdapter
-    rows: DeviceRows
-    shrunk: torch.Tensor
-
-    def add(self, out: torch.Tensor) -> None:
-        """out += B · A · x"""
-        rows = self.rows
-        overlaps = rows.join()
-        add_expanded(self.adapter, self.shrunk, rows.by_adapter, out, pdl=rows.pdl, overlaps=overlaps)
-
-    def gate(self, made: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-        """out = activation(gate) × up, both with what is added to them; they are halves of `made`'s columns."""
-        rows, sections = self.rows, self.adapter.sections
-        assert len(sections) <= 2 and sections[-1].start in (0, out.shape[1]), "gates lie in front of what they gate"
-        overlaps = rows.join()
-        adapted_gated(
-            made, self.shrunk, self.adapter.b, (sections[0].part, sections[-1].part), rows.by_adapter, out, activation,
-            pdl=rows.pdl, overlaps=overlaps,
-        )  # fmt: skip
-
-
 class DeviceRows:
-    """`wanted` are those of the rows that go on, where fewer do. `beside`: the stream in which A · x is made, so that
-    it takes no time of its own; for graphs, as streams that wait for one another keep the host busy.
-    """
+    """`wanted` are those of the rows that go on, where fewer do."""
 
     def __init__(
-        self, table: torch.Tensor, rows: int, slots: int, *, pdl: bool, wanted: DeviceRows | None = None,
-        beside: torch.cuda.Stream | None = None,
-    ) -> None:  # fmt: skip
+        self, table: torch.Tensor, rows: int, slots: int, *, pdl: bool, wanted: DeviceRows | None = None
+    ) -> None:
         """From what `host_tables` made."""
         tiles, at_once = most_tiles(rows, slots), tile_rows(rows)
         self.indices, places, of_tiles = torch.split(table, [rows, tiles, tiles * at_once])
         self.by_adapter = RowTiles(places, of_tiles.view(tiles, at_once))
-        self.pdl, self._wanted, self._beside = pdl, wanted, beside
+        self._pdl, self._wanted = pdl, wanted
 
     def narrow(self, wanted: torch.Tensor) -> DeviceRows:
         assert self._wanted is not None and len(wanted) == len(self._wanted.indices)
         return self._wanted
 
-    def begin(self, adapter: LinearAdapter, x: torch.Tensor) -> Begun:
-        assert len(x) == len(self.indices), f"{len(x)} rows, of which {len(self.indices)} are known"
-        a, beside = adapter.held.a, self._beside
-        shrunk = empty_shrunk(a, self.by_adapter)  # of the stream that uses it last
-        if beside is None:
-            shrink(x, a, self.by_adapter, shrunk, pdl=self.pdl)
-        else:
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                shrink(x, a, self.by_adapter, shrunk, pdl=False)
-        return Begun(adapter, self, shrunk)
-
-    def join(self) -> bool:
-        """Wait for what was begun beside; whether the next launch may overlap the one before it: that is all it waits
-        for.
-        """
-        if self._beside is None:
-            return True
-        torch.cuda.current_stream().wait_stream(self._beside)
-        return False
-
     def add(self, adapter: LinearAdapter, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.begin(adapter, x).add(out)
+        """out += B · A · x"""
+        add_expanded(adapter, self._shrunk(adapter, x), self.by_adapter, out, pdl=self._pdl)
+
+    def gate(
+        self, adapter: LinearAdapter, x: torch.Tensor, made: torch.Tensor, out: torch.Tensor, activation: str
+    ) -> None:
+        """out = activation(gate) × up, both with what is added to them; they are halves of `made`'s columns."""
+        sections = adapter.sections
+        assert len(sections) <= 2 and sections[-1].start in (0, out.shape[1]), "gates lie in front of what they gate"
+        adapted_gated(
+            made, self._shrunk(adapter, x), adapter.b, (sections[0].part, sections[-1].part), self.by_adapter, out,
+            activation, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _shrunk(self, adapter: LinearAdapter, x: torch.Tensor) -> torch.Tensor:
+        """A · x. Its launch overlaps the one before it, so it belongs behind the product that it adds to."""
+        assert len(x) == len(self.indices), f"{len(x)} rows, of which {len(self.indices)} are known"
+        shrunk = empty_shrunk(adapter.held.a, self.by_adapter)
+        shrink(x, adapter.held.a, self.by_adapter, shrunk, pdl=self._pdl)
+        return shrunk
 
 
-def begin(adapter: LinearAdapter | None, x: torch.Tensor) -> Begun | None:
-    """To be called before the product that adapters add to; None where no row has any."""
-    rows = None if adapter is None else adapter.adapters.rows
-    if adapter is None or rows is None or not len(x):
+def rows_with(adapter: LinearAdapter, x: torch.Tensor) -> DeviceRows | None:
+    """The rows of a product that adapters add to; None where no row has any."""
+    rows = adapter.adapters.rows
+    if rows is None or not len(x):
         return None
     assert isinstance(rows, DeviceRows)
-    return rows.begin(adapter, x)
+    return rows
 
 
 class AdapterTables:
@@ -155,12 +125,10 @@ class AdapterTables:
         self._slots, self._pdl = slots, pdl
         length = max(table_length(rows, slots) for rows in (most_rows, min(most_rows, FEW_ROWS)))
         self._fixed = torch.zeros(length, dtype=torch.int32, device=device)
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def decoding(self, rows: int, *, in_graph: bool) -> DeviceRows:
+    def decoding(self, rows: int) -> DeviceRows:
         """Those of steps of so many decoding rows, at the fixed place."""
-        table = self._fixed[: table_length(rows, self._slots)]
-        return DeviceRows(table, rows, self._slots, pdl=self._pdl, beside=self._beside if in_graph else None)
+        return DeviceRows(self._fixed[: table_length(rows, self._slots)], rows, self._slots, pdl=self._pdl)
 
     def clear(self, rows: int) -> None:
         """At the fixed place, so many rows without adapters."""
@@ -192,12 +160,12 @@ class AdapterTables:
 
 
 def add_expanded(
-    adapter: LinearAdapter, shrunk: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor, *, pdl: bool, overlaps: bool
+    adapter: LinearAdapter, shrunk: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor, *, pdl: bool
 ) -> None:
     """out += B · shrunk: see `expand`."""
     aligned = all(end % ALIGNMENT == 0 for section in adapter.sections for end in (section.start, section.stop))
     tiles = section_tiles(adapter)
-    expand(shrunk, adapter.b, tiles, by_adapter, out, aligned=aligned, pdl=pdl, overlaps=overlaps)
+    expand(shrunk, adapter.b, tiles, by_adapter, out, aligned=aligned, pdl=pdl)
 
 
 def section_tiles(adapter: LinearAdapter) -> torch.Tensor:
@@ -244,7 +212,7 @@ def run_adapted_experts(
         if (adapter := linear.adapter) is not None:
             shrunk = empty_shrunk(adapter.held.a, reads)
             shrink(read_x, adapter.held.a, reads, shrunk, pdl=False)
-            add_expanded(adapter, shrunk, writes, out, pdl=False, overlaps=False)
+            add_expanded(adapter, shrunk, writes, out, pdl=False)
         return out
 
     of_pairs = x[:, None].expand(-1, chosen, -1).flatten(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from windowpane.lowering.gpu.adapters import begin
+from windowpane.lowering.gpu.adapters import rows_with
 from windowpane.lowering.gpu.kernels.gated import gated, relu2
 from windowpane.lowering.gpu.kernels.matvec import matvec, pays
 from windowpane.lowering.gpu.kernels.packed import SPLIT_ROWS, packed_linear, packed_product
@@ -15,10 +15,9 @@ from windowpane.lowering.packed import JoinedWeight, PackedWeight
 
 def product(x: torch.Tensor, linear: Linear, *, pdl: bool) -> torch.Tensor:
     """x · weightᵀ + bias, and what adapters add. `pdl` lets a launch begin while the one before it ends."""
-    begun = begin(linear.adapter, x)
     out = _product(x, linear, pdl=pdl)
-    if begun is not None:
-        begun.add(out)
+    if linear.adapter is not None and (rows := rows_with(linear.adapter, x)) is not None:
+        rows.add(linear.adapter, x, out)
     return out
 
 
@@ -54,8 +53,8 @@ def gated_product(
         made = product(x, gate_up, pdl=pdl)
         made[:, : inner.shape[1]] *= multiplier
         gated(made, inner, activation, pdl=pdl)
-    elif (begun := begin(gate_up.adapter, x)) is not None:
-        begun.gate(_product(x, gate_up, pdl=pdl), inner, activation)
+    elif gate_up.adapter is not None and (rows := rows_with(gate_up.adapter, x)) is not None:
+        rows.gate(gate_up.adapter, x, _product(x, gate_up, pdl=pdl), inner, activation)
     elif isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
         packed_linear(x, weight, inner, activation=activation)
     elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x), len(weight)):

@@ -21,7 +21,7 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu
 from windowpane.models.adapters import SHRUNK_SPLITS
 
-STEP = 128  # inputs at a time
+STEP = 256  # inputs at a time
 SPLIT_INPUTS = 512  # of a split, at least
 TILE_OUTPUTS = 128
 ALIGNMENT = 16
@@ -84,29 +84,27 @@ def shrink(x: torch.Tensor, a: torch.Tensor, by_adapter: RowTiles, out: torch.Te
 
 def expand(
     shrunk: torch.Tensor, b: torch.Tensor, sections: torch.Tensor, by_adapter: RowTiles, out: torch.Tensor,
-    *, aligned: bool, pdl: bool, overlaps: bool,
+    *, aligned: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """out [rows, outputs] += B · shrunk. `b` is [places, outputs, rank]; `sections` [tiles, 3] int32 have the first
     output, the end of the outputs and the part of each tile of at most `TILE_OUTPUTS` outputs. `aligned`: all of those
     are multiples of `ALIGNMENT`, so that several outputs move at once.
-
-    `pdl` lets the next launch begin early, `overlaps` this one: what it reads must come from the launch before it.
     """
     (splits, count, width), rank, rows = shrunk.shape, b.shape[2], by_adapter.launched_rows
     expand_kernel[(len(by_adapter.places), len(sections))](
         shrunk, b, sections, by_adapter.places, by_adapter.rows, out, b.stride(0), b.stride(1), rank, out.stride(0),
         count, width, AT_ONCE=by_adapter.rows.shape[1], SPLITS=splits, ROWS=rows, RANKS=_ranks(rank),
-        OUTPUTS=TILE_OUTPUTS, ALIGNMENT=ALIGNMENT if aligned else 1, PDL=pdl, num_warps=_warps(rows),
-        launch_pdl=pdl and overlaps,
+        OUTPUTS=TILE_OUTPUTS, ALIGNMENT=ALIGNMENT if aligned else 1, PDL=pdl, num_warps=_warps(rows, rank),
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
 def adapted_gated(
     made: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, parts: tuple[int, int], by_adapter: RowTiles,
-    out: torch.Tensor, activation: str, *, pdl: bool, overlaps: bool,
+    out: torch.Tensor, activation: str, *, pdl: bool,
 ) -> None:  # fmt: skip
     """out [rows, width] = activation(gate) × up, which `made` [rows, 2 × width] and what their `parts` of the adapters
-    add are together. Rows without an adapter are made too; `made` stays as it is. `pdl` and `overlaps` as for `expand`.
+    add are together. Rows without an adapter are made too; `made` stays as it is.
     """
     (splits, count, shrunk_width), rank, rows, width = shrunk.shape, b.shape[2], by_adapter.launched_rows, out.shape[1]
     outputs = max(LEAST_ROWS, GATED_OUTPUTS * GATED_RANKS // max(GATED_RANKS, _ranks(rank)))
@@ -114,12 +112,14 @@ def adapted_gated(
         made, shrunk, b, by_adapter.places, by_adapter.rows, out, made.stride(0), b.stride(0), b.stride(1), rank,
         out.stride(0), count, shrunk_width, width, GATE_PART=parts[0], UP_PART=parts[1],
         AT_ONCE=by_adapter.rows.shape[1], SPLITS=splits, ROWS=rows, RANKS=_ranks(rank), OUTPUTS=outputs,
-        GELU=is_gelu(activation), PDL=pdl, num_warps=_warps(rows), launch_pdl=pdl and overlaps,
+        GELU=is_gelu(activation), PDL=pdl, num_warps=_warps(rows, rank), launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _warps(rows: int) -> int:
-    return 4 if rows <= LEAST_ROWS else 8
+def _warps(rows: int, rank: int) -> int:
+    if rows > LEAST_ROWS:
+        return 8
+    return 2 if _ranks(rank) <= GATED_RANKS else 4
 
 
 @triton.jit

@@ -1,0 +1,180 @@
+"""Three replicas on a real Ray of this machine, behind the server's own application, and the `openai` client before it.
+
+What a replica is and does beside a plain server is tested here; the API itself is the same code as in tests/server.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.harness import FLAGS, Running, running, serving
+from tests.tiny_model import make_model
+from windowpane.cluster.published import LATEST
+from windowpane.cluster.serve import connect, deploy, remote_service, shut_down
+from windowpane.routing.digest import Digest, Load
+from windowpane.schedule.request import FinishReason
+from windowpane.server.run import ServerOptions
+
+# Ray's own code warns of what it uses; ours is held to the rule everywhere else.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ray")]
+
+REPLICAS = 3
+SEEDED: dict[str, Any] = {**FLAGS, "seed": 0, "max_model_len": 2048}
+SYSTEM = {"role": "system", "content": "You answer briefly. " * 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[Running]:
+    connect(REPLICAS, None)
+    try:
+        handle, facts = deploy(str(model), SEEDED, REPLICAS)
+        options = ServerOptions()
+        with serving(remote_service(str(model), SEEDED, options, handle, facts), options) as server:
+            yield server
+    finally:
+        shut_down(is_ours=True)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[Running]:
+    with running(model, flags=SEEDED) as server:
+        yield server
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+ASKED: list[dict[str, Any]] = [
+    {"messages": [user("Hello")], "max_tokens": 12},
+    {"messages": [SYSTEM, user("Count")], "max_tokens": 8, "logprobs": True, "top_logprobs": 2},
+    {"messages": [user("Two, please")], "max_tokens": 6, "n": 2},
+    {"messages": [user("Stop early")], "max_tokens": 24, "stop": ["b"]},
+    {"messages": [user("Choose")], "max_tokens": 8, "extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
+]
+
+
+@pytest.mark.parametrize("body", ASKED, ids=["plain", "logprobs", "n", "stop", "choice"])
+def test_answers_are_those_of_a_plain_server(cluster: Running, plain: Running, body: dict[str, Any]) -> None:
+    answers = [s.openai.chat.completions.create(model="tiny", temperature=0, **body) for s in (cluster, plain)]
+    assert [c.model_dump() for c in answers[0].choices] == [c.model_dump() for c in answers[1].choices]
+    assert answers[0].usage.completion_tokens == answers[1].usage.completion_tokens
+    streams = [
+        list(s.openai.chat.completions.create(model="tiny", temperature=0, stream=True, **body))
+        for s in (cluster, plain)
+    ]
+    said = [sorted((c.index, c.delta.content or "") for p in pieces for c in p.choices) for pieces in streams]
+    assert said[0] == said[1]
+
+
+def test_what_no_replica_could_run_is_refused_at_the_door(cluster: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048"):
+        cluster.openai.chat.completions.create(model="tiny", messages=[user("x" * 4000)])
+
+
+def test_a_chat_finds_what_it_said_before(cluster: Running) -> None:
+    """Six chats in turn: each comes back to the replica that has its beginning."""
+    chats = [[SYSTEM, user(f"{number} is my number. " * 40)] for number in range(6)]
+    prompt_tokens, cached_tokens = 0, 0
+    for turn in range(3):
+        for messages in chats:
+            answer = cluster.openai.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=6, temperature=0, logit_bias={"257": -100}
+            )
+            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+            if turn:
+                prompt_tokens += answer.usage.prompt_tokens
+                cached_tokens += answer.usage.prompt_tokens_details.cached_tokens or 0
+            messages += [{"role": "assistant", "content": "fine"}, user(f"turn {turn}")]
+    assert cached_tokens > 0.9 * prompt_tokens
+    cluster.wait_until(lambda: len(LATEST) == REPLICAS, "all have published")
+    cluster.wait_until(lambda: all(s["prompt_tokens"] for s in LATEST.values()), "every replica has had some")
+    shown = cluster.http.get("/metrics").text
+    assert shown.count("windowpane:replica_prefixes{") == REPLICAS
+    assert 'windowpane:replicas{model_name="tiny"} 3.0' in shown
+
+
+def test_a_client_that_leaves_ends_its_request(cluster: Running) -> None:
+    stream = cluster.openai.chat.completions.create(
+        model="tiny", messages=[user("Go on")], max_tokens=1500, stream=True, logit_bias={"257": -100}
+    )
+    next(iter(stream))
+    stream.close()
+    cluster.wait_until(lambda: not cluster.service.loop.jobs, "the ingress has let go of it")
+    time.sleep(2.5)  # digests from before are over then
+    cluster.wait_until(lambda: not any(load.running for load in loads()), "no replica runs it")
+
+
+def loads() -> list[Load]:
+    return [Digest.unpack(stats["digest"]).load for stats in LATEST.values()]
+
+
+class Asking(threading.Thread):
+    """A long answer, streamed: what came, and how it ended."""
+
+    def __init__(self, server: Running, number: int, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.server, self.number, self.max_tokens = server, number, max_tokens
+        self.pieces = 0
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            for piece in self.server.openai.chat.completions.create(
+                model="tiny", messages=[user(f"{self.number} " * 20)], max_tokens=self.max_tokens, stream=True,
+                logit_bias={"257": -100},
+            ):  # fmt: skip
+                self.pieces += sum(bool(choice.delta.content) for choice in piece.choices)
+        except openai.APIError as error:
+            self.error = error
+
+
+def test_a_replica_that_is_killed_takes_no_request_with_it_that_had_not_begun(cluster: Running) -> None:
+    """More are asked than run at once, so that some have begun and others wait when one replica is killed."""
+    asking = [Asking(cluster, number, 150) for number in range(36)]
+    for one in asking:
+        one.start()
+    cluster.wait_until(lambda: len(cluster.service.loop.jobs) == len(asking), "all have come")
+    jobs = list(cluster.service.loop.jobs)
+    cluster.wait_until(lambda: any(load.running for load in loads()) and any(one.pieces for one in asking), "some run")
+    killed = next(s["process_id"] for s in LATEST.values() if Digest.unpack(s["digest"]).load.running)
+    os.kill(killed, signal.SIGKILL)
+    for one in asking:
+        one.join(60)
+        assert not one.is_alive(), "a request hangs"
+    lost = [one for one in asking if one.error is not None]
+    assert all("the replica that ran the request is gone" in str(one.error) for one in lost)
+    failed = [job.requests[0] for job in jobs if job.requests[0].finish_reason is FinishReason.FAILED]
+    assert 0 < len(failed) == len(lost) < len(asking)
+    assert all(request.output for request in failed), "one that had not begun was not given to another"
+    assert all(len(job.requests[0].output) == 150 for job in jobs if job.requests[0] not in failed)
+
+    def is_back() -> bool:
+        return len(LATEST) == REPLICAS and all(s["process_id"] != killed for s in LATEST.values())
+
+    cluster.wait_until(is_back, "another replica is there and has published")
+
+
+def test_replicas_that_are_taken_away_finish_what_they_have(cluster: Running, model: Path) -> None:
+    asking = [Asking(cluster, number, 100) for number in range(9)]
+    for one in asking:
+        one.start()
+    cluster.wait_until(lambda: all(one.pieces for one in asking), "all have begun")
+    deploy(str(model), SEEDED, 2)
+    for one in asking:
+        one.join(60)
+    assert [(one.error, one.pieces > 0) for one in asking] == [(None, True)] * len(asking)
