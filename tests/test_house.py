@@ -49,7 +49,7 @@ HOUSE: dict[str, set[str]] = {
         *("native", "device", "lowering", "weights", "runners", "parallel"),
     },
     "measure": {"kv", "models", "schedule", "engine"},
-    "server": {"kv", "schedule", "routing.events", "drafts", "text", "parallel", "engine"},
+    "server": {"kv", "schedule", "routing.events", "drafts", "text", "device.heap", "parallel", "engine"},
     "cluster": {"kv", "schedule", "routing", "text", "engine", "server"},
     "__main__": {"cli"},
     "cli": {
