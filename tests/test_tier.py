@@ -6,6 +6,10 @@ was written before it was over.
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +21,8 @@ from tests.test_restore import EVERY_MIX, LONG, MIXES, RestoringMachine, ask, to
 from tests.test_scheduler import FULL_AND_WINDOW, Engine, solo_output
 from windowpane.kv.caches import Cache
 from windowpane.kv.capacity import Capacity
+from windowpane.kv.disk import DiskStore
+from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.tier import HostTier
@@ -77,6 +83,89 @@ class SpillingMachine(TierMachine):
 
 TestSpilling = SpillingMachine.TestCase
 TestSpilling.settings = TestTier.settings
+
+
+class HostMemory:
+    """The device model's host pages in real bytes, so that a disk can write and read them: a page holds a number."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.bytes = np.zeros(size_bytes, dtype=np.uint8)
+        self._contents: list[dict[int, object]] = [{}]
+
+    def _number(self, page: tuple[int, int]) -> np.ndarray:
+        start = page[1] * OFFSET_UNIT_BYTES
+        return self.bytes[start : start + 8].view(np.int64)
+
+    def __setitem__(self, page: tuple[int, int], rows: dict[int, object]) -> None:
+        self._number(page)[0] = len(self._contents)
+        self._contents.append(rows)
+
+    def __getitem__(self, page: tuple[int, int]) -> dict[int, object]:
+        return self._contents[int(self._number(page)[0])]
+
+
+class LazyDisk(DiskStore):
+    """A disk whose thread does nothing by itself: the test says when it works."""
+
+    def _work(self) -> None:
+        pass
+
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            if not self._jobs.empty() and (job := self._jobs.get()) is not None:
+                self._work_on(job)
+
+
+class DiskMachine(TierMachine):
+    """A small host and a disk that holds more, works late, and loses files."""
+
+    host_share = 0.5
+
+    def make_tier(self, points: RestorePoints) -> HostTier:
+        tier = super().make_tier(points)
+        self.memory = HostMemory(tier.books.arena.total_bytes)
+        self.directory = tempfile.TemporaryDirectory()
+        layout, size_bytes = points.manager.layout, 3 * tier.books.arena.total_bytes
+        self.disk = LazyDisk(Path(self.directory.name), size_bytes, "one", layout, [self.memory.bytes])
+        tier.use_disk(self.disk)
+        return tier
+
+    @invariant()
+    def pages_of_the_host_are_bytes(self):
+        if hasattr(self, "engine"):
+            self.engine.device.host = self.memory
+
+    @rule(count=st.integers(1, 4))
+    def work_on_disk(self, count):
+        self.disk.work(count)
+
+    @rule()
+    def lose_a_file(self):
+        for file in sorted(Path(self.directory.name).glob("*.kv"))[:1]:
+            file.unlink()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        engine, scheduler = self.engine, self.engine.scheduler
+        while scheduler.has_work or scheduler.steps_in_flight:
+            self.disk.work(100)
+            may_schedule = scheduler.steps_in_flight < engine.most_in_flight
+            if may_schedule and engine.schedule():
+                continue
+            if scheduler.steps_in_flight:
+                engine.commit()
+            else:
+                engine.land(len(engine.device.under_way))
+        self.disk.work(1000)
+        scheduler.tier.take_from_disk()
+        super().teardown()
+        os.close(self.disk._lock)
+        self.directory.cleanup()
+
+
+TestDisk = DiskMachine.TestCase
+TestDisk.settings = TestTier.settings
 
 
 def engine_for(
@@ -184,6 +273,21 @@ def test_a_session_waits_for_room_rather_than_be_computed_again():
     assert [turn.output for turn in turns] == [solo_output(turn) for turn in turns]
 
 
+def test_as_many_sessions_come_back_at_once_as_fit_afresh():
+    """Where there is no room for a fetched point beside its sequence, the sequence takes its windows over."""
+    engine = engine_for(MIXES["two windows"], sequences=3, host=40, length=340)
+    sessions = [ask(engine, tokens(seed, 300)) for seed in range(9)]
+    for i, s in enumerate(sessions[:3]):
+        engine.scheduler.add(Request(str(i), np.array([*s.prompt.tolist(), *s.output, 5]), SamplingParams(9)))
+    most = 0
+    while engine.scheduler.has_work:
+        if engine.schedule() or engine.scheduler.steps_in_flight:
+            engine.commit()
+        engine.land(len(engine.device.under_way))
+        most = max(most, len(engine.scheduler.running))
+    assert most == 3
+
+
 def test_what_is_computed_sooner_than_fetched_is_computed():
     engine = engine_for(FULL_AND_WINDOW, sequences=2.5, host=16)
     sessions = [ask(engine, tokens(seed, 300)) for seed in range(5)]
@@ -225,6 +329,20 @@ def test_an_adapter_finds_its_own_pages_on_the_host():
     assert ask(engine, [*prompt, 5], adapter=2).cached_tokens == 0
     assert ask(engine, [*prompt, 5], adapter=1).cached_tokens == 300
     assert engine.scheduler.tier.stats.fetches == 1
+
+
+@EVERY_MIX
+def test_an_identical_prompt_needs_only_the_head_from_the_host_too(mix):
+    engine = engine_for(MIXES[mix], sequences=2.5, host=16, ahead=1.0)
+    prompt = tokens(0, 301)
+    ask(engine, prompt)
+    for _ in range(2):
+        for point in engine.scheduler.manager.restore_points:
+            engine.scheduler.manager.drop(point)
+        before = engine.computed_tokens
+        again = ask(engine, prompt, max_tokens=1)
+        assert (again.cached_tokens, engine.computed_tokens) == (301, before)
+    assert engine.scheduler.tier.stats.fetches == 2
 
 
 def test_the_host_gives_up_what_is_cheapest_to_lose():

@@ -147,7 +147,7 @@ def check(name: str, kv_cache_dtype: str) -> None:
         if name.endswith(suffix):
             name = name.removesuffix(suffix)
             CONFIGS[name] = TINY[name]
-            engine.drafter_equals_reference(name, who, "cpu", (1, 13), 8)
+            engine.drafter_equals_reference(name, who, "cpu", (1, 13), 6)
             return
     is_chained, is_unchained, routes, drafts, adapted = (name.endswith(suffix) for suffix in suffixes)
     for suffix in suffixes:

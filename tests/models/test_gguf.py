@@ -15,14 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from bench import generated_gguf
 from windowpane.cli.main import main
 from windowpane.engine.devices import on_gpu, resolve_plan
 from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
+from windowpane.models.ggml import GGML_TYPES
 from windowpane.models.gguf import read_header
 from windowpane.models.gguf_families import hf_config
 from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.planner import make_plan
+from windowpane.text import load_tokenizer
+from windowpane.weights import load_weights
 
 LLAMA: dict[str, Any] = {
     "block_count": 2,
@@ -87,6 +91,20 @@ def test_the_embedded_smollm2_is_a_llama() -> None:
     assert {cache.kv_heads for cache in spec.token_caches} == {3}
     assert (config["rope_theta"], config["rms_norm_eps"], config["hidden_act"]) == (100_000.0, 1e-5, "silu")
     assert config["tie_word_embeddings"] is True
+
+
+def test_the_generated_benchmark_file_has_the_tensors_of_the_real_one() -> None:
+    real = read_header(embedded_path("gemma-3-270m")).tensors.values()
+    assert {(t.name, GGML_TYPES[t.kind].scheme, t.shape) for t in real} == set(generated_gguf.tensors())
+
+
+def test_a_generated_benchmark_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated_gguf, "VOCAB", 512)
+    generated_gguf.write(tmp_path / "m.gguf")
+    spec = load(tmp_path / "m.gguf")
+    weights = load_weights(tmp_path / "m.gguf", spec, dtype=torch.float32, device=torch.device("cpu"))
+    assert (spec.num_layers, spec.vocab_size, len(weights)) == (18, 512, len(list(generated_gguf.tensors())))
+    assert load_tokenizer(tmp_path / "m.gguf").id_count == 512
 
 
 def test_gemma_3_27b_scales_queries_by_its_width(tmp_path: Path) -> None:

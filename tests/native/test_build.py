@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
-import sys
 import tomllib
+from collections.abc import Callable
 from ctypes import c_int, c_long, c_void_p
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,22 +18,19 @@ from windowpane.native import build
 from windowpane.native.calls import function
 from windowpane.native.levels import LEVELS, NATIVE_FLAGS
 
-PRINT = """
-from windowpane.native import build
-print("loaded" if build.library() is not None else build.why_not())
-"""
 
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a build finds, as the first one of a process does."""
 
-def outcome(cache: Path, **environment: str) -> str:
-    """What a fresh process finds."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT],
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+    def build_with(directory: Path, **environment: str) -> str:
+        with monkeypatch.context() as changed:
+            for name, value in {"XDG_CACHE_HOME": str(directory), **environment}.items():
+                changed.setenv(name, value)
+            changed.setattr(build, "_building", cache(build._building.__wrapped__))
+            return "loaded" if build.library() is not None else str(build.why_not())
+
+    return build_with
 
 
 def compiler(path: Path, script: str) -> dict[str, str]:
@@ -43,7 +40,7 @@ def compiler(path: Path, script: str) -> dict[str, str]:
     return {"PATH": str(path)}
 
 
-def test_built_once_and_found_again(tmp_path: Path) -> None:
+def test_built_once_and_found_again(outcome, tmp_path: Path) -> None:
     first = outcome(tmp_path)
     if first != "loaded":
         pytest.skip(f"no kernels here: {first}")
@@ -53,23 +50,23 @@ def test_built_once_and_found_again(tmp_path: Path) -> None:
     assert [p.stat().st_mtime_ns for p in library.parent.iterdir()] == [written]
 
 
-def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
+def test_without_a_compiler_torch_does_the_work(outcome, tmp_path: Path) -> None:
     assert outcome(tmp_path, PATH=str(tmp_path)) == "no C compiler (gcc or cc) is installed"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(outcome, tmp_path: Path) -> None:
     broken = compiler(tmp_path / "bin", '[ "$1" = --version ] && echo 1.0 || { echo no such header >&2; exit 1; }')
     assert outcome(tmp_path / "cache", **broken).endswith("gcc failed: no such header")
     assert list((tmp_path / "cache" / "windowpane" / "kernels").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(outcome, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot build or load kernels" in outcome(tmp_path / "file")
 
 
-def test_a_switch_turns_them_off(tmp_path: Path) -> None:
+def test_a_switch_turns_them_off(outcome, tmp_path: Path) -> None:
     assert outcome(tmp_path, WINDOWPANE_CPU_KERNELS="off") == "WINDOWPANE_CPU_KERNELS turns them off"
 
 

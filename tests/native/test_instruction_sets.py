@@ -29,7 +29,8 @@ from windowpane.native import build
 PACKED = next(source for source in build.SOURCES if source.name == "packed.c")
 
 
-@pytest.fixture(scope="module", params=runnable())
+# Each set is compiled by one worker of pytest-xdist.
+@pytest.fixture(scope="module", params=[pytest.param(s, marks=pytest.mark.xdist_group(s)) for s in runnable()])
 def library(request, tmp_path_factory) -> ctypes.CDLL:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.running.harness import Knobs, Run, layout_of, poison_unheld
+from tests.running.harness import Knobs, Run, host_slabs, layout_of, poison_unheld
 from tests.running.small_models import WINDOW, reference, save, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
 from windowpane import LLM
@@ -22,6 +22,7 @@ from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full
+from windowpane.kv.tier import HostTier
 from windowpane.lowering.linear import Weights
 from windowpane.lowering.reference.context import StepState
 from windowpane.lowering.reference.mixers import ExpertsMixer
@@ -77,8 +78,13 @@ def engine_of(name: str, longest: int, knobs: Knobs, *, overlapped: bool = False
     slabs = max(1, int(knobs.room * Capacity(layout, 0).slabs_for(1, longest)))
     manager = KVManager(layout, slabs, knobs.num_slots, longest)
     points = RestorePoints(manager) if knobs.keep else None
-    scheduler = Scheduler(manager, max(knobs.chunk_tokens, knobs.num_slots), knobs.growth_tokens, points)
-    runner = Runner(spec, dict(weights), layout, slabs, knobs.num_slots, longest, device=CPU, dtype=torch.float32)
+    host = host_slabs(layout, longest, knobs)
+    tier = HostTier(points, host, ahead=1.0) if points is not None and host else None
+    budget = max(knobs.chunk_tokens, knobs.num_slots)
+    scheduler = Scheduler(manager, budget, knobs.growth_tokens, points, tier=tier)
+    runner = Runner(
+        spec, dict(weights), layout, slabs, knobs.num_slots, longest, device=CPU, dtype=torch.float32, host_slabs=host
+    )
     return Engine(scheduler, runner, Sampler(spec.vocab_size, CPU, 0), async_scheduling=overlapped)
 
 
@@ -130,6 +136,25 @@ def test_of_tokens_found_by_prefix_reuse(name, overlapped):
     assert_right(name, requests)
     # The last is known to its end: nothing of its prompt is computed.
     assert [r.cached_tokens for r in requests] == [0, 20 if name == "qwen3-next" else 70, 100]
+
+
+@pytest.mark.parametrize(("name", "overlapped"), BOTH_WAYS)
+def test_of_sessions_that_went_to_the_host_and_came_back(name, overlapped):
+    """Everything is spilled at every step, and what the device has is given up before each session's next turn."""
+    knobs = Knobs(chunk_tokens=33, block_tokens=16, keep=True, room=2.0, host_room=12.0)
+    engine = engine_of(name, 100, knobs, overlapped=overlapped)
+    run = Run([], [], engine.scheduler, engine.runner, [])
+    turns = [asking(i, prompt(i % 2, 61) + prompt(9, 9 * (i // 2))) for i in range(4)]
+    for turn in turns:
+        for point in engine.manager.restore_points:
+            engine.manager.drop(point)
+        engine.add(turn)
+        while engine.has_work:
+            engine.step()
+            poison_unheld(run)
+    assert_right(name, turns)
+    assert engine.scheduler.tier is not None and engine.scheduler.tier.stats.fetches == 2
+    assert [turn.cached_tokens for turn in turns] == [0, 0, 61, 61]
 
 
 @pytest.mark.parametrize(("name", "overlapped"), BOTH_WAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from windowpane import LLM, LoRARequest, SamplingParams
 from windowpane.models import from_config
 from windowpane.server.adapters import parse_modules
 from windowpane.server.auth import Access
+from windowpane.server.metrics import Metrics
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 ADMIN = {"Authorization": "Bearer root"}
@@ -134,3 +136,24 @@ def test_llm_has_them_by_vllms_names(model: Path, tmp_path: Path) -> None:
         assert predicted == measured > 0
     with LLM(model, **FLAGS) as llm, pytest.raises(ValueError, match="enable_lora=True"):
         llm.generate("Hello", greedy, lora_request=poet)
+
+
+def test_metrics_name_those_that_run_and_wait(model: Path) -> None:
+    def labels(llm: LLM) -> dict[str, str]:
+        text = Metrics("tiny").exposition(llm.engine, alive=True).decode()
+        found, at_s = re.findall(r"vllm:lora_requests_info\{(.*)\} (\S+)", text)[0]
+        assert float(at_s) > 1e9, "seconds since 1970, as vLLM has it"
+        return dict(re.findall(r'(\w+)="([^"]*)"', found))
+
+    path = model.parent / "adapters"
+    poet, cook = (LoRARequest(name, number, str(path / name)) for number, name in ((1, "poet"), (2, "cook")))
+    with LLM(model, **{**FLAGS, **LORA, "max_num_seqs": 1}) as llm:
+        first, second = (llm.stream("Hello", lora_request=adapter) for adapter in (poet, cook))
+        next(first)
+        told = labels(llm)
+        assert (told["running_lora_adapters"], told["waiting_lora_adapters"]) == ("1: poet", "2: cook")
+        assert told["max_lora"] == "2"
+        first.close()
+        second.close()
+        told = labels(llm)
+        assert (told["running_lora_adapters"], told["waiting_lora_adapters"]) == ("", "")

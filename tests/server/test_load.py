@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.harness import FLAGS, Running, running
+from windowpane.server import service
 
 STREAMS, PROMPTS, TOKENS = 128, 8, 32
 MIXED, ENDPOINTS, FEW_TOKENS = 1002, 6, 6
@@ -117,3 +119,19 @@ def test_nor_do_a_thousand_over_every_streaming_endpoint(wide: Running) -> None:
     ]
     assert asyncio.run(all_at_once()) == expected and len(expected) == MIXED
     assert len(set(chats)) > PROMPTS // 2 and set(chats).isdisjoint(texts)
+
+
+def test_memory_is_given_back_after_requests_and_only_then(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large bodies leave holes in the C library's heap, which it would keep for as long as the server runs."""
+    given_back: list[float] = []
+    monkeypatch.setattr(service, "GIVE_BACK_S", 0.02)
+    monkeypatch.setattr(service.heap, "give_back", lambda: given_back.append(time.monotonic()))
+    with running(model) as server:
+        time.sleep(0.1)
+        assert not given_back, "nobody has asked for anything"
+        for body in ({"prompt": "Hello", "max_tokens": 1}, {"prompt": 5}):
+            before = len(given_back)
+            server.complete(**body)
+            server.wait_until(lambda before=before: len(given_back) > before, "answered or refused")
+        time.sleep(0.1)
+        assert len(given_back) <= 3

@@ -25,6 +25,11 @@ NAMES = {
     "request_queue_time_seconds_bucket",
     "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "request_max_num_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
 }
 
 
@@ -66,6 +71,13 @@ class TestMetrics:
         assert grown("inter_token_latency_seconds_count") == 4
         key = 'request_success_total{finished_reason="length",model_name="tiny"}'
         assert after[key] - before[key] == 1
+
+    def test_choices_of_one_call_are_told_together(self, server: Running) -> None:
+        before = scrape(server)
+        server.complete(prompt="Hello", max_tokens=5, ignore_eos=True, n=3)
+        after = scrape(server)
+        names = ("request_params_n_sum", "request_max_num_generation_tokens_sum", "request_params_max_tokens_count")
+        assert [total(after, name) - total(before, name) for name in names] == [3, 5, 3]
 
     def test_bytes_by_group_and_state_add_up_to_the_arena(self, server: Running) -> None:
         found = scrape(server)

@@ -52,9 +52,12 @@ MAP_PIXELS = "() => document.getElementById('map-canvas').toDataURL()"
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, ServerProcess]]:
-    """One that chats, and one without a chat template behind a key."""
+    """One that chats and keeps what it computed in host memory and on disk, and one without a chat template, behind a
+    key.
+    """
     models = tmp_path_factory.mktemp("models")
-    chatting = ServerProcess(make_model(models / "tiny"), *FLAGS)
+    tiers = ["--kv-offloading-size", "8MiB", "--kv-disk-path", str(models / "kept")]
+    chatting = ServerProcess(make_model(models / "tiny"), *FLAGS, *tiers)
     guarded = ServerProcess(make_model(models / "base", chat_template=None), *FLAGS, "--api-key", KEY)
     with serving(chatting, guarded):
         yield chatting, guarded
@@ -133,6 +136,24 @@ class Load:
 
 def idle(server: ServerProcess) -> bool:
     return bool(server.ask("/stats")["arena"]["live_bytes"] == 0)
+
+
+class TestTiers:
+    def test_host_memory_and_disk_stand_beside_the_arena(self, page: Page, server: ServerProcess) -> None:
+        server.ask("/v1/completions", {"prompt": "a prompt that is kept: " * 4, "max_tokens": 4})
+        expect(page.get_by_role("heading", name="Host memory")).to_be_visible()
+        expect(page.locator("#host-note")).to_have_text(re.compile(r"^[1-9].* of \S+ MiB, [1-9]\d* restore points?$"))
+        expect(page.get_by_role("img", name=re.compile("KiB cached"))).not_to_have_count(0)
+        expect(page.locator("#disk-note")).to_have_text(re.compile(r"of 16\.00 GiB, [1-9]\d* restore points?$"))
+        expect(page.locator("#disk-copies")).to_contain_text("written")
+        tiers = server.ask("/stats")["tiers"]
+        host = tiers["host"]
+        parts = [host[f"{state}_bytes"] for state in ("live", "cached", "stranded", "free")]
+        assert sum(parts) == host["total_bytes"]
+
+    def test_are_not_shown_where_there_are_none(self, tab: Page, guarded: ServerProcess) -> None:
+        tab.goto(guarded.url)
+        expect(tab.locator("#tiers")).to_be_hidden()
 
 
 class TestMemory:
@@ -457,7 +478,19 @@ def test_nothing_is_cut_off(browser: Browser, server: ServerProcess, width: int,
         expect(page.locator("#speed-trend text").first).to_be_visible()
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width
         wide = "e => e.scrollWidth - e.clientWidth"
-        for id in ("use-note", "speed-note", "max-tokens", "temperature", "sequences-scroll", "events-scroll", "ask"):
+        for id in (
+            "use-note",
+            "host-note",
+            "host-copies",
+            "disk-note",
+            "disk-copies",
+            "speed-note",
+            "max-tokens",
+            "temperature",
+            "sequences-scroll",
+            "events-scroll",
+            "ask",
+        ):
             assert page.locator(f"#{id}").evaluate(wide) <= 0, id
         # Whole rows: what is left of the region under its heading is a multiple of a row's height.
         rest = page.locator("#sequences-scroll").evaluate(

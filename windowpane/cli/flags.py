@@ -256,13 +256,13 @@ class SimulateFlags(FlagSet):
     max_num_seqs: MaxNumSeqs = None
     max_num_batched_tokens: MaxNumBatchedTokens = None
     enable_prefix_caching: EnablePrefixCaching = True
+    kv_offloading_size: KvOffloadingSize = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFlags(SimulateFlags):
     fit: Fit = None
     swa_full: SwaFull = False
-    kv_offloading_size: KvOffloadingSize = None
     enable_return_routed_experts: EnableReturnRoutedExperts = False
     enable_lora: EnableLora = False
     max_loras: MaxLoras = None

@@ -70,11 +70,11 @@ def simulate(
     from windowpane.simulate.traffic import built_in, read_trace
 
     try:
-        policies = parse_policies(policy)
         is_trace = Path(workload).suffix == ".jsonl" or Path(workload).is_file()
         traffic = read_trace(workload) if is_trace else built_in(workload, seed, hours, rate, sessions)
         config = config_of(flags.given())
-        _, card = parse_gpus(gpu)
+        ranks, card = parse_gpus(gpu)
+        policies = parse_policies(policy, config.offloading_bytes // (config.tensor_parallel_size or ranks))
         plan = make_plan(load(model), config, gpu=gpu)
     except ValueError as error:
         raise UserError(error) from None

@@ -69,6 +69,16 @@ class EngineAdapters:
     def loaded(self) -> Mapping[str, LoadedAdapter]:
         return self._loaded
 
+    @property
+    def names(self) -> dict[int, str]:
+        """By number, of those that requests can name."""
+        return {adapter.number: adapter.name for adapter in self._loaded.values()}
+
+    @property
+    def slots(self) -> int:
+        """How many can run at once."""
+        return self._slots.count
+
     def is_known(self, number: int) -> bool:
         return number in self._known
 

@@ -7,6 +7,7 @@ by restore points are cached: they are given up, or moved together, when a promi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -27,6 +28,13 @@ CANDIDATES = 32  # least recently used restore points that are weighed when one 
 
 class ReservationError(Exception):
     """The pages asked for are not there. Ask `can_reserve` first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    live: int
+    cached: int
+    stranded: int
 
 
 class Books:
@@ -71,6 +79,10 @@ class Books:
         # Whoever decides which restore points to keep says what each is worth, in tokens, and hears when one goes.
         self.worth: Callable[[RestorePoint], float] = lambda point: point.length
         self.on_drop: Callable[[RestorePoint], None] = lambda point: None
+
+    def group_bytes(self, group: int) -> GroupBytes:
+        live = self.live_pages[group] * self.layout.groups[group].page_bytes
+        return GroupBytes(live, self.arena.used_bytes(group) - live, self.arena.stranded_bytes(group))
 
     # -- promising -------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@
 
 A file has the pages of all ranks and appears under its name when it is whole, so that no rank has a point which another
 lacks. Every page has a checksum, which is compared when the page is read. What is torn, of another model, or cannot be
-read is ignored, and the log has one line for it; what it held is computed again. When a write fails, the log says so
-once, and nothing more is written.
+read is ignored; what it held is computed again. When a write fails, nothing more is written. The log has one line for
+what was found at the start, and one for the first failure after it.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class DiskStore:
         self.index = PointIndex()
         self.used_bytes = 0
         self.written_bytes = self.read_bytes = 0
-        self._path, self._size_bytes, self._fingerprint = path, size_bytes, fingerprint
+        self._path, self.size_bytes, self._fingerprint = path, size_bytes, fingerprint
         self._page_bytes = [group.page_bytes for group in layout.groups]
         self._memories, self._marks = memories, marks
         self._landed = [0, 0]
         self._records: dict[RestorePoint, _Record] = {}  # least recently used first
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: deque[tuple[_Job, _Record | None]] = deque()  # with what was written or read, if it went well
-        self._fails_to_write = False
+        self._fails_to_write = self._has_complained = False
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.chmod(0o700)
         self._lock = _lock(path)
@@ -118,9 +118,9 @@ class DiskStore:
             return False
         data_bytes = sum(len(p) * size for p, size in zip(pages, self._page_bytes, strict=True)) * len(self._memories)
         file_bytes = data_bytes + tokens.nbytes  # the header comes on top, and is small
-        if file_bytes > self._size_bytes:
+        if file_bytes > self.size_bytes:
             return False
-        while self.used_bytes + file_bytes > self._size_bytes:
+        while self.used_bytes + file_bytes > self.size_bytes:
             self.forget(next(iter(self._records)))
         content = hashlib.sha256(f"{self._fingerprint}\n{key}\n".encode() + tokens.tobytes()).hexdigest()
         point = RestorePoint(len(tokens), [np.arange(len(p)) for p in pages], pending=True)
@@ -183,14 +183,18 @@ class DiskStore:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                self._wait_for_ranks(job.after)
-                record = job.run()
-            except OSError as error:
-                log.warning("KV on disk: %s", error)
-                record = None
-            if job.number:
-                self._done.append((job, record))
+            self._work_on(job)
+
+    def _work_on(self, job: _Job) -> None:
+        record = None
+        try:
+            self._wait_for_ranks(job.after)
+            record = job.run()
+        except OSError as error:  # one line: a disk that fails does so again and again
+            log.log(logging.DEBUG if self._has_complained else logging.WARNING, "KV on disk: %s", error)
+            self._has_complained = True
+        if job.number:
+            self._done.append((job, record))
 
     def _wait_for_ranks(self, after: tuple[int, int]) -> None:
         until = time.monotonic() + LATE_S
@@ -288,7 +292,7 @@ class DiskStore:
         data_bytes = sum(n * size for n, size in zip(pages, self._page_bytes, strict=True)) * len(self._memories)
         if zlib.crc32(tokens.tobytes()) != header["tokens"] or size != start + data_bytes:
             raise ValueError("it is torn")
-        if self.used_bytes + size > self._size_bytes:
+        if self.used_bytes + size > self.size_bytes:
             return
         point = RestorePoint(len(tokens), [np.arange(count) for count in pages])
         self.index.put(header["key"], tokens, point)

@@ -77,6 +77,9 @@ class PointIndex:
             on_remove(point)
         self._tree.remove(self._nodes.pop(point))
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
     def __contains__(self, point: RestorePoint) -> bool:
         return point in self._nodes
 

@@ -11,13 +11,12 @@ memory. What is live, promised, shared and cached stands in `books`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windowpane.kv.arena import Arena, Cursor
-from windowpane.kv.books import Books, ReservationError
+from windowpane.kv.books import Books, GroupBytes, ReservationError
 from windowpane.kv.changes import Changes, Place
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Cross, State
@@ -27,13 +26,6 @@ from windowpane.kv.tables import NO_PAGE, Columns, PageTable
 __all__ = ["Demand", "GroupBytes", "KVManager", "ReservationError", "RestorePoint"]
 
 Demand = Sequence[int]  # pages per group
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBytes:
-    live: int
-    cached: int
-    stranded: int
 
 
 class KVManager:
@@ -388,9 +380,7 @@ class KVManager:
         return self.books.moved_pages
 
     def group_bytes(self, group: int) -> GroupBytes:
-        page_bytes = self.layout.groups[group].page_bytes
-        live = self.live_pages[group] * page_bytes
-        return GroupBytes(live, self.arena.used_bytes(group) - live, self.arena.stranded_bytes(group))
+        return self.books.group_bytes(group)
 
     def keeps_all(self, length: int) -> bool:
         """Whether a sequence of `length` tokens can still be asked for every one of them: then it resumes anywhere."""

@@ -23,8 +23,9 @@ HIDDEN_ROWS = 256  # final hidden states kept, one row each
 class Hit:
     """What a lookup found: a sequence can begin with the first `length` tokens of `point`.
 
-    With `hidden_row`, not even the last token has to be computed. `branch` is how far the prompt is known beyond what
-    can be resumed: a restore point there would serve the next request.
+    With `hidden_row`, not even the last token has to be computed; who fetches such a point takes the row from it.
+    `branch` is how far the prompt is known beyond what can be resumed: a restore point there would serve the next
+    request.
 
     A point `on_host` has to be fetched first, and where there is no room for that, there is `instead`. With `arrives`
     it is being fetched already: whoever waits for it can resume there.
@@ -65,6 +66,7 @@ class RestorePoints:
         # Whoever keeps copies of them hears of every one that is entered or given up.
         self.on_add: Callable[[RestorePoint], None] = lambda point: None
         self.on_drop: Callable[[RestorePoint], None] = lambda point: None
+        self.spare_hidden: Callable[[], int | None] = lambda: None  # a row of theirs that can be had
         manager.use_for_restoring(self.index.worth, self._dropped)
 
     # -- finding ---------------------------------------------------------------------------------------------------
@@ -133,6 +135,8 @@ class RestorePoints:
         """A row for a final hidden state; the least recently used restore point that has one gives it up."""
         if self._free_hidden:
             return self._free_hidden.pop()
+        if (row := self.spare_hidden()) is not None:
+            return row
         for point in self.manager.books.points:
             if point.hidden_row is not None and not point.pending:
                 row, point.hidden_row = point.hidden_row, None
@@ -153,8 +157,8 @@ class RestorePoints:
     def _dropped(self, point: RestorePoint) -> None:
         if point in self.index:
             self.index.remove(point)
-            self.give_back_hidden(point.hidden_row)
             self.on_drop(point)
+            self.give_back_hidden(point.hidden_row)
 
 
 def prompt_marks(ends: Sequence[int], branch: int, hit: int, prompt_tokens: int, *, one_only: bool) -> list[int]:

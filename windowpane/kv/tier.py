@@ -60,6 +60,8 @@ class TierStats:
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
     disk_bytes: int = 0
+    disk_total_bytes: int = 0
+    disk_restore_points: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class HostTier:
         self.manager = manager
         self.index = PointIndex()
         self.books = Books(manager.layout, num_slabs, 0, manager.max_model_len, 0, moves_pages=False)
-        self.books.worth, self.books.on_drop = self.index.worth, self.index.remove
+        self.books.worth, self.books.on_drop = self.index.worth, self._host_dropped
         self.speeds = Speeds()
         self._ahead = ahead
         self._number = 0
@@ -92,15 +94,18 @@ class HostTier:
         self._reads: dict[int, RestorePoint] = {}  # and of points that are being read from it, which are pending
         self._adapter_contents = {NO_ADAPTER: NO_ADAPTER}  # by number, as keys have it
         self._counted = TierStats()
-        points.on_add, points.on_drop = self._added, self._dropped
+        points.on_add, points.on_drop, points.spare_hidden = self._added, self._dropped, self._spare_hidden
         manager.books.worth = self._worth
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def look_up(self, key: str, tokens: Tokens, here: Hit) -> Hit:
+    def look_up(self, key: str, tokens: Tokens, here: Hit, *, may_skip_last: bool) -> Hit:
         """What the device has (`here`), or a longer beginning that is fetched sooner than it is computed."""
         found = self.index.find(key, tokens)
         length, point = found.longest(len(tokens) - 1, self.manager.longest_resume)
+        exact, row = found.exact, None
+        if may_skip_last and exact is not None and exact.hidden_row is not None and not exact.pending:
+            length, point, row = len(tokens), exact, exact.hidden_row
         if self._disk is not None and self._read_more(self._disk, key, tokens, max(length, here.length)):
             return Hit(arrives=True)
         if point is None or length <= max(here.length, MIN_PREFIX_TOKENS - 1):
@@ -112,7 +117,7 @@ class HostTier:
         if not self.speeds.is_fetched_sooner(length - here.length, missing_bytes):
             return here
         branch = max(found.common, here.branch)
-        return Hit(length, branch=branch if branch > length else 0, on_host=point, instead=here)
+        return Hit(length, hidden_row=row, branch=branch if branch > length else 0, on_host=point, instead=here)
 
     def _read_more(self, disk: DiskStore, key: str, tokens: Tokens, known: int) -> bool:
         """Begin to read a beginning of more than `known` tokens from disk; True while that goes on."""
@@ -225,6 +230,8 @@ class HostTier:
         assert hit.on_host is not None
         books, length = self.manager.books, hit.length
         self.books.touch(hit.on_host)
+        if hit.hidden_row is not None:
+            hit.on_host.hidden_row = None
         pages = self._on_device(key, known, length)
         kept = [ids[ids != NOT_HERE] for ids in pages]
         for g, ids in enumerate(kept):
@@ -341,6 +348,20 @@ class HostTier:
         self._transfers.clear()
         self.manager.books.log.forget_transfers()
 
+    def forget_hidden(self) -> None:
+        """A step failed: final hidden states lie on the device, whichever tier their points are in."""
+        while (row := self._spare_hidden()) is not None:
+            self.points.give_back_hidden(row)
+
+    def keep_hidden(self, key: str, tokens: Tokens, row: int) -> None:
+        """Give the row that a fetched point had back to it, wherever it is now."""
+        for index in (self.points.index, self.index):
+            point = index.find(key, tokens).exact
+            if point is not None and point.hidden_row is None:
+                point.hidden_row = row
+                return
+        self.points.give_back_hidden(row)
+
     def drop_points(self) -> int:
         """Give up what is only cached, and say how many points that were."""
         dropped = [point for point in self.books.points if not point.pending]
@@ -358,7 +379,8 @@ class HostTier:
         counted.total_bytes, counted.evictions = arena.total_bytes, self.books.evictions
         if (disk := self._disk) is not None:
             counted.disk_written_bytes, counted.disk_read_bytes = disk.written_bytes, disk.read_bytes
-            counted.disk_bytes = disk.used_bytes
+            counted.disk_bytes, counted.disk_total_bytes = disk.used_bytes, disk.size_bytes
+            counted.disk_restore_points = len(disk.index)
         return counted
 
     def check_integrity(self) -> None:
@@ -489,8 +511,23 @@ class HostTier:
         self._unspilled[point] = None
 
     def _dropped(self, point: RestorePoint) -> None:
+        """A point of the device goes. Its final hidden state is small and stays where it is, for the copy."""
         self._unspilled.pop(point, None)
-        self._copies.pop(point, None)
+        copy = self._copies.pop(point, None)
+        if copy is not None and copy in self.books.points and copy.hidden_row is None:
+            copy.hidden_row, point.hidden_row = point.hidden_row, None
+
+    def _host_dropped(self, point: RestorePoint) -> None:
+        self.index.remove(point)
+        self.points.give_back_hidden(point.hidden_row)
+
+    def _spare_hidden(self) -> int | None:
+        """The row of the least recently used point of the host that has one, which gives it up."""
+        for point in self.books.points:
+            if point.hidden_row is not None:
+                row, point.hidden_row = point.hidden_row, None
+                return row
+        return None
 
 
 def _share_new(books: Books, g: int, offsets: Offsets) -> Ids:

@@ -15,8 +15,8 @@
 #define MR 6
 #define NV 2
 #else
-#define MR 12
-#define NV 2
+#define MR 8
+#define NV 3
 #endif
 #define NR (NV * LANES)
 #define BLOCK_ROWS (128 / MR * MR) /* that pass over a panel of outputs while it is near */
@@ -101,20 +101,22 @@ INLINE void transpose(vec v[LANES]) {
 
 /* Up to `width` rows, each at its own place, become a panel [depth, width], zeros in the place of missing ones. */
 INLINE void pack_rows(const float *const *from, long rows, long depth, float *panel, const int width) {
-    long i = 0;
-    for (; i + LANES <= depth; i += LANES, panel += LANES * width)
-        for (int r = 0; r < width; r += LANES) {
+    long whole = depth / LANES * LANES;
+    /* A few rows over all of the depth: processors fetch only so many streams ahead. */
+    for (int r = 0; r < width; r += LANES)
+        for (long i = 0; i < whole; i += LANES) {
+            float *to = panel + i * width + r;
             vec v[LANES];
             UNROLL for (int l = 0; l < LANES; l++) v[l] = r + l < width && r + l < rows ? LOAD(from[r + l] + i) : (vec){0};
             transpose(v);
             /* What a store writes beyond the width the next one overwrites. */
             UNROLL for (int l = 0; l < LANES; l++) {
-                if (l < LANES - 1 || width - r >= LANES) STORE(panel + l * width + r, v[l]);
-                else memcpy(panel + l * width + r, v + l, 4 * (width - r));
+                if (l < LANES - 1 || width - r >= LANES) STORE(to + l * width, v[l]);
+                else memcpy(to + l * width, v + l, 4 * (width - r));
             }
         }
-    for (; i < depth; i++, panel += width)
-        for (long r = 0; r < width; r++) panel[r] = r < rows ? from[r][i] : 0;
+    for (long i = whole; i < depth; i++)
+        for (long r = 0; r < width; r++) panel[i * width + r] = r < rows ? from[r][i] : 0;
 }
 
 /* The same for rows that are `stride` floats apart. */

@@ -11,6 +11,7 @@ class AdapterSlots:
     """Slots are counted from 1; adapter 0 is none and needs no slot."""
 
     def __init__(self, count: int) -> None:
+        self.count = count
         self._free = list(range(count, 0, -1))
         self._slots: OrderedDict[int, int] = OrderedDict()  # by adapter, least recently used first
         self._users: dict[int, int] = {}  # requests that run, by adapter

@@ -31,6 +31,7 @@ class RestorePlanner:
         self._marks: dict[int, list[int]] = {}  # where in its prompt points are wanted
         self._last_point: dict[int, int] = {}  # the last place in its prompt that has one
         self._hidden_rows: dict[int, int] = {}  # the row with the hidden state of a prompt known to its end
+        self._fetched_rows: dict[int, Request] = {}  # slots whose row belongs to them until their first step
         self._ends: list[tuple[int, Request, int, int | None]] = []  # of chunks: slot, request, length, row to keep
         self._written: list[RestorePoint] = []  # points that the step being put together writes
         self._unheard: dict[Request, list[int]] = {}  # tokens sampled after a request had ended
@@ -43,10 +44,11 @@ class RestorePlanner:
         if request.pooling is not None:
             return Hit(miss="an embedding asks for every prompt token")
         known = request.tokens(0, request.known_tokens)
-        hit = self.points.look_up(request.prefix_key, known, may_skip_last=not request.output)
+        may_skip_last = not request.output
+        hit = self.points.look_up(request.prefix_key, known, may_skip_last=may_skip_last)
         if self.tier is None or not on_host or hit.hidden_row is not None:
             return hit
-        return self.tier.look_up(request.prefix_key, known, hit)
+        return self.tier.look_up(request.prefix_key, known, hit, may_skip_last=may_skip_last)
 
     def admit(self, slot: int, request: Request, hit: Hit) -> None:
         """Take note of what was found, and of where this prompt should leave points."""
@@ -56,6 +58,8 @@ class RestorePlanner:
         self._last_point[slot] = hit.length
         if hit.hidden_row is not None:
             self._hidden_rows[slot] = hit.hidden_row
+            if hit.on_host is not None:
+                self._fetched_rows[slot] = request
         if self.manager.keeps_all(len(request.prompt)):
             return  # the point at the prompt's end will do for all places before it
         marks = prompt_marks(
@@ -98,7 +102,11 @@ class RestorePlanner:
 
     def take_hidden(self, slot: int) -> int | None:
         """The row with the final hidden state of a prompt that is known to its end."""
-        return self._hidden_rows.pop(slot, None)
+        row = self._hidden_rows.pop(slot, None)
+        request = self._fetched_rows.pop(slot, None)
+        if row is not None and request is not None and self.tier is not None:
+            self.tier.keep_hidden(request.prefix_key, request.prompt, row)  # this step reads it before others write it
+        return row
 
     def end_prompt(self, slot: int) -> None:
         self._marks.pop(slot, None)
@@ -143,7 +151,7 @@ class RestorePlanner:
     def forget(self, slot: int, request: Request) -> None:
         """The request has left its slot."""
         self._marks.pop(slot, None)
-        self._hidden_rows.pop(slot, None)
+        self.take_hidden(slot)
         self._unheard.pop(request, None)
 
     def clear(self) -> None:
@@ -151,6 +159,8 @@ class RestorePlanner:
         if self.tier is not None:
             self.tier.forget_transfers()
         self.points.clear()
+        if self.tier is not None:
+            self.tier.forget_hidden()
 
     @property
     def stats(self) -> CacheStats:

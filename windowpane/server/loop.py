@@ -233,6 +233,8 @@ class EngineLoop:
         self.meter.ended(request)
         self.metrics.ended(request, choice.answer.finish_reason, choice.times)
         self.journal.ended(request, choice.answer.finish_reason, choice.times)
+        if all(times.ended is not None for times in choice.job.times):
+            self.metrics.job_ended(choice.job.requests)
 
     def _add(self, job: Job) -> None:
         with self._lock:

@@ -38,7 +38,10 @@ SAME_AS_VLLM = frozenset(
         *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "request_success"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
         *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
-        *("request_prompt_tokens", "request_generation_tokens"),
+        *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+        *("request_inference_time_seconds", "request_time_per_output_token_seconds", "lora_requests_info"),
+        *("request_params_n", "request_params_max_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
     }
 )
 
@@ -47,6 +50,7 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_CHOICES = (1, 2, 5, 10, 20)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -95,8 +99,17 @@ class Metrics:
         self.queue_s = Histogram("request_queue_time_seconds", "From arrival to admission.", _REQUEST_S)
         self.prefill_s = Histogram("request_prefill_time_seconds", "From admission to the first token.", _REQUEST_S)
         self.decode_s = Histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_S)
+        self.inference_s = Histogram("request_inference_time_seconds", "From admission to the last token.", _REQUEST_S)
+        self.mean_token_s = Histogram(
+            "request_time_per_output_token_seconds", "Mean time from token to token, per request.", _TOKEN_S
+        )
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
         self.request_generated_tokens = Histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self.longest_answer = Histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest of a call's choices.", _TOKENS
+        )
+        self.params_n = Histogram("request_params_n", "Choices per call.", _CHOICES)
+        self.params_max_tokens = Histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
         self.loop_lag_s = Histogram("event_loop_lag_seconds", "How late the event loop woke a timer.", _LAG_S)
 
     # -- told by the engine's thread -------------------------------------------------------------------------------
@@ -125,8 +138,18 @@ class Metrics:
             self.prefill_s.observe(times.first_token - times.admitted)
         if times.first_token is not None and times.last_token is not None:
             self.decode_s.observe(times.last_token - times.first_token)
+            if times.admitted is not None:
+                self.inference_s.observe(times.last_token - times.admitted)
+            if len(request.output) > 1:
+                self.mean_token_s.observe((times.last_token - times.first_token) / (len(request.output) - 1))
+        self.params_max_tokens.observe(request.params.max_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
         self.request_generated_tokens.observe(len(request.output))
+
+    def job_ended(self, requests: Sequence[Request]) -> None:
+        """All choices of a call are over."""
+        self.params_n.observe(len(requests))
+        self.longest_answer.observe(max(len(request.output) for request in requests))
 
     def seconds_to_serve(self, waiting: int) -> float:
         """How long a queue of this length takes at the pace of this server's life so far: a guess, for Retry-After."""
@@ -171,6 +194,8 @@ class Metrics:
         yield self.gauge("num_requests_running", "Requests in the batch.", len(scheduler.running))
         yield self.gauge("num_requests_waiting", "Requests that wait to be admitted.", len(scheduler.waiting))
         yield self._counter("num_preemptions", "Requests sent back to the queue.", scheduler.preemptions)
+        if engine.adapters is not None:
+            yield self._adapters_family(engine)
         if engine.speculator is not None:
             yield from self._draft_families(engine.speculator.stats)
         if scheduler.tier is not None:
@@ -191,6 +216,23 @@ class Metrics:
                 held_bytes.add_metric([*self.labels.values(), name, state], getattr(held, state))
         held_bytes.add_metric([*self.labels.values(), "", "free"], manager.free_bytes)
         yield held_bytes
+
+    def _adapters_family(self, engine: Engine) -> Metric:
+        """As vLLM tells it: names in labels, and as the value when that was."""
+        assert engine.adapters is not None
+        scheduler, names = engine.scheduler, engine.adapters.names
+        family = GaugeMetricFamily(
+            PREFIX + "lora_requests_info",
+            "Adapters of requests that run and that wait, by name; the value is the time of the scrape.",
+            labels=[*self._labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        running, waiting = (
+            ",".join(sorted({names.get(request.adapter, "") for request in requests} - {""}))
+            for requests in (scheduler.running.values(), scheduler.waiting)
+        )
+        slots = str(engine.adapters.slots)
+        family.add_metric([*self._labels.values(), slots, running, waiting], time.time())
+        return family
 
     def _tier_families(self, stats: TierStats) -> Iterator[Metric]:
         yield self.gauge("host_arena_bytes", "Bytes of the host tier.", stats.total_bytes)

@@ -22,6 +22,7 @@ from windowpane.engine.accounts import Account
 from windowpane.engine.engine import Engine
 from windowpane.kv.arena import FREE
 from windowpane.kv.manager import KVManager
+from windowpane.kv.tier import HostTier
 from windowpane.schedule.request import Request as EngineRequest
 from windowpane.server.job import Times
 from windowpane.server.journal import Journal, life
@@ -76,6 +77,7 @@ def snapshot(engine: Engine, meter: Meter, model: ModelFacts, times_of: TimesOf 
         "schema_version": SCHEMA_VERSION,
         "model": model.document(),
         "arena": _arena(engine.manager),
+        "tiers": None if scheduler.tier is None else _tiers(scheduler.tier),
         "sequences": {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -214,6 +216,35 @@ def _arena(manager: KVManager) -> dict[str, Any]:
         "groups": groups,
         "map": _map(manager, slabs_per_cell),
     }
+
+
+def _tiers(tier: HostTier) -> dict[str, Any]:
+    """What is kept beside the device: bytes that are live there are on their way to or from it, or to disk."""
+    stats, books = tier.stats, tier.books
+    groups = [
+        {"name": group.name, **{f"{state}_bytes": size for state, size in asdict(books.group_bytes(index)).items()}}
+        for index, group in enumerate(books.layout.groups)
+    ]
+    host = {
+        "total_bytes": stats.total_bytes,
+        **{f"{s}_bytes": sum(g[f"{s}_bytes"] for g in groups) for s in ("live", "cached", "stranded")},
+        "free_bytes": books.arena.free_bytes,
+        "restore_points": stats.restore_points,
+        "fetches": stats.fetches,
+        "hit_tokens": stats.hit_tokens,
+        "spilled_bytes": stats.spilled_bytes,
+        "fetched_bytes": stats.fetched_bytes,
+        "groups": groups,
+    }
+    disk = {
+        "total_bytes": stats.disk_total_bytes,
+        "used_bytes": stats.disk_bytes,
+        "restore_points": stats.disk_restore_points,
+        "hit_tokens": stats.disk_hit_tokens,
+        "written_bytes": stats.disk_written_bytes,
+        "read_bytes": stats.disk_read_bytes,
+    }
+    return {"host": host, "disk": disk if tier.has_disk else None}
 
 
 def _map(manager: KVManager, slabs_per_cell: int) -> list[list[int]]:

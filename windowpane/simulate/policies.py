@@ -46,15 +46,22 @@ POLICIES: dict[str, Policy] = {
         Policy("full", "sliding layers are reserved for the whole prompt", swa_full=True),
         Policy("pair", "K and V are both stored where one vector would do", pair=True),
         Policy("whole-life", "every token that a request may ever have is reserved", growth_tokens=WHOLE_LIFE),
-        Policy("host-tier", "restore points go to 64 GiB of host memory too, at 50 GB/s", host_bytes=64 * 2**30),
+        Policy("host-tier", "restore points go to host memory too, at 50 GB/s", host_bytes=64 * 2**30),
     )
 }
 
 
-def parse_policies(text: str) -> list[Policy]:
-    """Names with commas between them, or `all`."""
+def parse_policies(text: str, host_bytes: int = 0) -> list[Policy]:
+    """Names with commas between them, or `all`. `host_bytes`: of the host tier of a rank, 64 GiB unless given."""
     names = list(POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in POLICIES:
             raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}, and all")
-    return [POLICIES[name] for name in dict.fromkeys(names)]
+    if host_bytes and not any(POLICIES[name].host_bytes for name in names):
+        raise ValueError(
+            "--kv-offloading-size is for the policy host-tier; add it to --policy, as in windowpane,host-tier"
+        )
+    found = [POLICIES[name] for name in dict.fromkeys(names)]
+    return [
+        replace(policy, host_bytes=host_bytes or policy.host_bytes) if policy.host_bytes else policy for policy in found
+    ]

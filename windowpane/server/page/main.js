@@ -1,6 +1,6 @@
 import { Chat } from "./chat.js";
 import { ArenaMap } from "./map.js";
-import { showFacts, showFigures, showGroups, showSequences } from "./panels.js";
+import { showFacts, showFigures, showGroups, showSequences, showTiers } from "./panels.js";
 import { Requests } from "./requests.js";
 import { watch } from "./stream.js";
 import { Trends } from "./trends.js";
@@ -24,6 +24,7 @@ function show(snapshot) {
   showFigures(snapshot);
   map.show(snapshot.arena);
   showGroups(snapshot.arena);
+  showTiers(snapshot.tiers);
   showSequences(snapshot);
   showFacts(snapshot.model);
   requests.about(snapshot.sequences);

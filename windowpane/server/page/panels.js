@@ -34,7 +34,7 @@ export function showFigures({ rates, arena }) {
   write(byId("use"), percent(arena.live_bytes / Math.max(arena.total_bytes, 1)));
   const cached = arena.cached_bytes ? `${bytes(arena.cached_bytes)} cached, ` : "";
   write(byId("use-note"), `${cached}${bytes(arena.free_bytes)} free`);
-  showUse(arena);
+  showUse(byId("use-bar"), arena);
 }
 
 // One thin bar per second; nothing where there was nothing to measure.
@@ -56,8 +56,7 @@ function bars(id, values, what, format, top = 0) {
   svg.setAttribute("aria-label", label);
 }
 
-function showUse(arena) {
-  const bar = byId("use-bar");
+function showUse(bar, arena) {
   const parts = arena.groups.flatMap((group, index) =>
     ["live", "cached", "stranded"].map((state) => [state, index, group[`${state}_bytes`]]),
   );
@@ -68,6 +67,27 @@ function showUse(arena) {
   });
   const said = ["live", "cached", "stranded", "free"].map((state) => `${bytes(arena[`${state}_bytes`])} ${state}`);
   bar.setAttribute("aria-label", said.join(", "));
+}
+
+// What is kept beside the device, where there is such a tier.
+export function showTiers(tiers) {
+  byId("tiers").hidden = !tiers;
+  if (!tiers) return;
+  const { host, disk } = tiers;
+  const points = (tier) => plural(tier.restore_points, "restore point");
+  const held = bytes(host.live_bytes + host.cached_bytes);
+  write(byId("host-note"), `${held} of ${bytes(host.total_bytes)}, ${points(host)}`);
+  showUse(byId("host-bar"), host);
+  const copied = `${bytes(host.spilled_bytes)} spilled, ${bytes(host.fetched_bytes)} fetched`;
+  write(byId("host-copies"), `${copied}, ${compact(host.hit_tokens)} tokens found so far`);
+  byId("disk").hidden = !disk;
+  if (!disk) return;
+  const used = `${bytes(disk.used_bytes)} of ${bytes(disk.total_bytes)}`;
+  write(byId("disk-note"), `${used}, ${points(disk)}`);
+  byId("disk-bar").firstElementChild.style.flexGrow = disk.used_bytes / Math.max(disk.total_bytes, 1);
+  byId("disk-bar").setAttribute("aria-label", used);
+  const moved = `${bytes(disk.written_bytes)} written, ${bytes(disk.read_bytes)} read`;
+  write(byId("disk-copies"), `${moved}, ${compact(disk.hit_tokens)} tokens found so far`);
 }
 
 export function showGroups(arena) {

@@ -94,7 +94,7 @@ def expand(
     expand_kernel[(len(by_adapter.places), len(sections))](
         shrunk, b, sections, by_adapter.places, by_adapter.rows, out, b.stride(0), b.stride(1), rank, out.stride(0),
         count, width, AT_ONCE=by_adapter.rows.shape[1], SPLITS=splits, ROWS=rows, RANKS=_ranks(rank),
-        OUTPUTS=TILE_OUTPUTS, ALIGNMENT=ALIGNMENT if aligned else 1, PDL=pdl, num_warps=_warps(rows),
+        OUTPUTS=TILE_OUTPUTS, ALIGNMENT=ALIGNMENT if aligned else 1, PDL=pdl, num_warps=_warps(rows, rank),
         launch_pdl=pdl,
     )  # fmt: skip
 
@@ -112,12 +112,14 @@ def adapted_gated(
         made, shrunk, b, by_adapter.places, by_adapter.rows, out, made.stride(0), b.stride(0), b.stride(1), rank,
         out.stride(0), count, shrunk_width, width, GATE_PART=parts[0], UP_PART=parts[1],
         AT_ONCE=by_adapter.rows.shape[1], SPLITS=splits, ROWS=rows, RANKS=_ranks(rank), OUTPUTS=outputs,
-        GELU=is_gelu(activation), PDL=pdl, num_warps=_warps(rows), launch_pdl=pdl,
+        GELU=is_gelu(activation), PDL=pdl, num_warps=_warps(rows, rank), launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _warps(rows: int) -> int:
-    return 2 if rows <= LEAST_ROWS else 8
+def _warps(rows: int, rank: int) -> int:
+    if rows > LEAST_ROWS:
+        return 8
+    return 2 if _ranks(rank) <= GATED_RANKS else 4
 
 
 @triton.jit
