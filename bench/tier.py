@@ -258,6 +258,7 @@ def _without_tier(started: Started) -> Engine:
     """Another engine over the same runner, arena and weights, for as long as the one with the tier is idle."""
     engine = started.engine
     same, scheduler = engine.manager, engine.scheduler
+    scheduler.drop_restore_points()  # whose pages the other engine is going to overwrite
     manager = KVManager(
         same.layout, same.arena.num_slabs, same.num_slots, same.max_model_len, rollback_tokens=same.rollback_tokens
     )
