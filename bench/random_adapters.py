@@ -24,7 +24,7 @@ def random_adapter(held: Adapters, seed: int, scale: float = 0.05) -> dict[str, 
 
 
 def engine_adapters(held: Adapters, slots: AdapterSlots, count: int) -> EngineAdapters:
-    def read(path: str) -> dict[str, Pair]:
+    def read(path: str, held: Adapters) -> dict[str, Pair]:
         return random_adapter(held, int(path))
 
     made = EngineAdapters(held, slots, read)

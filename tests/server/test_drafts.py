@@ -19,7 +19,7 @@ from windowpane.drafts.ngram import NgramDrafter
 from windowpane.text.parsers import Parsers
 
 DRAFTS = 4
-MEMORY = 640 * 2**10  # two sequences of 128 tokens
+MEMORY = 1152 * 2**10  # one sequence of 512 tokens
 WEATHER = {
     "type": "function",
     "function": {
@@ -41,7 +41,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "max_tokens": 30},
     "drawn": {"temperature": 0.8, "seed": 3, "max_tokens": 30},
     "grammar": {"temperature": 0.8, "seed": 1, "max_tokens": 100, "response_format": SHAPE},
-    "tool": {"temperature": 0.8, "seed": 1, "max_tokens": 120, "tools": [WEATHER], "tool_choice": "required"},
+    "tool": {"temperature": 0.8, "seed": 1, "max_tokens": 200, "tools": [WEATHER], "tool_choice": "required"},
     "routes": {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "return_routed_experts": True},
 }
 
@@ -52,7 +52,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running,
     path: Path = make_model(tmp_path_factory.mktemp("models") / "tiny", chat_template=TEMPLATE)
     special = {"vocab_size": 258, "bos_token_id": BOS, "eos_token_id": EOS}
     (path / "config.json").write_text(json.dumps({**CONFIGS["qwen3 experts"], **special}))
-    flags = {**FLAGS, "max_model_len": 256, "enable_return_routed_experts": True, "kv_cache_memory_bytes": MEMORY}
+    flags = {**FLAGS, "max_model_len": 512, "enable_return_routed_experts": True, "kv_cache_memory_bytes": MEMORY}
     drafts = {"method": "ngram", "num_speculative_tokens": DRAFTS}
     parsers = Parsers(None, "hermes", True)
     with (
@@ -94,14 +94,14 @@ def test_as_many_tokens_are_found_again(servers: tuple[Running, Running]) -> Non
 
 def test_preempted_requests_say_the_same(servers: tuple[Running, Running]) -> None:
     def ask(server: Running, number: int) -> str:
-        fields = {"prompt": f"Number {number}, ", "temperature": 0, "max_tokens": 90, "ignore_eos": True}
+        fields = {"prompt": f"Number {number}, ", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
         text: str = server.complete(**fields).json()["choices"][0]["text"]
         return text
 
     found = []
     for server in servers:
         before = server.service.engine.scheduler.preemptions
-        with ThreadPoolExecutor(4) as pool:
-            found.append(list(pool.map(ask, [server] * 4, range(4))))
+        with ThreadPoolExecutor(6) as pool:
+            found.append(list(pool.map(ask, [server] * 6, range(6))))
         assert server.service.engine.scheduler.preemptions > before
     assert found[0] == found[1]

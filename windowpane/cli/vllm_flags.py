@@ -376,7 +376,7 @@ KEPT = (
     *("--async-scheduling", "--chat-template", "--config", "--download-dir", "--dtype", "--enable-auto-tool-choice"),
     *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
     *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes"),
-    *("--kv-offloading-size", "--load-format"),
+    *("--kv-events-config", "--kv-offloading-size", "--load-format"),
     *("--mamba-ssm-cache-dtype", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--port"),
     *("--enable-lora", "--lora-modules", "--lora-target-modules", "--max-lora-rank", "--max-loras"),
     "--otlp-traces-endpoint",

@@ -186,6 +186,8 @@ class PageTable:
         """One number per page of these columns, stripes innermost: where in the table it stands."""
         stripes = self.group.stripes
         first: Columns = (slot * self.columns + columns) * stripes
+        if stripes == 1:
+            return first
         return (first[:, None] + np.arange(stripes)).reshape(-1)
 
     def place_page(self, place: int, offset: int) -> tuple[int, int]:

@@ -224,14 +224,14 @@ class Metrics:
         family = GaugeMetricFamily(
             PREFIX + "lora_requests_info",
             "Adapters of requests that run and that wait, by name; the value is the time of the scrape.",
-            labels=[*self._labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            labels=[*self.labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         running, waiting = (
             ",".join(sorted({names.get(request.adapter, "") for request in requests} - {""}))
             for requests in (scheduler.running.values(), scheduler.waiting)
         )
         slots = str(engine.adapters.slots)
-        family.add_metric([*self._labels.values(), slots, running, waiting], time.time())
+        family.add_metric([*self.labels.values(), slots, running, waiting], time.time())
         return family
 
     def _tier_families(self, stats: TierStats) -> Iterator[Metric]:

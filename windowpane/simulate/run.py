@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -172,6 +173,15 @@ class Simulation:
 
     def run(self, sessions: list[Session], progress: Callable[[int], None] = lambda done: None) -> Result:
         """Until every turn is answered. `progress` is told the turns done, now and then."""
+        collects = gc.isenabled()
+        gc.disable()  # nothing here refers to itself, and to look for what does takes a tenth of the time
+        try:
+            return self._run(sessions, progress)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self, sessions: list[Session], progress: Callable[[int], None]) -> Result:
         for session in deepcopy(sessions):
             self._come(session, session.start_s)
         told = -1

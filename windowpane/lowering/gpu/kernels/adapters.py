@@ -21,7 +21,8 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu
 from windowpane.models.adapters import SHRUNK_SPLITS
 
-STEP = 256  # inputs at a time
+STEP = 256  # inputs at a time, at most
+STAGES, SHARED_BYTES = 4, 128 * 1024  # steps on their way, and what they may take
 SPLIT_INPUTS = 512  # of a split, at least
 TILE_OUTPUTS = 128
 ALIGNMENT = 16
@@ -75,10 +76,13 @@ def shrink(x: torch.Tensor, a: torch.Tensor, by_adapter: RowTiles, out: torch.Te
     """out (`empty_shrunk`) = A · x of each split of the inputs. `a` is [places, parts, rank, inputs]."""
     _, parts, rank, inputs = a.shape
     splits, (tiles, at_once) = Splits.of(inputs), by_adapter.rows.shape
+    rows, ranks, step = by_adapter.launched_rows, _ranks(rank), STEP
+    while STAGES * step * (rows + ranks) * x.element_size() > SHARED_BYTES:
+        step //= 2
     shrink_kernel[(tiles * parts, len(out))](
         x, a, by_adapter.places, by_adapter.rows, out, x.stride(0), inputs, rank, tiles * at_once, splits.inputs,
-        ADDS_SPLITS=len(out) < splits.count, AT_ONCE=at_once, PARTS=parts, ROWS=by_adapter.launched_rows,
-        RANKS=_ranks(rank), STEP=STEP, PDL=pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
+        ADDS_SPLITS=len(out) < splits.count, AT_ONCE=at_once, PARTS=parts, ROWS=rows, RANKS=ranks, STEP=step, PDL=pdl,
+        num_warps=4, num_stages=STAGES, launch_pdl=pdl,
     )  # fmt: skip
 
 
