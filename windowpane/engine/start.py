@@ -118,8 +118,11 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     if spec.drafter is not None:
         if len(devices) > 1 and devices[0].type == "cuda":
             raise ValueError("--speculative-config: models draft on one GPU or on CPUs so far; use method 'ngram'")
-        if spec.drafter.spec is not None and spec.drafter.decoder.caches:
-            runnable(spec.drafter.spec, on_gpu=devices[0].type == "cuda")
+        if devices[0].type == "cuda" and spec.drafter.decoder.caches:  # `SteppedGpuModel` waits for its checks on a GPU
+            raise ValueError(
+                "--speculative-config: on a GPU, models draft that keep nothing of their own (Gemma 4's assistants); "
+                "use method 'ngram' or --device cpu"
+            )
     config = resolve_config(config, flags, devices)
     check_host_memory(config)
     plan = resolve_plan(spec, config, devices, options.dtype)
