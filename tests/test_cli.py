@@ -332,12 +332,14 @@ class TestReport:
             assert "Usage: windowpane" in out
 
     def test_a_flag_reads_the_same_in_every_command(self) -> None:
-        """Apart from `doctor`, whose flags say what vLLM ran with, and three names that mean different things."""
+        """Apart from `doctor`, whose flags say what vLLM ran with, and four names that mean different things."""
         told: dict[str, set[tuple[str, str]]] = {}
         for name, command in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
             for option in command.params if name != "doctor" else ():
                 told.setdefault(option.name, set()).add((option.help, option.rich_help_panel))
-        assert {name for name, texts in told.items() if len(texts) > 1} == {"model", "seed", "workload"}
+        assert {name for name, texts in told.items() if len(texts) > 1} == {
+            "model", "replicas", "seed", "workload",
+        }  # fmt: skip
 
 
 ERRORS: dict[str, tuple[tuple[str, ...], str]] = {

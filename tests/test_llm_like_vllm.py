@@ -234,7 +234,9 @@ def test_names_are_vllms_but_for_these() -> None:
     assert {field.name for field in fields(SamplingParams)} == VLLM_PARAMS | OURS
     assert not VLLM_PARAMS & NOT_HERE.keys()
     methods = {name for name in vars(LLM) if not name.startswith("_")}
-    assert methods - OUR_METHODS == {"generate", "chat", "embed", "get_tokenizer", "tokenizer", "max_model_len"}
+    assert methods - OUR_METHODS == {
+        "generate", "chat", "embed", "get_tokenizer", "tokenizer", "max_model_len", "sleep", "wake_up",
+    }  # fmt: skip
     chat = set(signature(LLM.chat).parameters)
     assert chat - {"self", "tool_choice"} == {
         *("messages", "sampling_params", "tools", "chat_template_kwargs"),

@@ -40,7 +40,7 @@ def test_two_ranks_say_what_merged_weights_do(name: str, workers: Workers, tmp_p
         assert [report.adapter_bytes for report in reports] == [planned] * RANKS
         own = runner._own
         assert own.adapters is not None
-        read = partial(job.read_adapter, runner=own, place=workers.group.place)
+        read = partial(job.read_adapter, place=workers.group.place)
         known = EngineAdapters(own.adapters, AdapterSlots(ROOM.slots), read, workers)
         assert [known.load(str(seed), tmp_path / str(seed)).number for seed in (1, 2)] == [1, 2]
         return runner

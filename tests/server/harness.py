@@ -53,10 +53,10 @@ class Running:
         manager = self.service.engine.manager
         return sum(manager.group_bytes(g).live for g in range(len(manager.layout.groups)))
 
-    def wait_until(self, condition: Any, what: str) -> None:
-        give_up = time.monotonic() + PATIENCE_S
+    def wait_until(self, condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
+        give_up = time.monotonic() + patience_s
         while not condition():
-            assert time.monotonic() < give_up, f"not so after {PATIENCE_S} s: {what}"
+            assert time.monotonic() < give_up, f"not so after {patience_s} s: {what}"
             time.sleep(0.005)
 
     @contextmanager

@@ -21,8 +21,11 @@ from tests.test_engine import engine_for, request
 from windowpane.engine.accounts import Account
 from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.kv.caches import StateCache, StatePart, TokenCache
+from windowpane.kv.disk import DiskStore
 from windowpane.kv.manager import KVManager
+from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
+from windowpane.kv.tier import HostTier
 from windowpane.schedule.request import FinishReason
 from windowpane.server import stats
 from windowpane.server.job import Times
@@ -389,11 +392,17 @@ class TestFeed:
         assert client.get("/stats", headers={"Accept": "text/event-stream"}).status_code == 500
 
 
-def test_every_field_is_documented() -> None:
+def test_every_field_is_documented(tmp_path: Path) -> None:
     engine = engine_for(True)
     engine.add(request("one", range(100)))
     engine.step()
+    points = RestorePoints(engine.scheduler.manager)
+    engine.scheduler.tier = tier = HostTier(points, 4)
+    memory = np.zeros(tier.books.arena.total_bytes, dtype=np.uint8)
+    disk = DiskStore(tmp_path, 2**20, "one", points.manager.layout, [memory])
+    tier.use_disk(disk)
     document = take(engine)
+    disk.close()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     journal = Journal()
     journal.preempted(request("two", [1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Replica:
     async def generate(self, order: Order) -> AsyncIterator[Update]:
         """Tokens as they come, and the end. Whoever stops listening cancels the request."""
         try:
-            request = order.request(self._grammar(order))
+            request = order.request(await asyncio.to_thread(self._grammar, order))
             self._loop.engine.check(request)
         except (GrammarError, ValueError) as error:
             yield [], Ending(FinishReason.FAILED, str(error), isinstance(error, GrammarError), {})
