@@ -27,11 +27,15 @@ _ADDED = tl.constexpr(8)
 
 
 class Sorted(NamedTuple):
-    """Pairs by expert, int32 [pairs]; blocks [most, 3]: expert, first pair and the end of pairs; how many, [1]."""
+    """Pairs by expert, int32 [pairs]; blocks [most, 3]: expert, first pair and the end of pairs; how many, [1].
+
+    `places`, [pairs]: where among `pairs` each one is; -1 where its expert is another rank's.
+    """
 
     pairs: torch.Tensor
     blocks: torch.Tensor
     count: torch.Tensor
+    places: torch.Tensor
 
 
 def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl: bool) -> Sorted:
@@ -39,8 +43,9 @@ def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl
     pairs = routing.ids.numel()
     # Every block has a pair, and every expert at most one block that is not full.
     most = min(pairs, pairs // block_rows + local)
-    made = torch.empty(pairs + 3 * most + 1, dtype=torch.int32, device=routing.ids.device)
-    found = Sorted(made[:pairs], made[pairs : pairs + 3 * most].view(most, 3), made[pairs + 3 * most :])
+    made = torch.empty(2 * pairs + 3 * most + 1, dtype=torch.int32, device=routing.ids.device)
+    by_expert, blocks, count, places = made.split((pairs, 3 * most, 1, pairs))
+    found = Sorted(by_expert, blocks.view(most, 3), count, places)
     chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
     chunks, bins = ceil_div(pairs, chunk), max(32, triton.next_power_of_2(local + 1))
     common = {"LOCAL": local, "BINS": bins, "CHUNK": chunk, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
@@ -64,7 +69,7 @@ def count_kernel(
 
 @triton.jit
 def place_kernel(
-    IDS, COUNTS, PAIRS, BLOCKS, COUNT, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
+    IDS, COUNTS, PAIRS, BLOCKS, COUNT, PLACES, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk; the first program writes the blocks of all experts besides."""
@@ -89,7 +94,9 @@ def place_kernel(
     place = tl.arange(0, CHUNK)
     is_before = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
     to = tl.gather(begins + ahead, expert, 0) + tl.sum(is_before.to(tl.int32), 1)
-    tl.store(PAIRS + to, mine * CHUNK + place, mask=expert < LOCAL)
+    pair = mine * CHUNK + place
+    tl.store(PAIRS + to, pair, mask=expert < LOCAL)
+    tl.store(PLACES + pair, tl.where(expert < LOCAL, to, -1), mask=pair < pairs)
     if mine == 0:
         blocks = tl.where(bins < LOCAL, (totals + ROWS - 1) // ROWS, 0)
         at = BLOCKS + (tl.cumsum(blocks, 0) - blocks) * 3
