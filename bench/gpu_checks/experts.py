@@ -336,7 +336,7 @@ def candidates(layer: Layer, rows: int) -> list[Few | Grouped | Boxed]:
     sizes = (16,) if per_expert < 6 else (16, 32) if per_expert < 20 else (32, 64) if per_expert < 50 else (64, 128)
     fitting = [launch for launch in grouped if launch.rows in (sizes if per_expert < 200 else (128,))]
     kernels = {"mxfp4": list(STAGES), "plain": [PLAIN_ROWS]}.get(layer.kind, [])
-    boxed = [Boxed(size) for size in kernels if size in sizes or size > 128 and 128 in sizes]
+    boxed = [Boxed(size) for size in kernels if size in sizes or (size > 128 and 128 in sizes)]
     return [*few] if rows <= 2 else [*few[1::2], *boxed, *fitting] if rows <= 16 else [*boxed, *fitting]
 
 

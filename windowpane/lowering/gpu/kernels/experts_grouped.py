@@ -66,7 +66,10 @@ def grouped_product(
         "ROWS": launch.rows, "STAGES": launch.stages, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl,
         "num_warps": launch.warps, "launch_pdl": pdl,
     }  # fmt: skip
-    tensors, numbers = (bias, routing.shares, *by_expert[:3], out), (out.stride(0), outputs, inputs, tiles, limit, alpha)
+    tensors, numbers = (
+        (bias, routing.shares, *by_expert[:3], out),
+        (out.stride(0), outputs, inputs, tiles, limit, alpha),
+    )
     if isinstance(weight, PackedWeight):
         operands = Operands.of(weight, x.dtype)
         grouped_packed_kernel[grid](

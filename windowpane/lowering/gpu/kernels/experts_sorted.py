@@ -69,8 +69,8 @@ def count_kernel(
 
 @triton.jit
 def place_kernel(
-    IDS, COUNTS, PAIRS, BLOCKS, COUNT, PLACES, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
+    IDS, COUNTS, PAIRS, BLOCKS, COUNT, PLACES, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk; the first program writes the blocks of all experts besides."""
     wait_if_overlapped(PDL)

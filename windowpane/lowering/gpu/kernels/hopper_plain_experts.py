@@ -1,6 +1,6 @@
 """Experts of many rows on Hopper (Gluon) whose weights are in bf16.
 
-What limits this product is what multiprocessors read from L2, so a tile is as large as registers allow: 192 pairs of one
+What multiprocessors read from L2 limits this product, so a tile is as large as registers allow: 192 pairs of one
 expert, 64 to each of three warp groups, by 256 outputs. Of a gated product these are 128 of a gate and the 128 that it
 gates; both are then in the same thread's registers. One warp brings weights by TMA, another one the inputs, which lie
 by expert. Warp groups beyond the last pair of a block multiply nothing, and their inputs are not brought. There is one
@@ -45,7 +45,7 @@ def _bring_weights(
     weights, w_boxes, share, shape, GATED: gl.constexpr, NARROW: gl.constexpr, GROUP_BLOCKS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Of each tile 4 boxes at a time: two of a gate and two of what it gates, or outputs in order; of a narrow one 2."""
+    """Of a tile 4 boxes at a time: two of a gate and two of what it gates, or outputs in order; of a narrow one 2."""
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
     STAGES: gl.constexpr = w_boxes.type.shape[0] // 4
