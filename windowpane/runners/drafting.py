@@ -132,6 +132,9 @@ class DraftingLayers:
             self._draft_one([d for d in drafting if d.most > place])
         return [NO_TOKENS if d is None else np.array(d.drafts, dtype=np.int32) for d in begun]
 
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
+        """Drafts wait for the host, which puts their rows together."""
+
     def _begin(self, known: Known) -> _Drafting | None:
         """None where the hidden states to begin with are not known."""
         first, tokens = known.length, known.tokens.tolist()
