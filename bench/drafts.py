@@ -4,11 +4,14 @@
     python3 -m bench.drafts --model gemma-4-31b --device cuda --rate 0.85 --assistant --requests 1 16 128
 
 Without `--rate`, ten prompts that ask for an edit (answers repeat most of them) and ten of plain prose are answered
-one by one, drafted by prompt lookup. With `--rate`, weights and prompts are random, and each draft is taken for right
-with that probability whatever the model samples, which gives steps their shapes and nothing else a meaning. Drafts cost
-no time of their own, unless an `--assistant` of the shape of Gemma 4 31B's (4 layers of width 1,024) makes as many
-beside them. `--eager` verifies all of them, where the engine would choose how many are worth it. Rates count from a
-round's first token on; the last line is JSON.
+one by one, drafted by prompt lookup. With `--rate`, weights and prompts are random, and each draft is what the model
+samples with that probability, which gives steps their shapes and nothing else a meaning. Drafts cost no time of their
+own, unless an `--assistant` of the shape of Gemma 4 31B's (4 layers of width 1,024) makes as many beside them.
+`--eager` verifies all of them, where the engine would choose how many are worth it.
+
+Each prompt is answered without and with drafts in turn; its seconds, from the first token on, are medians over rounds.
+Processor seconds of the same answers, which other programs change little, have a ratio of their own. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -21,20 +24,22 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.known_drafts import Eager, KnownAnswers, Overheard
 from bench.machine import machine_line
 from windowpane import models
+from windowpane.device.transfer import to_device
 from windowpane.drafts.drafter import Drafter, ModelDrafter
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import Speculator
-from windowpane.engine import sent_step
 from windowpane.engine.engine import Engine
+from windowpane.engine.sampler import Sampled
 from windowpane.engine.start import Started, start
 from windowpane.models.embedded import EMBEDDED
 from windowpane.schedule.request import Request, SamplingParams, Tokens
@@ -64,9 +69,12 @@ def main() -> None:
     parser.add_argument("--assistant", action="store_true", help="with --rate: an assistant drafts, and is timed")
     given = parser.parse_args()
     results = rated(given) if given.rate is not None else [r for name in _names(given) for r in texts(name, given)]
-    table = Table("model", "load", "plain, tok/s", "drafts, tok/s", "×", "accepted", "drafted", "tokens a step")
+    table = Table(
+        "model", "load", "plain, tok/s", "drafts, tok/s", "×", "× CPU", "accepted", "drafted", "tokens a step"
+    )
     for r in results:
-        figures = (f"{r['plain']:.1f}", f"{r['drafts']:.1f}", f"{r['ratio']:.2f}", f"{r['accepted']:,}")
+        figures = (f"{r['plain']:.1f}", f"{r['drafts']:.1f}", f"{r['ratio']:.2f}", f"{r['processor_ratio']:.2f}")
+        figures += (f"{r['accepted']:,}",)
         table.add_row(r["model"], r["load"], *figures, f"{r['drafted']:,}", f"{r['tokens_a_step']:.2f}")
     Console().print(table)
     print(machine_line())
@@ -100,13 +108,7 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
     most, drafts = max(given.requests), given.drafts or 4
     flags = {"max_model_len": given.prompt + given.new_tokens, "max_num_seqs": most, "load_format": "dummy"}
     started = _start(given.model or "gemma-4-31b", given, drafts, **flags)
-    chance = np.random.default_rng(2)
-
-    def taken_for_right(sampled: Sequence[int], proposed: Tokens) -> int:
-        wrong = np.flatnonzero(chance.random(len(proposed)) >= given.rate)
-        return int(wrong[0]) if len(wrong) else len(proposed)
-
-    sent_step.accepted = taken_for_right
+    sample_drafts(started.engine, given.rate)
     any_tokens: Drafter = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
     if given.assistant:
         assert started.runner.drafter is not None
@@ -119,6 +121,21 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
         found.append({"model": started.spec.name, "load": f"{count} requests"} | measured)
         print(found[-1], flush=True)
     return found
+
+
+def sample_drafts(engine: Engine, rate: float) -> None:
+    """Let each draft be what is sampled in its place, with this probability."""
+    sample, chance = engine.sampler.sample, np.random.default_rng(2)
+
+    def sampled(*given: Any) -> Sampled:
+        found, drafted = sample(*given), given[-1] or {}
+        right = {row - 1: int(drafts[-1]) for row, drafts in drafted.items() if chance.random() < rate}
+        if right:
+            rows, tokens = (to_device(list(x), engine.sampler.device, torch.int64) for x in (right, right.values()))
+            found.tokens[rows] = tokens
+        return found
+
+    engine.sampler.sample = sampled  # type: ignore[method-assign]
 
 
 def _start(model: str, given: argparse.Namespace, drafts: int, **flags: Any) -> Started:
@@ -153,51 +170,60 @@ def compare(
     make_speculator: Callable[[], Speculator],
     rounds: int,
 ) -> dict[str, Any]:
-    """Each load answered without and with drafts in turn; rates are medians of the rounds behind a first one."""
-    plain, drafted, speculator = [], [], make_speculator()
-    steps = tokens = 0
-    for round_number in range(rounds + 1):
-        if round_number == 1:
-            speculator.stats = make_speculator().stats
-            steps = tokens = 0
-        engine.speculator = None
-        answers, rate, _ = run(engine, loads, params)
-        plain.append(rate)
-        engine.speculator = speculator
-        with_drafts, rate, count = run(engine, loads, params)
-        drafted.append(rate)
-        steps, tokens = steps + count, tokens + sum(len(a) for a in with_drafts)
-    stats = speculator.stats
-    same = sum(a == b for a, b in zip(answers, with_drafts, strict=True))
-    middle = [statistics.median(rates[1:]) for rates in (plain, drafted)]
+    """Each load answered without and with drafts in turn, behind a first one that counts for nothing."""
+    speculator = make_speculator()
+    for way in (None, speculator):
+        answer(engine, loads[0], params, way)
+    speculator.stats = make_speculator().stats
+    plain: list[list[Answered]] = [[] for _ in loads]
+    drafted: list[list[Answered]] = [[] for _ in loads]
+    for _ in range(rounds):
+        for number, load in enumerate(loads):
+            for way, found in ((None, plain), (speculator, drafted)):
+                found[number].append(answer(engine, load, params, way))
+    stats, tokens = speculator.stats, [sum(runs[0].tokens for runs in way) for way in (plain, drafted)]
+    same = sum(a[0].answers == b[0].answers for a, b in zip(plain, drafted, strict=True))
+    seconds, processor = (
+        [sum(statistics.median(getattr(run, clock) for run in runs) for runs in way) for way in (plain, drafted)]
+        for clock in ("seconds", "processor_seconds")
+    )
+    rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
+    steps = sum(run.steps for runs in drafted for run in runs)
     return {
-        "plain": middle[0], "drafts": middle[1], "ratio": middle[1] / middle[0], "accepted": stats.accepted_tokens,
-        "drafted": stats.draft_tokens, "tokens_a_step": tokens / max(steps, 1),
-        "same_answers": f"{same} of {len(answers)}",
+        "plain": rates[0], "drafts": rates[1], "ratio": rates[1] / rates[0],
+        "processor_ratio": tokens[1] / processor[1] / (tokens[0] / processor[0]), "accepted": stats.accepted_tokens,
+        "drafted": stats.draft_tokens, "tokens_a_step": sum(run.tokens for runs in drafted for run in runs) / steps,
+        "same_answers": f"{same} of {len(loads)}",
     }  # fmt: skip
 
 
-def run(
-    engine: Engine, loads: Sequence[Sequence[Tokens]], params: SamplingParams
-) -> tuple[list[list[int]], float, int]:
-    """Answers, tokens a second behind the first ones, and steps that gave some."""
-    answers, seconds, tokens, steps = [], 0.0, 0, 0
-    for load in loads:
-        requests = [Request(str(i), prompt, params) for i, prompt in enumerate(load)]
-        for request in requests:
-            engine.add(request)
-        while not all(request.output for request in requests):
-            engine.step()
-        before, began = sum(len(r.output) for r in requests), time.perf_counter()
-        while engine.has_work:
-            steps += bool(engine.step())
-        seconds += time.perf_counter() - began
-        tokens += sum(len(r.output) for r in requests) - before
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        answers += [request.output for request in requests]
-    return answers, tokens / seconds, steps
+class Answered(NamedTuple):
+    """Of requests that ran together: their answers; and tokens, steps and seconds behind the first tokens."""
+
+    answers: list[list[int]]
+    tokens: int
+    steps: int
+    seconds: float
+    processor_seconds: float
+
+
+def answer(engine: Engine, load: Sequence[Tokens], params: SamplingParams, speculator: Speculator | None) -> Answered:
+    engine.speculator = speculator
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(load)]
+    for request in requests:
+        engine.add(request)
+    while not all(request.output for request in requests):
+        engine.step()
+    before, steps = sum(len(r.output) for r in requests), 0
+    began, processor = time.perf_counter(), time.process_time()
+    while engine.has_work:
+        steps += bool(engine.step())
+    seconds, processor = time.perf_counter() - began, time.process_time() - processor
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    tokens = sum(len(r.output) for r in requests) - before
+    return Answered([request.output for request in requests], tokens, steps, seconds, processor)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from bench.gpu_checks import (
     adapters,
     attention,
     chain,
+    drafters,
     engine,
     experts,
     formats,
@@ -34,7 +35,8 @@ from bench.gpu_checks import (
 )
 
 MODULES = (
-    attention, overlap, hopper, fused, adapters, quantized, experts, states, mamba2, chain, engine, formats, parallel,
+    attention, overlap, hopper, fused, adapters, quantized, experts, states, mamba2, chain, engine, drafters, formats,
+    parallel,
 )  # fmt: skip
 
 

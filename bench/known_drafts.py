@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from windowpane.drafts.drafter import Asking, Drafter, waits_for_step
 from windowpane.drafts.speculator import Speculator
@@ -40,6 +41,9 @@ class KnownAnswers:
         wrong = self._rng.random(len(right)) >= self._share
         return np.where(wrong, np.where(right > 0, right - 1, 1), right).astype(np.int32)
 
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+        """Answers are known as they are."""
+
     def forget(self, request: Request) -> None:
         self._answers.pop(request, None)
 
@@ -59,6 +63,9 @@ class Overheard:
             for a, tokens in zip(asking, said, strict=True):
                 self.said[a.request.id, a.request.known_tokens] = tokens.tolist()
         return self._others.propose(asking)
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+        self._model.begin(slots, drafts, sampled)
 
     def forget(self, request: Request) -> None:
         self._model.forget(request)

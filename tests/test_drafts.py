@@ -210,6 +210,9 @@ class Fixed:
         self.asked += 1
         return [np.arange(a.most, dtype=np.int32) for a in asking]
 
+    def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> None:
+        pass
+
     def forget(self, request: Request) -> None:
         pass
 

@@ -11,6 +11,7 @@ that. With `adapted`, two of three requests have an adapter each.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,9 +22,12 @@ from bench.gpu_checks import engine
 from bench.gpu_checks.chain import in_torch
 from bench.gpu_checks.engine import Setting, run
 from tests.running.small_models import CONFIGS, FULL, LINEAR, QUANTIZED, SLIDING
+from windowpane.drafts.drafter import Known
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
+from windowpane.runners.assistant import Assistant
 from windowpane.runners.cuda import CudaRunner
+from windowpane.schedule.request import Tokens
 
 # The interpreter takes milliseconds for each program of each launch: everything is as small as it can be.
 _TINY: dict[str, Any] = {
@@ -147,7 +151,7 @@ def check(name: str, kv_cache_dtype: str) -> None:
         if name.endswith(suffix):
             name = name.removesuffix(suffix)
             CONFIGS[name] = TINY[name]
-            engine.drafter_equals_reference(name, who, "cpu", (1, 13), 6)
+            check_drafter(name, who)
             return
     is_chained, is_unchained, routes, drafts, adapted = (name.endswith(suffix) for suffix in suffixes)
     for suffix in suffixes:
@@ -173,6 +177,19 @@ def check(name: str, kv_cache_dtype: str) -> None:
     steps = sum(links.following is None for links in chains)
     if is_chained and not 0 < steps * TINY[name]["num_hidden_layers"] == len(chains):
         sys.exit(f"{name}: not every layer was chained to the next")
+
+
+def check_drafter(name: str, who: str) -> None:
+    begun, take_begun = [], Assistant._take_begun
+
+    def counting(self: Assistant, known: Sequence[Known]) -> list[Tokens] | None:
+        begun.append(take_begun(self, known))
+        return begun[-1]
+
+    Assistant._take_begun = counting
+    engine.drafter_equals_reference(name, who, "cpu", (1, 13), 6)
+    if who == engine.ASSISTANT and not any(drafts is not None for drafts in begun):
+        sys.exit(f"{name}: no drafts were begun on the device")
 
 
 def chain_in_torch(chains: list[Links]) -> None:

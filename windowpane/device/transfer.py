@@ -1,4 +1,4 @@
-"""Host to device without waiting: copies from pinned memory, which the allocator keeps until they are done."""
+"""Between host and device without waiting: copies by pinned memory, which the allocator keeps until they are done."""
 
 from __future__ import annotations
 
@@ -50,3 +50,23 @@ class Transfer:
             device[start : start + array.size].view(array.shape)
             for start, array in zip(starts, self._arrays, strict=True)
         ]
+
+
+class HostCopy:
+    """A tensor on its way to the host; `array` waits for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._landed: torch.Event | None = None
+        if tensor.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            self._landed = torch.Event(tensor.device)
+            self._landed.record()
+            tensor = host
+        self._tensor = tensor
+
+    def array(self) -> NDArray[Any]:
+        if self._landed is not None:
+            self._landed.synchronize()
+        array: NDArray[Any] = self._tensor.cpu().numpy()
+        return array

@@ -26,11 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from windowpane.schedule.request import Request, Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,12 @@ class Drafter(Protocol):
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         """Up to `most` tokens that may follow each request's known ones; none where there is no good guess."""
 
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+        """A step is on its way that verifies these drafts: of each slot, `sampled` has a token and one for each draft.
+
+        The host knows later which of them count. What drafts on the device can find that out there, and begin.
+        """
+
     def forget(self, request: Request) -> None:
         """The request is over."""
 
@@ -77,6 +86,9 @@ class DraftingModel(Protocol):
 
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
         """Up to `most` tokens behind each one's known ones."""
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+        """See `Drafter.begin`."""
 
 
 class ModelDrafter:
@@ -91,6 +103,9 @@ class ModelDrafter:
         if waits_for_step(asking):
             return [np.zeros(a.most, dtype=np.int32) for a in asking]  # there would be drafts
         return self.model.draft([Known.of(a) for a in asking])
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+        self.model.begin(slots, drafts, sampled)
 
     def forget(self, request: Request) -> None:
         pass

@@ -31,13 +31,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windowpane.device.transfer import to_device
+from windowpane.device.transfer import HostCopy, to_device
 from windowpane.drafts.drafter import Asking
 from windowpane.drafts.speculator import Speculator
 from windowpane.engine.adapters import EngineAdapters
 from windowpane.engine.sampler import Sampler
 from windowpane.engine.sent_step import (
-    HostCopy,
     HostLogprobs,
     Moment,
     Pooled,
@@ -296,6 +295,8 @@ class Engine:
         if sampled.logprobs is not None:
             sent.logprobs = HostLogprobs(sampled.logprobs)
             sent.logprob_rows = sampled.logprob_rows
+        if sent.drafts and self.speculator is not None:
+            self.speculator.drafter.begin(sent.slots.tolist(), sent.drafts, sampled.tokens)
 
     def _masks(self, sent: SentStep, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
         """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.

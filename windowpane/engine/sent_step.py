@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windowpane.device.transfer import to_device
+from windowpane.device.transfer import HostCopy, to_device
 from windowpane.engine.sampler import LOGPROB_ROWS, TopLogprobs, top_logprobs
 from windowpane.schedule.batch import accepted
 from windowpane.schedule.request import Request, TokenLogprobs, Tokens
@@ -116,26 +116,6 @@ class Moment:
     def seconds_since(self, earlier: Moment) -> float:
         """Once both are over, on a device with a clock."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-class HostCopy:
-    """A tensor on its way to the host; `array` waits for it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._landed: torch.Event | None = None
-        if tensor.device.type == "cuda":
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-            self._landed = torch.Event(tensor.device)
-            self._landed.record()
-            tensor = host
-        self._tensor = tensor
-
-    def array(self) -> NDArray[np.int64]:
-        if self._landed is not None:
-            self._landed.synchronize()
-        array: NDArray[np.int64] = self._tensor.cpu().numpy()
-        return array
 
 
 class HostLogprobs:

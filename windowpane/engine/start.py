@@ -115,14 +115,8 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     runnable(spec)  # what cannot be run is refused before a byte is loaded
     devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
     runnable(spec, on_gpu=devices[0].type == "cuda")
-    if spec.drafter is not None:
-        if len(devices) > 1 and devices[0].type == "cuda":
-            raise ValueError("--speculative-config: models draft on one GPU or on CPUs so far; use method 'ngram'")
-        if devices[0].type == "cuda" and spec.drafter.decoder.caches:  # `SteppedGpuModel` waits for its checks on a GPU
-            raise ValueError(
-                "--speculative-config: on a GPU, models draft that keep nothing of their own (Gemma 4's assistants); "
-                "use method 'ngram' or --device cpu"
-            )
+    if spec.drafter is not None and len(devices) > 1 and devices[0].type == "cuda":
+        raise ValueError("--speculative-config: models draft on one GPU or on CPUs so far; use method 'ngram'")
     config = resolve_config(config, flags, devices)
     check_host_memory(config)
     plan = resolve_plan(spec, config, devices, options.dtype)

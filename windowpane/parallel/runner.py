@@ -58,6 +58,9 @@ class ParallelRunner:
             self._workers.send(Draft(known))
             return self._own.drafter.draft(known)
 
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
+        """Ranks draft together when all of them are told to."""
+
     def landed(self) -> list[tuple[int, float]]:
         """Of this rank. Steps tell the others, whose devices wait for their own copies."""
         return self._own.landed()

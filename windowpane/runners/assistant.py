@@ -2,20 +2,25 @@
 
 An assistant's layers have queries only and read what its target keeps. So a row of it is a segment without tokens of
 its own: it stands at the last token that the target has computed, and finds that one in pages like those before it.
+
+Behind a step with drafts, which of them are accepted is found out on the device (`begin`), so that the next ones are
+made while the host takes in the tokens of that step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from windowpane.device.transfer import Transfer
+from windowpane.device.transfer import HostCopy, Transfer
 from windowpane.drafts.drafter import Known
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import DeviceStep
+from windowpane.lowering.gpu.step import NO_DRAFT, DeviceStep
 from windowpane.runners.graphs import capture, ladder, next_size
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Tokens
@@ -38,6 +43,8 @@ class Assistant:
         # Final hidden states of the target's last step, and where those of a slot lie: position, row, count.
         self._hidden, self._rows = self._before[:0], dict[int, tuple[int, int, int]]()
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
+        # Of drafts that were begun on the device: their slots, and positions, tokens and drafts as they will be known.
+        self._begun: tuple[Sequence[int], HostCopy] | None = None
         self._sizes, self._graphs = ladder(slots), dict[int, torch.cuda.CUDAGraph]()
         if use_graphs:
             pool = torch.cuda.graph_pool_handle()
@@ -47,7 +54,7 @@ class Assistant:
 
     def observe(self, segments: Iterable[Segment], hidden: torch.Tensor) -> None:
         """A step of the target: `hidden` has the final states of the rows that these segments ask for."""
-        self._hidden = hidden
+        self._hidden, self._begun = hidden, None
         self._rows = {s.slot: (s.stop - s.q_count, s.q_row, s.q_count) for s in segments if s.q_count}
         for slot in self._rows:
             self._known.pop(slot, None)
@@ -57,25 +64,61 @@ class Assistant:
         self._known[slot] = position, state
 
     @torch.inference_mode()
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
+        asked, first, verified, sampled_row = list[int](), list[tuple[int, int, int]](), list[Tokens](), 0
+        for slot, tokens in zip(slots, drafts, strict=True):
+            if slot in self._rows and slot not in self._known:
+                start, row, count = self._rows[slot]
+                skipped = count - 1 - len(tokens)  # rows of a prompt that ask for logits and sample nothing
+                asked.append(slot)
+                first.append((sampled_row, start + skipped, row + skipped))
+                verified.append(np.append(tokens, [NO_DRAFT] * (len(self._drafts) - len(tokens))))
+            sampled_row += 1 + len(tokens)
+        if not asked:
+            return
+        count, size = len(asked), self._size(len(asked))
+        # The first of each slot's rows: in `sampled`, in its sequence, and in `_hidden`.
+        there, expected = self._send([(slot, 0, 0) for slot in asked], size, np.array(first).T, np.array(verified))
+        rows, positions, hidden_rows = there
+        ahead = torch.arange(len(self._drafts) + 1, device=sampled.device)
+        drawn = sampled[(rows[:, None] + ahead).clamp(max=len(sampled) - 1)]
+        accepted = (drawn[:, :-1] == expected).int().cumprod(dim=1).sum(dim=1)
+        self._places[0, :count] = positions + accepted
+        self._places[1, :count] = drawn.gather(1, accepted[:, None])[:, 0]
+        self._segments[:count, 1:3] = (positions + accepted + 1)[:, None]
+        torch.index_select(self._hidden, 0, hidden_rows + accepted, out=self._before[:count])
+        self._replay(size)
+        self._begun = asked, HostCopy(torch.cat([self._places[:, :count], self._drafts[:, :count]]))
+
+    @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
+        if (begun := self._take_begun(known)) is not None:
+            return begun
         found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
             return [NO_TOKENS] * len(known)
-        size = next_size(self._sizes, len(found)) if self._graphs else len(found)
-        assert size is not None  # there is one for all slots
-        rows = self._send([k for k, _ in found], size, [s if isinstance(s, int) else 0 for _, s in found])
+        size = self._size(len(found))
+        places = [(k.slot, k.length - 1, int(k.tokens[0])) for k, _ in found]
+        [rows] = self._send(places, size, np.array([s if isinstance(s, int) else 0 for _, s in found]))
         if len(self._hidden):
             torch.index_select(self._hidden, 0, rows, out=self._before[: len(found)])
         for row, (_, source) in enumerate(found):
             if isinstance(source, torch.Tensor):
                 self._before[row] = source[0]
-        if self._graphs:
-            self._graphs[size].replay()
-        else:
-            self._draft(size)
+        self._replay(size)
         drafts = iter(self._drafts[:, : len(found)].cpu().numpy().T)
         having = {k.slot for k, _ in found}
         return [next(drafts)[: k.most].copy() if k.slot in having else NO_TOKENS for k in known]
+
+    def _take_begun(self, known: Sequence[Known]) -> list[Tokens] | None:
+        """What was drafted ahead, if all of these were, behind the tokens that they have."""
+        (slots, copy), self._begun = self._begun or ((), None), None
+        if copy is None or not {k.slot for k in known} <= set(slots):
+            return None
+        columns = dict(zip(slots, copy.array().T, strict=True))
+        if any(columns[k.slot][:2].tolist() != [k.length - 1, k.tokens[0]] for k in known):
+            return None
+        return [columns[k.slot][2 : 2 + k.most].copy() for k in known]
 
     def _source(self, asked: Known) -> int | torch.Tensor | None:
         """The row of `_hidden` that a request's drafts begin with, or that hidden state; None where it is not known."""
@@ -86,22 +129,38 @@ class Assistant:
         at = asked.length - 1 - first
         return row + at if 0 <= at < count else None
 
-    def _send(self, known: Sequence[Known], size: int, rows: Sequence[int] = ()) -> torch.Tensor:
-        """Where the next drafts stand, and padding up to a size; returns `rows` on the device."""
-        count, tables = len(known), self._model.tables
-        places = np.tile(np.array([[-1], [0]], dtype=np.int32), size)
-        places[:, :count] = [k.length - 1 for k in known], [k.tokens[0] for k in known]
-        segments = [Segment(k.slot, k.length, k.length, 0, row, 1) for row, k in enumerate(known)]
-        segments += [Segment(0, -1, -1, 0, row, 1) for row in range(count, size)]
+    def _size(self, count: int) -> int:
+        """How many rows so many are padded to."""
+        size = next_size(self._sizes, count) if self._graphs else count
+        assert size is not None  # there is one for all slots
+        return size
+
+    def _send(
+        self, places: Sequence[tuple[int, int, int]], size: int, *more: NDArray[np.integer[Any]]
+    ) -> list[torch.Tensor]:
+        """Slots, positions and tokens that the next drafts begin with, padded to a size; returns `more` on the device.
+
+        A padding row has position -1, and its segment reads nothing.
+        """
+        tables, unused = self._model.tables, [(-1, 0)] * (size - len(places))
+        rows = [(position, token) for _, position, token in places] + unused
+        segments = [Segment(slot, at + 1, at + 1, 0, row, 1) for row, (slot, at, _) in enumerate(places)]
+        segments += [Segment(0, -1, -1, 0, row, 1) for row in range(len(places), size)]
         transfer = Transfer(self._places.device)
         late, _ = tables.updates(NO_CHANGES)  # pages that the last step has written are there to be read now
-        arrays = places, np.array(segments), np.array(rows), late
-        sent_places, sent_segments, sent_rows, sent_late = (transfer.add(array) for array in arrays)
+        arrays = np.array(rows).T, np.array(segments), late, *more
+        sent_places, sent_segments, sent_late, *sent_more = (transfer.add(array) for array in arrays)
         sent = transfer.send()
         tables.apply(sent[sent_late])
         self._places[:, :size].copy_(sent[sent_places])
         self._segments[:size].copy_(sent[sent_segments])
-        return sent[sent_rows]
+        return [sent[handle] for handle in sent_more]
+
+    def _replay(self, size: int) -> None:
+        if self._graphs:
+            self._graphs[size].replay()
+        else:
+            self._draft(size)
 
     def _draft(self, size: int) -> None:
         positions, tokens = self._places[0, :size], self._places[1, :size].long()

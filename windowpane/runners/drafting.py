@@ -126,15 +126,25 @@ class DraftingLayers:
 
     @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
+        """The host waits for the last draft alone: those before it stay on the device, where the next one begins."""
         begun = [self._begin(k) for k in known]
         drafting = [d for d in begun if d is not None]
-        for place in range(max((d.most for d in drafting), default=0)):
+        if not drafting:
+            return [NO_TOKENS] * len(known)
+        there = to_device(np.concatenate([d.known for d in drafting]).astype(np.int64), self._pages.device)
+        for d, tokens in zip(drafting, torch.split_with_sizes(there, [len(d.known) for d in drafting]), strict=True):
+            d.tokens = [tokens]
+        for place in range(max(d.most for d in drafting)):
             self._draft_one([d for d in drafting if d.most > place])
-        return [NO_TOKENS if d is None else np.array(d.drafts, dtype=np.int32) for d in begun]
+        found = iter(torch.cat([token for d in drafting for token in d.tokens[1:]]).tolist())
+        return [NO_TOKENS if d is None else np.array([next(found) for _ in range(d.most)], np.int32) for d in begun]
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
+        """Drafts wait for the host, which puts their rows together."""
 
     def _begin(self, known: Known) -> _Drafting | None:
         """None where the hidden states to begin with are not known."""
-        first, tokens = known.length, known.tokens.tolist()
+        first, tokens = known.length, known.tokens
         if not self._joins:
             return _Drafting(known.slot, first, tokens, known.most)
         before = self._states(known.slot, first - 1, first - 1 + len(tokens))
@@ -143,16 +153,15 @@ class DraftingLayers:
     def _draft_one(self, drafting: Sequence[_Drafting]) -> None:
         """One more token of each."""
         if self._keeps:
-            step = _step([Segment(d.slot, d.first, d.first + len(d.tokens), 0, 0, 0) for d in drafting], asking=1)
+            step = _step([Segment(d.slot, d.first, d.stop, 0, 0, 0) for d in drafting], asking=1)
             tokens, before = [t for d in drafting for t in d.tokens], [rows for d in drafting for rows in d.before]
         else:  # a row at the last token that the target has computed, whose K and V are the target's
             step = _decoding_step([d.slot for d in drafting], [d.first for d in drafting])
-            tokens, before = [d.tokens[-1] for d in drafting], [d.before[-1][-1:] for d in drafting]
-        there = to_device(tokens, self._pages.device, torch.int64)
-        hidden = self._run(step, there, torch.cat(before) if before else None, keeps=False)
-        found, passed_on = self.model.logits(hidden).argmax(dim=-1).tolist(), self.model.passed_on(hidden)
-        for at, (d, token) in enumerate(zip(drafting, found, strict=True)):
-            d.add(token, passed_on[at : at + 1])
+            tokens, before = [d.tokens[-1][-1:] for d in drafting], [d.before[-1][-1:] for d in drafting]
+        hidden = self._run(step, torch.cat(tokens), torch.cat(before) if before else None, keeps=False)
+        found, passed_on = self.model.logits(hidden).argmax(dim=-1), self.model.passed_on(hidden)
+        for at, d in enumerate(drafting):
+            d.add(found[at : at + 1], passed_on[at : at + 1])
 
     def _run(
         self, step: Step, tokens: torch.Tensor, before: torch.Tensor | None, *, keeps: bool = True
@@ -167,18 +176,22 @@ class DraftingLayers:
 class _Drafting:
     """A sequence whose tokens from position `first` on are drafted from: those that are known, then drafts.
 
-    `before` has the hidden states that stand beside `tokens`, in pieces, where the drafter takes them.
+    `tokens` has them on the device: the known ones, and each draft. `before` has the hidden states that stand beside
+    them, in pieces, where the drafter takes them.
     """
 
     slot: int
     first: int
-    tokens: list[int]
+    known: Tokens
     most: int
     before: list[torch.Tensor] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
+    tokens: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, token: int, passed_on: torch.Tensor) -> None:
-        self.drafts.append(token)
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.known) + len(self.tokens) - 1
+
+    def add(self, token: torch.Tensor, passed_on: torch.Tensor) -> None:
         self.tokens.append(token)
         if self.before:
             self.before.append(passed_on)
