@@ -30,11 +30,13 @@ from bench.gpu_checks import (
     overlap,
     parallel,
     quantized,
+    sleep,
     states,
 )
 
 MODULES = (
     attention, overlap, hopper, fused, adapters, quantized, experts, states, mamba2, chain, engine, formats, parallel,
+    sleep,
 )  # fmt: skip
 
 
