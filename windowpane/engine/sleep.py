@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from windowpane.lowering.adapters import Pair
 
 LEVELS = (1, 2)
+_OF_FILES = getattr(mmap, "MADV_REMOVE", mmap.MADV_DONTNEED)  # Linux alone has the first
 
 
 class Sleeper:
@@ -56,7 +57,7 @@ class Sleeper:
         self.level = level
         if self._stays(level):
             pages = started.runner.pages
-            host_bytes = _give_back(pages.host.memory, mmap.MADV_REMOVE) if started.disk is None else 0
+            host_bytes = _give_back(pages.host.memory, _OF_FILES) if started.disk is None else 0
             return _give_back(pages.arena, mmap.MADV_DONTNEED) + host_bytes
         host_bytes = started.runner.pages.host.memory.numel()
         del started.runner, started.engine.runner
@@ -93,7 +94,7 @@ class Sleeper:
 def _give_back(memory: torch.Tensor, advice: int) -> int:
     """The memory of whole pages of the system's, whose addresses stay; they are zeros when they are next touched.
 
-    What is a file's, as host pages are, goes by MADV_REMOVE: else the file would keep it.
+    What is a file's, as host pages are, goes by `_OF_FILES`: else the file would keep it.
     """
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (memory.data_ptr() + memory.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE

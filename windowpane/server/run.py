@@ -30,7 +30,7 @@ from windowpane.server.app import make_app
 from windowpane.server.auth import Access
 from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
-from windowpane.server.metrics import Metrics
+from windowpane.server.metrics import Metrics, cache_config
 from windowpane.server.service import Limits, Service
 from windowpane.server.traces import Traces
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
@@ -181,7 +181,7 @@ def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
 def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
     names = options.served_model_names or (started.spec.name,)
     _load_adapters(started, options, names, console)
-    loop = EngineLoop(started.engine, Metrics(names[0]))
+    loop = EngineLoop(started.engine, Metrics(names[0], cache_config(started.plan)))
     service = service_of(loop, started.text_source, started.plan.max_model_len, names, options, console)
     service.sleeper = started.sleeper
     service.hardware = (
