@@ -39,7 +39,10 @@ def _read_object(flag: str, text: str | None) -> dict[str, Any]:
 def serve(
     model: ModelToRun = None,
     host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 for all.", rich_help_panel=SERVER)
+        str,
+        typer.Option(
+            help="The address to listen on; 0.0.0.0 for all.", envvar="WINDOWPANE_HOST", rich_help_panel=SERVER
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
     api_key: Annotated[
