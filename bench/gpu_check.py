@@ -31,12 +31,13 @@ from bench.gpu_checks import (
     overlap,
     parallel,
     quantized,
+    sleep,
     states,
 )
 
 MODULES = (
     attention, overlap, hopper, fused, adapters, quantized, experts, states, mamba2, chain, engine, drafters, formats,
-    parallel,
+    parallel, sleep,
 )  # fmt: skip
 
 

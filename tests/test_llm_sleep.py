@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running.adapters import RANK, write_adapter
+from bench.gpu_checks.sleep import WAYS, Sizes, sleeps
 from tests.tiny_model import make_model
-from windowpane import LLM, LoRARequest, SamplingParams
-from windowpane.models import from_config
+from windowpane import LLM, SamplingParams
 
 ARENA_BYTES, HOST_BYTES = 4 * 2**20, 2**26
 FLAGS: dict[str, Any] = {
@@ -21,7 +20,6 @@ FLAGS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "max_model_len": 256,
-    "kv_offloading_size": "64MiB",
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = "a prompt that is long enough to be kept and found again " * 2
@@ -32,30 +30,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_answers_are_the_same_afterwards(model: Path, tmp_path: Path) -> None:
-    spec = from_config(json.loads((model / "config.json").read_text()), "tiny")
-    write_adapter(tmp_path / "poet", spec, 1, lora_alpha=40)
-    poet = LoRARequest("poet", 1, str(tmp_path / "poet"))
-    with LLM(model, **FLAGS, enable_lora=True, max_lora_rank=RANK) as llm:
-        before = llm.generate([PROMPT] * 2, GREEDY, lora_request=[None, poet])
-        assert before[0].text != before[1].text
-        (tmp_path / "poet" / "adapter_model.safetensors").unlink()  # adapters are read once
-        for level in (1, 2):
-            assert llm.generate(PROMPT, GREEDY)[0].cached_tokens > 0
-            assert llm.sleep(level) >= 0.99 * (ARENA_BYTES + HOST_BYTES)
-            assert llm.sleep(level) == 0, "it sleeps already"
-            with pytest.raises(ValueError, match=r"the model sleeps; wake_up\(\)"):
-                llm.generate(PROMPT, GREEDY)
-            llm.wake_up()
-            after = llm.generate([PROMPT] * 2, GREEDY, lora_request=[None, poet])
-            assert after == before and after[0].cached_tokens == 0
-        assert llm.engine.scheduler.tier is not None
-        llm.engine.scheduler.tier.check_integrity()
-        llm.engine.manager.check_idle()
+@pytest.mark.parametrize(("level", "way"), [(1, "graphs"), (2, "adapters, drafts and a host tier")])
+def test_answers_are_the_same_afterwards(level: int, way: str) -> None:
+    """What `bench.gpu_check sleep` checks on a GPU."""
+    sleeps(level, WAYS[way], "cpu", Sizes({}, arena_bytes=64 * 2**20, stays_bytes=8 * 2**20))
+
+
+def test_the_file_of_a_host_tier_is_emptied(model: Path) -> None:
+    with LLM(model, **FLAGS, kv_offloading_size="64MiB") as llm:
+        runner: Any = llm.engine.runner
+        pages = runner.pages.host
+        pages.memory.fill_(1)
+        assert os.fstat(pages.handle.file).st_blocks * 512 >= HOST_BYTES
+        assert llm.sleep() >= 0.99 * (ARENA_BYTES + HOST_BYTES)
+        assert os.fstat(pages.handle.file).st_blocks * 512 < 2**20
+        with pytest.raises(ValueError, match=r"the model sleeps; wake_up\(\)"):
+            llm.generate(PROMPT, GREEDY)
+        llm.wake_up()
+        assert llm.generate(PROMPT, GREEDY) == llm.generate(PROMPT, GREEDY)
 
 
 def test_what_cannot_be_done_is_told(model: Path, tmp_path: Path) -> None:
-    with LLM(model, **FLAGS, kv_disk_path=str(tmp_path)) as llm:
+    with LLM(model, **FLAGS, kv_offloading_size="64MiB", kv_disk_path=str(tmp_path)) as llm:
         with pytest.raises(ValueError, match="level is 1"):
             llm.sleep(3)
         with pytest.raises(ValueError, match="--kv-disk-path sleeps on a CPU and at level 1 only"):

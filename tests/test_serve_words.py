@@ -20,13 +20,14 @@ def test_several_words_after_one_flag() -> None:
     unnamed = ["serve", "--api-key", "a", "m"]
     assert spelled_out(unnamed) == unnamed, "the last word is the model"
     assert spelled_out(["plan", "--config", "x"]) == ["plan", "--config", "x"]
+    assert spelled_out(["serve", "--model", "m", "--api_key", "a_b"]) == ["serve", "m", "--api-key", "a_b"]
 
 
 def test_a_file_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
         "model: some/model\nport: 9000\nmax_model_len: 8K\nenable-prefix-caching: false\nswa-full: true\n"
-        "api-key: [a, b]\nallowed-origins: ['*']\nenable-admin: false\n"
+        "api-key: [a, b]\nallowed-origins: ['*']\nenable-admin: false\ntrust-remote-code: true\n"
     )
     flags = ["--port", "9000", "--max-model-len", "8K", "--no-enable-prefix-caching", "--swa-full"]
     flags += ["--api-key", "a", "--api-key", "b", "--allowed-origins", '["*"]']
@@ -42,6 +43,7 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
         ("- a\n- b\n", "maps names of flags"),
         ("{", "cannot be read"),
         ("nonsense: 1\n", "--nonsense"),
+        ("enable-chunked-prefill: false\n", "--no-enable-chunked-prefill of `vllm serve` is not a flag here"),
         ("block-size: 16\n", "--block-size of `vllm serve` is not a flag here"),
     ],
 )

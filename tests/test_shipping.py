@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 DOCKERFILE = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yaml").read_text())
+SERVE = typer.main.get_command(cli.app).get_command(None, "serve")  # type: ignore[attr-defined]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -40,11 +42,12 @@ def test_the_image_installs_extras_that_exist_with_pins_that_exist() -> None:
 
 def test_images_start_the_server_with_flags_that_it_has() -> None:
     [entry] = _lines("ENTRYPOINT")
-    program, command, *flags = json.loads(entry)
-    assert (program, command) == ("windowpane", "serve")
+    assert json.loads(entry) == ["windowpane", "serve"], "lists of words need the model in front: see `cli.words`"
+    assert "WINDOWPANE_HOST=0.0.0.0" in _lines("ENV") and _option("host").envvar == "WINDOWPANE_HOST"
     for service in COMPOSE["services"].values():
         model, *more = service["command"]
-        assert model.startswith("${MODEL:-") and _flags(flags + more) <= _serve_flags()
+        assert model.startswith("${MODEL:-") and _flags(more) <= _serve_flags()
+    assert "smollm2" not in COMPOSE["services"]["gpu"]["command"][0], "GPUs read no GGUF unless they are told to"
     [check] = _lines("HEALTHCHECK")
     assert "/health" in check and ":8000" in check and _lines("EXPOSE") == ["8000"]
 
@@ -70,6 +73,10 @@ def test_only_a_tag_publishes_and_only_after_everything_else() -> None:
     publishing = [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})]
     assert publishing == ["publish"] and jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
     assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    artifacts = [step["with"] for step in _steps() if "upload-artifact" in step.get("uses", "")]
+    [taken] = [step["with"] for step in jobs["publish"]["steps"] if "download-artifact" in step.get("uses", "")]
+    published = {made["path"] for made in artifacts if fnmatch(made["name"], taken["pattern"])}
+    assert published == {"wheelhouse/*.whl", "dist/*.tar.gz"}
 
 
 def _lines(instruction: str) -> list[str]:
@@ -82,8 +89,11 @@ def _flags(words: list[str]) -> set[str]:
 
 
 def _serve_flags() -> set[str]:
-    serve = typer.main.get_command(cli.app).get_command(None, "serve")  # type: ignore[attr-defined]
-    return {name for parameter in serve.params for name in parameter.opts}
+    return {name for parameter in SERVE.params for name in parameter.opts}
+
+
+def _option(name: str) -> Any:
+    return next(parameter for parameter in SERVE.params if parameter.name == name)
 
 
 def _steps() -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import typer
 
 from windowpane.cli import main as cli
-from windowpane.cli.vllm_flags import INSTEAD, KEPT, SHORT
+from windowpane.cli.vllm_flags import HOLDS, HOLDS_OF_KEPT, INSTEAD, KEPT, SHORT
+from windowpane.cli.words import NO_REQUEST_LOG
 from windowpane.server.protocol import UNSUPPORTED, ChatBody, CompletionBody
 
 PAGE = Path(__file__).parent.parent / "docs" / "vllm.md"
@@ -45,16 +46,20 @@ COMPLETION = re.findall(
 
 
 INTRODUCTION = (
-    "Every flag and every request field of `vllm serve` 0.27, with what happens here. A flag that is not here is an",
-    "error that says what to use instead, with exit code 2, and a field is a 400 that does; none is read and ignored.",
-    "Underscores are dashes, and `--config FILE` reads flags from YAML, as there.",
+    "Every flag and every request field of `vllm serve` 0.27, with what happens here. In a start script, `vllm`",
+    "becomes `windowpane`, or `python -m vllm.entrypoints.openai.api_server` becomes `windowpane serve`. A flag that",
+    "asks for what is so here anyway is taken. One that is not here is an error that says what to use instead, with",
+    "exit code 2, and a field is a 400 that does; none is read and ignored. Underscores are dashes, and `--config`",
+    "reads flags from a YAML file, as there. `VLLM_API_KEY` is read where `WINDOWPANE_API_KEY` is not set.",
 )
 
 
 def page() -> str:
     flags = [(f"`{flag}`", "the same") for flag in KEPT]
-    flags += [(f"`{flag}`", f"an error: {instead}") for flag, instead in INSTEAD.items()]
-    short = {long: name for name, long in SHORT.items()}
+    flags += [("`--model`", "the same as the model without a flag")]
+    flags += [(f"`{flag}`", "the same as `--log-level warning`") for flag in NO_REQUEST_LOG[:1]]
+    flags += [(f"`{flag}`", _answer(flag, instead)) for flag, instead in INSTEAD.items() if flag not in NO_REQUEST_LOG]
+    short = {long: name for name, long in SHORT.items()} | {"--tensor-parallel-size": "-tp", "--quantization": "-q"}
     flags = [(f"{name}, `{short[name[1:-1]]}`" if name[1:-1] in short else name, what) for name, what in flags]
     return "\n".join(
         [
@@ -72,6 +77,19 @@ def page() -> str:
             "",
         ]
     )
+
+
+def _answer(flag: str, instead: str) -> str:
+    why = instead.removesuffix("; leave it out")
+    pattern = HOLDS.get(flag)
+    if pattern is None:
+        return f"an error: {instead}"
+    if not pattern:
+        return f"so anyway, and taken: {why}"
+    values = (
+        "where every number is 0" if pattern.startswith("[") else " and ".join(f"`{v}`" for v in pattern.split("|"))
+    )
+    return f"taken with {values}, else an error: {why}".replace("with where", "where")
 
 
 def _field(name: str) -> str:
@@ -97,6 +115,7 @@ def test_flags_that_are_kept_are_here() -> None:
     serve = typer.main.get_command(cli.app).get_command(None, "serve")  # type: ignore[attr-defined]
     here = {name for parameter in serve.params for name in (*parameter.opts, *parameter.secondary_opts)}
     assert here >= set(KEPT) and not set(KEPT) & INSTEAD.keys()
+    assert HOLDS.keys() <= INSTEAD.keys() and HOLDS_OF_KEPT.keys() <= set(KEPT)
 
 
 def test_every_field_has_an_answer() -> None:

@@ -155,10 +155,13 @@ class TestThinking:
 
     def test_a_template_that_knows_is_told_whether_to(self, tmp_path: Path, client: Any) -> None:
         template = "{% if enable_thinking %}T{% else %}N{% endif %}"
-        with running(make_model(tmp_path / "tiny", chat_template=template)) as server:
+        model = make_model(tmp_path / "tiny", chat_template=template)
+        with running(model, template_variables={"enable_thinking": True}) as server:
             seen = prompts(server)
             client(server).messages.create(**fields(max_tokens=1))
-            assert seen == ["N"]
+            server.chat(max_tokens=1)
+            server.chat(max_tokens=1, chat_template_kwargs={"enable_thinking": False})
+            assert seen == ["N", "T", "N"], "requests win over --default-chat-template-kwargs"
             with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
                 client(server).messages.create(**fields(thinking={"type": "enabled", "budget_tokens": 1}))
 

@@ -30,7 +30,15 @@ NAMES = {
     "request_max_num_generation_tokens_bucket",
     "request_params_n_bucket",
     "request_params_max_tokens_bucket",
+    "request_prefill_kv_computed_tokens_bucket",
+    "iteration_tokens_total_bucket",
+    "prompt_tokens_cached_total",
+    "prompt_tokens_by_source_total",
+    "cache_config_info",
+    "engine_sleep_state",
 }
+
+SOURCES = ("local_compute", "local_cache_hit")
 
 
 def scrape(server: Running) -> dict[str, float]:
@@ -47,10 +55,11 @@ class TestMetrics:
         server.complete(prompt="a", max_tokens=3)
         text = server.http.get("/metrics").text
         own, theirs = (
-            {re.sub(r',?engine="0",?', "", key): value for key, value in re.findall(pattern, text, re.MULTILINE)}
+            {key.replace('engine="0",', ""): value for key, value in re.findall(pattern, text, re.MULTILINE)}
             for pattern in (r"^windowpane:(\S+) (\S+)$", r"^vllm:(\S+) (\S+)$")
         )
         assert {key.partition("{")[0] for key in theirs} >= NAMES
+        assert float(re.findall(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)[0]) > 2**20
         assert re.search(r'^vllm:num_requests_running{engine="0",model_name="tiny"} 0.0$', text, re.MULTILINE)
         plain = {name: value for name, value in own.items() if name.partition("{")[0] in NAMES and "le=" not in name}
         assert plain.items() <= theirs.items()
@@ -69,8 +78,28 @@ class TestMetrics:
         assert (grown("prompt_tokens_total"), grown("generation_tokens_total")) == (6, 5)
         assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 1
         assert grown("inter_token_latency_seconds_count") == 4
+        assert (grown("request_prefill_kv_computed_tokens_sum"), grown("iteration_tokens_total_sum")) == (6, 6 + 4)
         key = 'request_success_total{finished_reason="length",model_name="tiny"}'
         assert after[key] - before[key] == 1
+
+    def test_cached_tokens_are_told_apart(self, server: Running) -> None:
+        server.complete(prompt="told apart " * 4, max_tokens=1)
+        before = scrape(server)
+        server.complete(prompt="told apart " * 4, max_tokens=1)
+        after = scrape(server)
+        sources = [f'prompt_tokens_by_source_total{{model_name="tiny",source="{name}"}}' for name in SOURCES]
+        computed, cached = (after[source] - before[source] for source in sources)
+        assert computed + cached == 45 and cached >= 44
+        assert total(after, "prompt_tokens_cached_total") - total(before, "prompt_tokens_cached_total") == cached
+        assert total(after, "request_prefill_kv_computed_tokens_sum") == after[sources[0]]
+
+    def test_how_kv_is_kept_is_told_in_vllms_labels(self, server: Running) -> None:
+        text = server.http.get("/metrics").text
+        (labels,) = re.findall(r"^vllm:cache_config_info{(.*)} 1.0$", text, re.MULTILINE)
+        found = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert (found["engine"], found["enable_prefix_caching"], found["cache_dtype"]) == ("0", "True", "auto")
+        assert int(found["kv_cache_memory_bytes"]) == total(scrape(server), "kv_arena_bytes")
+        assert int(found["num_gpu_blocks"]) * int(found["block_size"]) > server.service.max_model_len
 
     def test_choices_of_one_call_are_told_together(self, server: Running) -> None:
         before = scrape(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -40,6 +41,13 @@ def post(server: Running, path: str) -> httpx.Response:
     return server.http.post(path, headers=ADMIN)
 
 
+def sleep_state(server: Running) -> dict[str, float]:
+    found = re.findall(
+        r'^vllm:engine_sleep_state{.*sleep_state="(\w+)"} (\S+)$', server.http.get("/metrics").text, re.M
+    )
+    return {state: float(value) for state, value in found}
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_given_back_and_answers_are_the_same_afterwards(server: Running, level: int) -> None:
     runner: Any = server.service.engine.runner
@@ -53,12 +61,14 @@ def test_memory_is_given_back_and_answers_are_the_same_afterwards(server: Runnin
     gc.collect()
     assert (gone() is None) == (level == 2), "weights stay at level 1 and go at level 2"
     assert server.http.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": True}
+    assert sleep_state(server) == {"awake": 0, "weights_offloaded": level == 1, "discard_all": level == 2}
     refused = server.complete(**BODY)
     assert refused.status_code == 503 and "/wake_up" in refused.json()["error"]["message"]
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/stats").json()["arena"]["cached_bytes"] == 0
     assert post(server, f"/sleep?level={level}").json()["freed_bytes"] == 0, "it sleeps already"
     assert post(server, "/wake_up").json() == {"is_sleeping": False}
+    assert sleep_state(server) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     assert server.complete(**BODY).json()["choices"][0]["text"] == before
     server.wait_until_idle()
 

@@ -18,14 +18,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.harness import Running, running
+from tests.server.harness import FLAGS, Running, running
 from tests.server.test_leaving import connect
 from tests.server.test_refusals import error_of
 from tests.text.test_hostile_grammars import ENDLESS, chain, deep_rules, nested
 from tests.tiny_model import EOS, make_model
 from tests.tiny_model import TEMPLATE as PLAIN_TEMPLATE
+from windowpane.engine.start import start
 from windowpane.server import log as server_log
 from windowpane.server.connections import Patience
+from windowpane.server.run import ServerOptions, make_service
 from windowpane.text.parsers import Parsers
 
 ANSWER = {"max_tokens": 4}
@@ -138,8 +140,19 @@ class TestChats:
         assert len(texts) == 1, "temperature 0"
         drawn = {server.complete(prompt="x", temperature=1.5).json()["choices"][0]["text"] for _ in range(4)}
         assert len(drawn) > 1
-        with running(model, generation_config="vllm") as server:
-            assert server.service.sampling_defaults == {}
+
+    def test_the_command_may_have_other_defaults(self, model: Path) -> None:
+        started = start(model, FLAGS)
+
+        def defaults(overrides: dict[str, Any], generation_config: str = "auto") -> Any:
+            options = ServerOptions(sampling_overrides=overrides, generation_config=generation_config)
+            return make_service(started, options).sampling_defaults
+
+        assert defaults({"top_k": 1}) == {"temperature": 0.0, "top_k": 1}
+        assert (defaults({}, "vllm"), defaults({"min_p": 0.5}, "vllm")) == ({}, {"min_p": 0.5})
+        for wrong in ({"top_q": 1}, {"top_p": 7}, {"temperature": "warm"}):
+            with pytest.raises(ValueError, match="--override-generation-config: "):
+                defaults(wrong)
 
 
 class TestLimits:

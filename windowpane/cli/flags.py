@@ -79,6 +79,13 @@ DownloadDir = Annotated[
     str | None, typer.Option(help="Where models from the Hub go (the shared cache).", rich_help_panel=DEVICE)
 ]
 
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization", "-q", help="How the checkpoint is quantized; another way is an error.", rich_help_panel=DEVICE
+    ),
+]
+
 _GPU = typer.Option(help="Cards, as in h200 or 2x3090; plan knows cpu too.", rich_help_panel=DEVICE)
 Gpu = Annotated[str, _GPU]
 GpuOrNone = Annotated[str | None, _GPU]
@@ -281,6 +288,7 @@ class EngineFlags(PlanFlags):
     load_format: LoadFormat = "auto"
     revision: Revision = None
     download_dir: DownloadDir = None
+    quantization: Quantization = None
     max_itl_ms: MaxItlMs = None
     kv_disk_path: KvDiskPath = None
     kv_disk_size: KvDiskSize = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,17 +26,30 @@ def _read_list(text: str) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _read_object(flag: str, text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{flag} {text} is no JSON object")
+    return found
+
+
 def serve(
     model: ModelToRun = None,
     host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 for all.", rich_help_panel=SERVER)
+        str,
+        typer.Option(
+            help="The address to listen on; 0.0.0.0 for all.", envvar="WINDOWPANE_HOST", rich_help_panel=SERVER
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             help="Ask for this key, except on /health; may be given again.",
-            envvar="WINDOWPANE_API_KEY",
+            envvar=["WINDOWPANE_API_KEY", "VLLM_API_KEY"],
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -140,6 +153,14 @@ def serve(
     chat_template: Annotated[
         str | None, typer.Option(help="A Jinja file instead of the model's own template.", rich_help_panel=TEXT)
     ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Template variables unless requests say otherwise, as in '{\"enable_thinking\": false}'.",
+            rich_help_panel=TEXT,
+        ),
+    ] = None,
     reasoning_parser: Annotated[
         str | None,
         typer.Option(
@@ -177,6 +198,14 @@ def serve(
             rich_help_panel=SAMPLING,
         ),
     ] = "auto",
+    override_generation_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Sampling defaults that win over those, as in '{\"temperature\": 0.7}'.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     seed: Seed = 0,
     *,
     flags: EngineFlags,
@@ -218,6 +247,8 @@ def serve(
             limits=Limits(max_queue=max_queue, max_body_bytes=parse_bytes(max_body_bytes)),
             special_tokens_in_content=allow_special_tokens_in_content,
             generation_config=generation_config,
+            sampling_overrides=_read_object("--override-generation-config", override_generation_config),
+            template_variables=_read_object("--default-chat-template-kwargs", default_chat_template_kwargs),
             lora_modules=parse_modules(lora_modules or []),
             lora_dir=lora_dir,
             shutdown_timeout_s=shutdown_timeout,

@@ -1,5 +1,5 @@
 """Flags of `vllm serve` that are not here, each with what to use instead: a command that is carried over is answered by
-name, not with the nearest spelling.
+name, not with the nearest spelling. Those that ask for what is so here anyway are taken.
 
 The list is what the parsers of vLLM 0.7 to 0.28 take (`vllm/engine/arg_utils.py`, the frontend's `cli_args.py` and the
 reference of `vllm serve`). `KEPT` are those that both have. docs/vllm.md shows all of them.
@@ -25,6 +25,7 @@ _NO_PLUGINS = "code from outside is not loaded; leave it out"
 _REQUEST_FIELD = "it is a field of the request here (docs/server.md)"
 _METRICS = "GET /metrics and /stats have what is measured; leave it out"
 _LOG_LEVEL = "--log-level says how much is logged: warning leaves out the line per request"
+_GENERATES = "models generate, and /v1/embeddings takes the final hidden states of any; leave it out"
 _NO_POOLING = "only generation is served here"
 _OBSOLETE = "newer releases of vLLM have dropped it; leave it out"
 _STRUCTURED = "structured output needs no backend to be chosen (docs/structured-output.md); leave it out"
@@ -38,9 +39,8 @@ _PIN_OUTSIDE = "start the server under numactl or taskset"
 
 INSTEAD: dict[str, str] = {
     # What model, and how it is loaded.
-    "--model": "name the model without a flag: windowpane serve MODEL",
-    "--task": _NO_POOLING,
-    "--runner": _NO_POOLING,
+    "--task": _GENERATES,
+    "--runner": _GENERATES,
     "--convert": _NO_POOLING,
     "--pooler-config": _NO_POOLING,
     "--override-pooler-config": _NO_POOLING,
@@ -60,7 +60,6 @@ INSTEAD: dict[str, str] = {
     "--hf-overrides": "edit config.json in the model's directory",
     "--rope-scaling": "edit rope_scaling in the model's config.json",
     "--rope-theta": "edit rope_theta in the model's config.json",
-    "--quantization": _FROM_CHECKPOINT,
     "--quantization-param-path": _FROM_CHECKPOINT,
     "--quantization-config": _FROM_CHECKPOINT,
     "--allow-deprecated-quantization": _FROM_CHECKPOINT,
@@ -84,7 +83,6 @@ INSTEAD: dict[str, str] = {
     # Text, templates, tools.
     "--chat-template-content-format": "the template decides; leave it out",
     "--trust-request-chat-template": "give the template to the server with --chat-template",
-    "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
     "--response-role": "answers are the assistant's; leave it out",
     "--return-tokens-as-token-ids": "logprobs name tokens by their text and bytes; leave it out",
     "--exclude-tools-when-tool-choice-none": "send no tools with such requests",
@@ -99,7 +97,6 @@ INSTEAD: dict[str, str] = {
     "--guided-decoding-disable-any-whitespace": _STRUCTURED,
     "--guided-decoding-disable-additional-properties": _STRUCTURED,
     "--structured-outputs-config": _STRUCTURED,
-    "--override-generation-config": "send the values with each request, or edit generation_config.json",
     "--max-logprobs": _REQUEST_FIELD,
     "--logprobs-mode": "logprobs are those of the model, before sampling parameters; leave it out",
     "--return-sampling-mask": "ask for logprobs with a request",
@@ -125,7 +122,7 @@ INSTEAD: dict[str, str] = {
     "--fingerprint-value": "leave it out: system_fingerprint is not sent",
     # The server.
     "--uds": _PROXY,
-    "--disable-uvicorn-access-log": _LOG_LEVEL,
+    "--disable-uvicorn-access-log": "uvicorn's own lines of requests are always off; leave it out",
     "--disable-access-log-for-endpoints": _LOG_LEVEL,
     "--ssl-ca-certs": f"for TLS, {_PROXY}",
     "--ssl-cert-reqs": f"for TLS, {_PROXY}",
@@ -149,7 +146,7 @@ INSTEAD: dict[str, str] = {
     "--enable-log-outputs": "answers are not logged",
     "--enable-log-deltas": "answers are not logged",
     "--log-error-stack": "use --log-level debug",
-    "--disable-log-stats": "figures are not logged: GET /metrics has them",
+    "--disable-log-stats": "figures are not logged, GET /metrics has them; leave it out",
     "--aggregate-engine-logging": "there is one engine; leave it out",
     "--show-hidden-metrics-for-version": _METRICS,
     "--collect-detailed-traces": _METRICS,
@@ -370,10 +367,60 @@ INSTEAD: dict[str, str] = {
     "--additional-config": "leave it out: it concerns other hardware",
 }
 
+# Those of INSTEAD that are taken all the same, because what they ask for is so here: with values that match in full, or
+# as switches where the pattern is empty.
+HOLDS: dict[str, str] = {
+    "--trust-remote-code": "",
+    "--enable-chunked-prefill": "",
+    "--disable-log-stats": "",
+    "--disable-uvicorn-access-log": "",
+    "--disable-frontend-multiprocessing": "",
+    "--disable-custom-all-reduce": "",
+    "--disable-cascade-attn": "",
+    "--kv-sharing-fast-prefill": "",
+    "--scheduler-reserve-full-isl": "",
+    "--language-model-only": "",
+    "--skip-mm-profiling": "",
+    "--enable-prompt-tokens-details": "",
+    "--enable-server-load-tracking": "",
+    "--enable-tokenizer-info-endpoint": "",
+    "--enable-request-id-headers": "",
+    "--use-tqdm-on-load": "",
+    "--task": "auto|generate",
+    "--runner": "auto|generate",
+    "--tokenizer-mode": "auto|hf|slow",
+    "--config-format": "auto|hf",
+    "--model-impl": "auto",
+    "--chat-template-content-format": "auto",
+    "--response-role": "assistant",
+    "--logprobs-mode": "raw_logprobs",
+    "--stream-interval": "1",
+    "--scheduling-policy": "fcfs",
+    "--preemption-mode": "recompute",
+    "--num-scheduler-steps": "1",
+    "--cpu-offload-gb": "0",
+    "--swap-space": "0",
+    "--kv-offloading-backend": "native",
+    "--distributed-executor-backend": "mp|uni",
+    "--pipeline-parallel-size": "1",
+    "--decode-context-parallel-size": "1",
+    "--prefill-context-parallel-size": "1",
+    "--data-parallel-size": "1",
+    "--data-parallel-size-local": "1",
+    "--api-server-count": "1",
+    "--nnodes": "1",
+    "--node-rank": "0",
+    "--limit-mm-per-prompt": "[^1-9]*",  # none of any kind
+}
+
+# The same for flags that both have.
+HOLDS_OF_KEPT = {"--max-model-len": "auto|-1"}
+
 # Flags that both have, with the same meaning.
 KEPT = (
     *("--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins", "--api-key"),
-    *("--async-scheduling", "--chat-template", "--config", "--download-dir", "--dtype", "--enable-auto-tool-choice"),
+    *("--async-scheduling", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir"),
+    *("--dtype", "--enable-auto-tool-choice", "--override-generation-config", "--quantization"),
     *("--enable-prefix-caching", "--enable-return-routed-experts", "--enforce-eager", "--generation-config"),
     *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-memory-bytes"),
     *("--kv-events-config", "--kv-offloading-size", "--load-format"),
@@ -405,7 +452,6 @@ SHORT = {
     "-cc": "--compilation-config",
     "-ac": "--attention-config",
     "-spec-draft-tp": "--speculative-draft-tensor-parallel-size",
-    "-q": "--quantization",
     "-O": "--optimization-level",
     "-n": "--nnodes",
     "-r": "--node-rank",
@@ -417,7 +463,7 @@ def instead_of(words: list[str], refused: str) -> str | None:
 
     vLLM reads underscores as dashes, `--no-` in front of a switch, and `--compilation-config.mode 3` as a part of one.
     """
-    typed = next((word for word in words if word.startswith(refused)), refused).partition("=")[0]
+    typed = next((word for word in words if word.replace("_", "-").startswith(refused)), refused).partition("=")[0]
     name = typed.replace("_", "-").partition(".")[0]
     for known in (name, name.replace("--no-", "--", 1), SHORT.get(name, ""), SHORT.get(name[:2], "")):
         if known in INSTEAD:

@@ -1,11 +1,15 @@
-"""What `vllm serve` lets people type and a parser of options does not: a file of flags, and lists of words."""
+"""What `vllm serve` lets people type and a parser of options does not: underscores, `--model`, a file of flags, lists
+of words, and flags that ask for what is so here anyway.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from windowpane.cli.errors import UserError
+from windowpane.cli.vllm_flags import HOLDS, HOLDS_OF_KEPT, SHORT
 
 LISTS = (
     "--api-key",
@@ -14,16 +18,79 @@ LISTS = (
     "--lora-target-modules",
 )  # take several words after one flag
 JSON_LISTS = ("--allowed-origins", "--allowed-methods", "--allowed-headers")
-NO_FORMS = ("--enable-prefix-caching", "--async-scheduling", "--enable-layer-chain")  # switches that are on unless told
+# Switches that are on unless told; the last one cannot be turned off, and says so.
+NO_FORMS = ("--enable-prefix-caching", "--async-scheduling", "--enable-layer-chain", "--enable-chunked-prefill")
+# Both leave out the line per request.
+NO_REQUEST_LOG = ("--disable-log-requests", "--no-enable-log-requests")
 
 
 def spelled_out(words: list[str]) -> list[str]:
     """The words of a command as the parser takes them. Those of a `--config` file come first, so that others win."""
+    words = [_dashed(word) for word in words]
     if words[:1] != ["serve"]:
         return words
-    words = _with_config(words)
-    has_model = len(words) > 1 and not words[1].startswith("-")
-    return _repeated(words) if has_model else words
+    words = _without_what_holds(_with_model_in_front(_with_config(words)))
+    return _repeated(words) if _model(words) is not None else words
+
+
+def _dashed(word: str) -> str:
+    """`--max_model_len=8192` as `--max-model-len=8192`."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if re.fullmatch(r"--\w[\w.-]*", name) else word
+
+
+def _model(words: list[str]) -> str | None:
+    return words[1] if len(words) > 1 and not words[1].startswith("-") else None
+
+
+def _with_model_in_front(words: list[str]) -> list[str]:
+    """`--model MODEL` as `MODEL`."""
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--model"), None)
+    if at is None:
+        return words
+    _, has_value, model = words[at].partition("=")
+    if not has_value:
+        if at + 1 == len(words):
+            raise UserError("--model is given without a model")
+        model = words[at + 1]
+    if _model(words) not in (None, model):
+        raise UserError(f"the model is {words[1]} and --model {model}; leave one out")
+    others = words[1:at] + words[at + (1 if has_value else 2) :]
+    return ["serve", model, *(others[1:] if _model(words) is not None else others)]
+
+
+def _without_what_holds(words: list[str]) -> list[str]:
+    """Without flags that ask for what is so here; their other values stay, for the parser to refuse."""
+    patterns = HOLDS | HOLDS_OF_KEPT | {"--tokenizer-revision": _value_of("--revision", words)}
+    if (model := _model(words)) is not None:
+        patterns["--tokenizer"] = re.escape(model)
+    if any(word.startswith("--reasoning-parser") for word in words):
+        patterns["--enable-reasoning"] = ""
+    result: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, has_value, value = word.partition("=")
+        pattern = patterns.get(SHORT.get(name, name))
+        if name in NO_REQUEST_LOG:
+            result += [] if any(w.startswith("--log-level") for w in words) else ["--log-level", "warning"]
+        elif pattern is None:
+            result.append(word)
+        elif not pattern:
+            result += [word] if has_value else []
+        else:
+            given = [word] if has_value else [word, *([] if (after := next(rest, None)) is None else [after])]
+            value = value if has_value else given[-1]
+            result += [] if re.fullmatch(pattern, value) else given
+    return result
+
+
+def _value_of(flag: str, words: list[str]) -> str:
+    """A pattern of what a flag was given, which nothing matches where it was not."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, has_value, value = word.partition("=")
+        if name == flag:
+            return re.escape(value if has_value else after)
+    return "(?!)"
 
 
 def _repeated(words: list[str]) -> list[str]:
@@ -54,6 +121,7 @@ def _with_config(words: list[str]) -> list[str]:
     given = {word.partition("=")[0] for word in others}
     model, flags = _read(file, given)
     named = bool(others) and not others[0].startswith("-")
+    model = [] if "--model" in given else model
     return ["serve", *(others[:1] if named else model), *flags, *(others[1:] if named else others)]
 
 

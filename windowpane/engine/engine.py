@@ -114,6 +114,7 @@ class Engine:
         self.async_scheduling = async_scheduling
         self.speculator = speculator
         self.adapters = adapters
+        self.sent_tokens = 0  # of all steps so far
         self._sent_steps: deque[SentStep] = deque()
         self._landed: list[TokenOutput] = []  # not returned yet: an interrupt ended the step that was to do so
         self._ended: Moment | None = None  # of the step that landed last
@@ -270,6 +271,7 @@ class Engine:
             },
         )
         self._sent_steps.append(sent)
+        self.sent_tokens += batch.num_tokens
         return sent
 
     @torch.inference_mode()

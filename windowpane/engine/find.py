@@ -20,6 +20,26 @@ def find_model(model: str | Path | None, options: StartOptions) -> tuple[ModelSp
     """The shape of a model, and where it lies: None for a shape without weights. No model is the embedded default; a
     name on the Hub is fetched.
     """
+    spec, source = _find(model, options)
+    _check_quantization(spec, options.quantization)
+    return spec, source
+
+
+def _check_quantization(spec: ModelSpec, asked: str | None) -> None:
+    """vLLM names kernels too (`awq_marlin`); here the checkpoint's own config decides, and must agree."""
+    if asked is None:
+        return
+    stored = None if spec.quantization is None else spec.quantization.method
+    method = asked.lower().replace("_", "-").removesuffix("-marlin")
+    if method != stored:
+        is_stored = "is not quantized" if stored is None else f"is quantized by {stored}"
+        raise ConfigError(
+            f"--quantization {asked}: the checkpoint of {spec.name} {is_stored}, and weights are run as they are "
+            "stored; leave it out, or give a checkpoint that is quantized so"
+        )
+
+
+def _find(model: str | Path | None, options: StartOptions) -> tuple[ModelSpec, Path | None]:
     name = DEFAULT_GENERATE if model is None else str(model)
     path = Path(name)
     if path.exists():
@@ -44,7 +64,7 @@ def find_drafter(spec: ModelSpec, config: DraftConfig | None, options: StartOpti
     """The model with its drafter, where that is a model, and where a drafter with a checkpoint of its own lies."""
     if config is None or config.method == "ngram":
         return spec, None
-    model, source = (None, None) if config.model is None else find_model(config.model, options)
+    model, source = (None, None) if config.model is None else _find(config.model, options)
     return spec.with_drafter(drafter_for(spec, model)), source
 
 

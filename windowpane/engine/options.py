@@ -16,7 +16,8 @@ class StartOptions:
 
     `auto` is the first CUDA card or else the CPU; the model's own dtype, or float32 on a CPU; and whatever weights lie
     with the model. `dummy` makes random ones from the config alone. A model on the Hub is fetched at `revision` (None:
-    its main branch) to `download_dir` (None: the shared cache).
+    its main branch) to `download_dir` (None: the shared cache). `quantization` names how the checkpoint is quantized,
+    which its own config says too: another name is an error.
     """
 
     device: str = "auto"
@@ -25,6 +26,14 @@ class StartOptions:
     seed: int = 0
     revision: str | None = None
     download_dir: str | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", OTHER_DTYPES.get(self.dtype, self.dtype))
+
+
+# vLLM's other names.
+OTHER_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from windowpane.lowering.adapters import Pair
 
 LEVELS = (1, 2)
+_OF_FILES = getattr(mmap, "MADV_REMOVE", mmap.MADV_DONTNEED)  # Linux alone has the first
 
 
 class Sleeper:
@@ -55,8 +56,9 @@ class Sleeper:
         [report] = started.reports
         self.level = level
         if self._stays(level):
-            host = started.runner.pages.host.memory
-            return _give_back(started.runner.arena) + (_give_back(host) if started.disk is None else 0)
+            pages = started.runner.pages
+            host_bytes = _give_back(pages.host.memory, _OF_FILES) if started.disk is None else 0
+            return _give_back(pages.arena, mmap.MADV_DONTNEED) + host_bytes
         host_bytes = started.runner.pages.host.memory.numel()
         del started.runner, started.engine.runner
         if started.engine.adapters is not None:
@@ -89,12 +91,15 @@ class Sleeper:
         self.level = 0
 
 
-def _give_back(arena: torch.Tensor) -> int:
-    """The memory of whole pages of the system's, whose addresses stay; they are zeros when they are next touched."""
-    start = -(-arena.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (arena.data_ptr() + arena.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+def _give_back(memory: torch.Tensor, advice: int) -> int:
+    """The memory of whole pages of the system's, whose addresses stay; they are zeros when they are next touched.
+
+    What is a file's, as host pages are, goes by `_OF_FILES`: else the file would keep it.
+    """
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (memory.data_ptr() + memory.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
-    if size > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED) != 0:
+    if size > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice) != 0:
         raise OSError(ctypes.get_errno(), "madvise")
     return max(size, 0)
 

@@ -256,7 +256,8 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         made = service.loop.metrics
 
         def expose(engine: Engine) -> bytes:
-            return made.exposition(engine, alive=service.loop.is_alive)
+            level = service.sleeper.level if service.sleeper is not None else 0
+            return made.exposition(engine, alive=service.loop.is_alive, sleep_level=level)
 
         try:
             text = await service.loop.ask(expose)

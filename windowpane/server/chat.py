@@ -91,7 +91,7 @@ def render(service: Service, body: ChatFields, variables: Mapping[str, Any], wit
     messages = [_plain(message, index) for index, message in enumerate(body.messages)]
     if service.parsers.is_harmony:
         messages = [_with_thinking(message) for message in messages]
-    variables = {**(body.chat_template_kwargs or {}), **variables}
+    variables = {**service.template_variables, **(body.chat_template_kwargs or {}), **variables}
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables:
             raise bad_request(f"chat_template_kwargs.{name} is a field of its own", "chat_template_kwargs")

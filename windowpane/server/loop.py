@@ -166,7 +166,7 @@ class EngineLoop:
         self._close()
 
     def _step(self) -> None:
-        began = time.monotonic()
+        began, sent_tokens = time.monotonic(), self.engine.sent_tokens
         outputs = self.engine.step()
         now = time.monotonic()
         cpu_s = time.thread_time()
@@ -183,7 +183,7 @@ class EngineLoop:
                 piece = self._take_in(choice, output, now)
                 if piece is not None:
                     posted.append((choice.job, piece))
-        self.metrics.stepped(outputs)
+        self.metrics.stepped(outputs, self.engine.sent_tokens - sent_tokens)
         self._post(posted)
         self.metrics.output_cpu_s += time.thread_time() - cpu_s
         for output in outputs:

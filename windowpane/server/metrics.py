@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -26,6 +26,7 @@ from windowpane.kv.tier import TierStats
 from windowpane.schedule.request import FinishReason, Request
 
 if TYPE_CHECKING:
+    from windowpane.plan.planner import Plan
     from windowpane.server.job import Times
 
 PREFIX = "windowpane:"
@@ -41,17 +42,45 @@ SAME_AS_VLLM = frozenset(
         *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
         *("request_inference_time_seconds", "request_time_per_output_token_seconds", "lora_requests_info"),
         *("request_params_n", "request_params_max_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
-        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos", "iteration_tokens_total"),
+        *("cache_config_info", "engine_sleep_state", "request_prefill_kv_computed_tokens", "prompt_tokens_cached"),
+        "prompt_tokens_by_source",
     }
 )
 
 # Bounds in seconds, those of the vLLM histograms of the same names.
-_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _CHOICES = (1, 2, 5, 10, 20)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_STEP_TOKENS = _TOKENS[:13]
+# How vLLM calls its levels of sleep.
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class Histogram:
@@ -81,7 +110,9 @@ class Histogram:
 class Metrics:
     """Counts of one server. The engine's thread tells it of steps, tokens and ends."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, cache_config: Mapping[str, str] | None = None) -> None:
+        """`cache_config` is told as `cache_config_info`: see the function of that name."""
+        self.cache_config = cache_config
         self.labels = {"model_name": model_name}
         self._started = time.monotonic()
         self.steps = 0
@@ -108,14 +139,21 @@ class Metrics:
         self.longest_answer = Histogram(
             "request_max_num_generation_tokens", "Generated tokens of the longest of a call's choices.", _TOKENS
         )
+        self.computed_tokens = Histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens per request that were not cached.", _TOKENS
+        )
+        self.step_tokens = Histogram("iteration_tokens_total", "Tokens per step, of prompts and answers.", _STEP_TOKENS)
         self.params_n = Histogram("request_params_n", "Choices per call.", _CHOICES)
         self.params_max_tokens = Histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
         self.loop_lag_s = Histogram("event_loop_lag_seconds", "How late the event loop woke a timer.", _LAG_S)
 
     # -- told by the engine's thread -------------------------------------------------------------------------------
 
-    def stepped(self, outputs: Sequence[TokenOutput]) -> None:
+    def stepped(self, outputs: Sequence[TokenOutput], sent_tokens: int) -> None:
+        """`sent_tokens` are those of the step that was sent off meanwhile; 0 where none was."""
         self.steps += 1
+        if sent_tokens:
+            self.step_tokens.observe(sent_tokens)
         self.generated_tokens += sum([output.token is not None and not output.is_dropped for output in outputs])
 
     def token_came(self, request: Request, times: Times, now: float) -> None:
@@ -145,6 +183,7 @@ class Metrics:
         self.params_max_tokens.observe(request.params.max_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
         self.request_generated_tokens.observe(len(request.output))
+        self.computed_tokens.observe(len(request.prompt) - request.cached_tokens)
 
     def job_ended(self, requests: Sequence[Request]) -> None:
         """All choices of a call are over."""
@@ -159,15 +198,23 @@ class Metrics:
 
     # -- scraped ---------------------------------------------------------------------------------------------------
 
-    def exposition(self, engine: Engine, *, alive: bool) -> bytes:
+    def exposition(self, engine: Engine, *, alive: bool, sleep_level: int = 0) -> bytes:
         """The text that Prometheus reads. Between steps only: it looks into the engine's books."""
         registry = CollectorRegistry(auto_describe=False)
-        families = [*self.engine_families(engine, alive), *self._families()]
+        families = [*self.engine_families(engine, alive), *self._families(), self._sleep_family(sleep_level)]
+        ProcessCollector(registry=registry)
         registry.register(_Collected([*families, *_named_as_in_vllm(families)]))
         return generate_latest(registry)
 
     def _families(self) -> Iterator[Metric]:
         yield self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.", self.prompt_tokens)
+        yield self._counter("prompt_tokens_cached", "Prompt tokens found in the cache.", self.cached_tokens)
+        yield self._labelled_counter(
+            "prompt_tokens_by_source",
+            "Prompt tokens that were computed, and those found in the cache.",
+            "source",
+            {"local_compute": self.prompt_tokens - self.cached_tokens, "local_cache_hit": self.cached_tokens},
+        )
         yield self._counter("generation_tokens", "Tokens generated.", self.generated_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", self.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", self.cached_tokens)
@@ -184,9 +231,27 @@ class Metrics:
         yield self._labelled_counter(
             "requests_rejected", "Requests turned away before they were queued.", "reason", self.rejected_requests
         )
+        if self.cache_config is not None:
+            info = GaugeMetricFamily(
+                PREFIX + "cache_config_info",
+                "How KV is kept: labels of a 1.",
+                labels=[*self.labels, *self.cache_config],
+            )
+            info.add_metric([*self.labels.values(), *self.cache_config.values()], 1)
+            yield info
         for value in vars(self).values():
             if isinstance(value, Histogram):
                 yield value.family(self.labels)
+
+    def _sleep_family(self, level: int) -> Metric:
+        family = GaugeMetricFamily(
+            PREFIX + "engine_sleep_state",
+            "1 for the state that the engine is in.",
+            labels=[*self.labels, "sleep_state"],
+        )
+        for of_level, state in enumerate(_SLEEP_STATES):
+            family.add_metric([*self.labels.values(), state], int(level == of_level))
+        return family
 
     def engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
         scheduler, manager = engine.scheduler, engine.manager
@@ -275,6 +340,27 @@ class Metrics:
         family = GaugeMetricFamily(PREFIX + name, help, labels=list(self.labels))
         family.add_metric(list(self.labels.values()), value)
         return family
+
+
+def cache_config(plan: Plan) -> dict[str, str]:
+    """Labels of vLLM's metric of that name, as far as they have a meaning here.
+
+    Groups have pages of their own, so that `num_gpu_blocks` is what vLLM's own figure amounts to: blocks of the tokens
+    of as many sequences of the longest length as fit.
+    """
+    assert plan.capacity is not None
+    config = plan.sizing.config
+    blocks = [group.block_tokens for group in plan.sizing.layout.groups if group.block_tokens]
+    block_tokens = max(blocks, default=1)
+    tokens = plan.capacity.byte_ratio(plan.max_model_len) * plan.max_model_len
+    return {
+        "block_size": str(block_tokens),
+        "num_gpu_blocks": str(int(tokens) // block_tokens),
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(plan.capacity.arena_bytes),
+    }
 
 
 def _named_as_in_vllm(families: Iterable[Metric]) -> Iterator[Metric]:

@@ -30,12 +30,13 @@ from windowpane.server.app import make_app
 from windowpane.server.auth import Access
 from windowpane.server.connections import Patience, connection_with
 from windowpane.server.loop import EngineLoop
-from windowpane.server.metrics import Metrics
+from windowpane.server.metrics import Metrics, cache_config
 from windowpane.server.service import Limits, Service
 from windowpane.server.traces import Traces
 from windowpane.text import ChatTemplate, TextError, Tokenizer, load_tokenizer
 from windowpane.text.grammar import Grammars
 from windowpane.text.parsers import Parsers
+from windowpane.text.tokenizer import SAMPLING_DEFAULTS
 
 # How long a thread may keep the interpreter to itself. The default of 5 ms is long beside a token; the event loop would
 # wait for it whenever the engine computes in Python.
@@ -79,7 +80,8 @@ def _no_password() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """What the server's own flags say. `chat_template` is the template itself. `lora_modules` are directories of
-    adapters by name, and `lora_dir` is the one from which more may be loaded.
+    adapters by name, and `lora_dir` is the one from which more may be loaded. `sampling_overrides` win over the model's
+    own defaults, and `template_variables` are those of chat templates; both yield to requests.
     """
 
     host: str = "127.0.0.1"
@@ -96,6 +98,8 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
     special_tokens_in_content: bool = False
     generation_config: str = "auto"
+    sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     lora_dir: Path | None = None
     shutdown_timeout_s: int = 300
@@ -112,6 +116,9 @@ class ServerOptions:
             raise ValueError(f"--uvicorn-log-level {self.uvicorn_log_level!r} is not known; use {known}")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"--root-path begins with a slash, as in /{self.root_path}")
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in self.template_variables:
+                raise ValueError(f"--default-chat-template-kwargs: {name} is what requests bring; leave it out")
         if self.generation_config not in GENERATION_CONFIGS:
             raise ValueError(
                 f"--generation-config {self.generation_config!r} is not known; use auto (the model's "
@@ -181,7 +188,7 @@ def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
 def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
     names = options.served_model_names or (started.spec.name,)
     _load_adapters(started, options, names, console)
-    loop = EngineLoop(started.engine, Metrics(names[0]))
+    loop = EngineLoop(started.engine, Metrics(names[0], cache_config(started.plan)))
     service = service_of(loop, started.text_source, started.plan.max_model_len, names, options, console)
     service.sleeper = started.sleeper
     service.hardware = (
@@ -219,6 +226,7 @@ def service_of(
         limits=options.limits,
         special_tokens_in_content=options.special_tokens_in_content,
         sampling_defaults=_sampling_defaults(tokenizer, options, console),
+        template_variables=options.template_variables,
         traces=None if options.otlp_traces_endpoint is None else Traces(options.otlp_traces_endpoint, names[0]),
         lora_dir=options.lora_dir,
     )
@@ -248,17 +256,23 @@ def _load_adapters(started: Started, options: ServerOptions, names: Sequence[str
 def _sampling_defaults(
     tokenizer: Tokenizer | None, options: ServerOptions, console: Console | None
 ) -> Mapping[str, float]:
-    """Those of the model's own file. A wrong value is the operator's business, not the next client's."""
-    if tokenizer is None or options.generation_config == "vllm" or not tokenizer.files.sampling_defaults:
+    """Those of the model's own file and of the command. A wrong value is the operator's business, not a client's."""
+    overrides = options.sampling_overrides
+    if unknown := set(overrides) - set(SAMPLING_DEFAULTS):
+        known = ", ".join(SAMPLING_DEFAULTS)
+        raise ValueError(f"--override-generation-config: {', '.join(sorted(unknown))} is not known; use {known}")
+    from_file = {} if tokenizer is None or options.generation_config == "vllm" else tokenizer.files.sampling_defaults
+    defaults = {**from_file, **overrides}
+    if not defaults:
         return {}
-    defaults = tokenizer.files.sampling_defaults
     try:
-        SamplingParams(**defaults)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise TextError(f"generation_config.json: {error}; --generation-config vllm ignores it") from None
+        SamplingParams(**defaults)
+    except (TypeError, ValueError) as error:
+        where = "--override-generation-config" if overrides else "generation_config.json"
+        raise TextError(f"{where}: {error}; --generation-config vllm ignores the model's file") from None
     if console is not None:
         named = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        console.print(f"Unless requests say otherwise (generation_config.json): {named}", highlight=False)
+        console.print(f"Unless requests say otherwise: {named}", highlight=False)
     return defaults
 
 

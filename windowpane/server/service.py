@@ -73,6 +73,7 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     special_tokens_in_content: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # of chats that do not say otherwise
     traces: Traces | None = None
     sleeper: Sleeper | None = None
     asleep: bool = False  # or on its way there

@@ -329,11 +329,13 @@ def _put_bos_in_front(backend: tokenizers.Tokenizer, bos: str | None, source: st
         )
 
 
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 def _sampling_defaults(path: Path) -> dict[str, float]:
     """How its makers want a model sampled."""
     config = _read_json(path)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+    defaults = {name: config[name] for name in SAMPLING_DEFAULTS if isinstance(config.get(name), int | float)}
     if "top_k" in defaults:
         defaults["top_k"] = int(defaults["top_k"])
     return defaults
