@@ -30,7 +30,7 @@ from windowpane.lowering.gpu.kernels.experts import Boxed, Few, Grouped, Launche
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import grouped_product
-from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, gather_rows, plan_boxed
+from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, gather_rows, takes_boxes
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted, sort_pairs
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
@@ -122,10 +122,12 @@ def agrees(layer: Layer) -> str:
     if layer.kind == "plain":
         forms += [(33, (Grouped(size, 128, 64, 4, 3, tma=True),) * 2) for size in (16, 128)]
     has_boxes = layer.activation != "relu2"
-    weights = case.gate_up, case.down
-    plans = [{plan_boxed(weight, BF16, size) for weight in weights} for size in STAGES if has_boxes]
-    boxes = {plan.pop() for plan in plans if len(plan) == 1} - {None}
-    forms += [(rows, (launch,) * 2) for rows in (5, 33, 400) for launch in sorted(filter(None, boxes))]
+    sizes = [
+        size
+        for size in STAGES
+        if has_boxes and takes_boxes(case.gate_up, BF16, size) and takes_boxes(case.down, BF16, size)
+    ]
+    forms += [(rows, (Boxed(size),) * 2) for rows in (5, 33, 400) for size in sizes]
     for rows, launches in forms:
         worst = max(worst, compare(case, rows, launches))
     return f"{worst[0]:.1e} (torch {worst[1]:.1e})"
@@ -336,7 +338,7 @@ def candidates(layer: Layer, rows: int) -> list[Few | Grouped | Boxed]:
     sizes = (16,) if per_expert < 6 else (16, 32) if per_expert < 20 else (32, 64) if per_expert < 50 else (64, 128)
     fitting = [launch for launch in grouped if launch.rows in (sizes if per_expert < 200 else (128,))]
     kernels = {"mxfp4": list(STAGES), "plain": [PLAIN_ROWS]}.get(layer.kind, [])
-    boxed = [Boxed(size) for size in kernels if size in sizes or (size > 128 and 128 in sizes)]
+    boxed = [Boxed(size) for size in kernels if size in sizes]
     return [*few] if rows <= 2 else [*few[1::2], *boxed, *fitting] if rows <= 16 else [*boxed, *fitting]
 
 

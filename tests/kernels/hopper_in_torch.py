@@ -114,20 +114,17 @@ def _multiply(a: Tensor | Shared, b: Shared, sums: Tensor | Product, *, is_async
     return program.products[-1]
 
 
-def _wait_for_products(most_in_flight: int, deps: list[Any]) -> Any:
-    """What was waited for, by itself where it is one thing."""
+def _wait_for_products(most_in_flight: int, deps: list[Any]) -> tuple[Any, ...]:
     time.sleep(1e-3)  # in which a copy that nothing holds back spoils an operand
     done = program.products[: len(program.products) - most_in_flight]
     program.products = program.products[len(done) :]
     for product in done:
         product.finish()
-    found = tuple(x.result() if isinstance(x, Product) and x.is_done else x for x in deps)
-    return found if len(found) > 1 else found[0]
+    return tuple(x.result() if isinstance(x, Product) and x.is_done else x for x in deps)
 
 
-def _bring(tensor: Described, at: list[Any], barrier: Barrier, to: Shared, pred: Any = True) -> None:
-    if pred:
-        barrier.bring(tensor.box(at), to.values)
+def _bring(tensor: Described, at: list[Any], barrier: Barrier, to: Shared) -> None:
+    barrier.bring(tensor.box(at), to.values)
 
 
 def _take_away(tensor: Described, at: list[Any], box: Shared) -> None:

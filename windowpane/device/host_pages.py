@@ -132,7 +132,7 @@ class HostPages:
         self._landed: list[tuple[int, float]] = []
         self._directions: dict[bool, _Direction] = {}
         self._step_began, self._step_seconds = 0.0, 0.0
-        if arena.device.type == "cuda":
+        if arena.device.type == "cuda" and num_slabs:
             self._directions = {bool(way): _Direction(arena.device, self._marks[way]) for way in (0, 1)}
 
     def wait(self, changes: Changes) -> None:

@@ -16,7 +16,7 @@ import triton
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, RELU2, code_of
 from windowpane.lowering.gpu.kernels.experts_few import Few, few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import Grouped, add_pairs, grouped_product
-from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, gather_rows, plan_boxed
+from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, gather_rows, takes_boxes
 from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
@@ -102,9 +102,8 @@ def plan_experts(
     # Most experts then have one block, or their last block is mostly full.
     per_expert = rows * chosen / experts
     block = min(128, max(16, triton.next_power_of_2(int(1.25 * per_expert) + 1)))
-    boxed = [plan_boxed(weight, dtype, block) for weight in (gate_up, down)]
-    if has_boxes and boxed[0] and boxed[0] == boxed[1]:
-        return boxed[0], boxed[0]
+    if has_boxes and takes_boxes(gate_up, dtype, block) and takes_boxes(down, dtype, block):
+        return Boxed(block), Boxed(block)
     return plan_grouped(block, gate_up, dtype), plan_grouped(block, down, dtype)
 
 

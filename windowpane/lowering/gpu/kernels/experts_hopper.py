@@ -13,8 +13,7 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import is_gated
 from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
-from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel
-from windowpane.lowering.gpu.kernels.hopper_plain_experts import plain_experts_kernel
+from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel, plain_experts_kernel
 from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.packed import PackedWeight
@@ -22,13 +21,10 @@ from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
 HALF_OUTPUTS = 128
-GATHERED = 1024  # values that a program copies at a time, 16 bytes a thread
 # Blocks of inputs that are on their way or being multiplied, as many as fit into shared memory, by the pairs of a tile.
 STAGES = {16: 10, 32: 8, 64: 6, 128: 4}
-# Weights in bf16 have boxes, and tiles of three of them. With fewer pairs than these, memory is the limit, and other
-# kernels reach it.
-PLAIN_BOX, PLAIN_ROWS, PLAIN_STAGES, PLAIN_FEWEST_ROWS = 64, 192, 3, 128
-PLAIN_REGISTERS = 128  # of each thread at launch, as `REGISTERS`
+# Weights in bf16 have smaller blocks. With fewer pairs, memory is the limit, and other kernels reach it.
+PLAIN_INPUTS, PLAIN_ROWS, PLAIN_STAGES = 64, 128, 4
 
 
 class Boxed(NamedTuple):
@@ -37,14 +33,14 @@ class Boxed(NamedTuple):
     rows: int
 
 
-def plan_boxed(weight: torch.Tensor | PackedWeight, dtype: torch.dtype, rows: int) -> Boxed | None:
-    """Tiles for blocks of about so many pairs, where there is a kernel for them."""
+def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype, rows: int) -> bool:
+    """For tiles of so many pairs."""
     if isinstance(weight, PackedWeight):
-        has_kernel, copied, tile_rows = weight.kind == "mxfp4", weight.units, rows
+        has_kernel, copied = weight.kind == "mxfp4", weight.units
     else:
-        has_kernel, copied, tile_rows = rows >= PLAIN_FEWEST_ROWS, weight, PLAIN_ROWS
+        has_kernel, copied = rows == PLAIN_ROWS, weight
     has_rows = dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
-    return Boxed(tile_rows) if has_kernel and has_rows and is_hopper(weight.device) and is_copied(copied) else None
+    return has_kernel and has_rows and is_hopper(weight.device) and is_copied(copied)
 
 
 def gather_rows(x: torch.Tensor, by_expert: Sorted, routing: Routing, *, pdl: bool) -> torch.Tensor:
@@ -52,8 +48,8 @@ def gather_rows(x: torch.Tensor, by_expert: Sorted, routing: Routing, *, pdl: bo
     (rows, chosen), inputs = routing.ids.shape, x.shape[1]
     out = x.new_empty(rows * chosen, inputs)
     gather_kernel[(rows,)](
-        x, by_expert.places, out, x.stride(0), inputs, CHOSEN=chosen, BLOCK=GATHERED, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        x, by_expert.places, out, x.stride(0), inputs, CHOSEN=chosen, BLOCK=min(4096, triton.next_power_of_2(inputs)),
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -67,30 +63,26 @@ def boxed_product(
     width = outputs // 2 if gated else outputs
     tiles = ceil_div(width, HALF_OUTPUTS) if gated else ceil_div(outputs, 2 * HALF_OUTPUTS)
     programs = min(processors_of(x.device), len(by_expert.blocks) * tiles)
-    pairs, sizes = by_expert[:3], (outputs, width, out.stride(0), float(limit), float(alpha))
+    sizes = outputs, width, out.stride(0), float(limit), float(alpha)
     common = {
-        "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl,
+        "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4,
+        "maxnreg": REGISTERS, "launch_pdl": pdl,
     }  # fmt: skip
     if isinstance(weight, PackedWeight):
         mxfp4_experts_kernel[(programs,)](
             described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
-            weight.scales.view(torch.int32), out, bias, *pairs, tiles, ceil_div(weight.inputs, BLOCK_INPUTS),
-            *sizes, ROWS=launch.rows, STAGES=STAGES[launch.rows], maxnreg=REGISTERS, **common,
+            weight.scales.view(torch.int32), out, bias, *by_expert[:3], tiles, ceil_div(weight.inputs, BLOCK_INPUTS),
+            *sizes, STAGES=STAGES[launch.rows], **common,
         )  # fmt: skip
         return
-    assert launch.rows == PLAIN_ROWS, f"tiles of {launch.rows} pairs"
-    left = outputs % (2 * HALF_OUTPUTS) if not gated else 2 * (width % HALF_OUTPUTS)
     plain_experts_kernel[(programs,)](
-        described(x, [PLAIN_BOX, PLAIN_BOX], 128), described(weight, [PLAIN_BOX, PLAIN_BOX], 128), out, bias, *pairs,
-        tiles, ceil_div(weight.shape[1], PLAIN_BOX), *sizes, STAGES=PLAIN_STAGES, NARROW=0 < left <= HALF_OUTPUTS,
-        maxnreg=PLAIN_REGISTERS, **common,
+        described(x, [launch.rows, PLAIN_INPUTS], 128), described(weight, [HALF_OUTPUTS, PLAIN_INPUTS], 128), out, bias,
+        *by_expert[:3], tiles, ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, STAGES=PLAIN_STAGES, **common,
     )  # fmt: skip
 
 
 @triton.jit
-def gather_kernel(
-    X, PLACES, OUT, x_stride, inputs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def gather_kernel(X, PLACES, OUT, x_stride, inputs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program: a row, which is read once and copied to the places of its pairs. Other ranks' pairs have none."""
     wait_if_overlapped(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Experts of many rows on Hopper (Gluon) whose weights are in MXFP4.
+"""Experts of many rows on Hopper (Gluon): MXFP4 weights, and bf16 ones where rows are many.
 
 A tile is 256 outputs of one expert by a block of its pairs, 128 of the outputs to each of two warp groups: 64 of a gate
 and the 64 that it gates, so that both are in the same thread's registers. One warp brings weights by TMA, another one
@@ -48,7 +48,7 @@ prmt.b32 $3, low, high, 0x7373;
 
 
 @gluon.jit
-def place_of(item, count, tiles, GROUP_BLOCKS: gl.constexpr):
+def _place(item, count, tiles, GROUP_BLOCKS: gl.constexpr):
     """The block and tile of an item. Neighbouring blocks, mostly of one expert, take the same weights in turn."""
     group = item // (GROUP_BLOCKS * tiles)
     within = item - group * GROUP_BLOCKS * tiles
@@ -57,7 +57,7 @@ def place_of(item, count, tiles, GROUP_BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def fresh(at):
+def _fresh(at):
     """What an earlier kernel has written, past an L1 cache that may hold what was there before."""
     return gl.load(at, cache_modifier=".cg")
 
@@ -71,12 +71,12 @@ def _bring_weights(weights, w_tiles, share, shape, GATED: gl.constexpr, GROUP_BL
     COLUMNS: gl.constexpr = w_tiles.type.shape[2]
     if PDL:
         gdc_wait()
-    count = fresh(COUNT)
+    count = _fresh(COUNT)
     item = gl.program_id(0)
     i = 0
     while item < count * tiles:
-        block, tile = place_of(item, count, tiles, GROUP_BLOCKS)
-        first = fresh(BLOCKS + block * 3) * outputs + tile * (_HALF if GATED else 2 * _HALF)
+        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
+        first = _fresh(BLOCKS + block * 3) * outputs + tile * (_HALF if GATED else 2 * _HALF)
         second = first + (width if GATED else _HALF)
         for step in range(blocks):
             buf = i % STAGES
@@ -97,12 +97,12 @@ def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constex
     COLUMNS: gl.constexpr = x_tiles.type.shape[2]
     if PDL:
         gdc_wait()
-    count = fresh(COUNT)
+    count = _fresh(COUNT)
     item = gl.program_id(0)
     i = 0
     while item < count * tiles:
-        block, _tile = place_of(item, count, tiles, GROUP_BLOCKS)
-        row = fresh(BLOCKS + block * 3 + 1)
+        block, _tile = _place(item, count, tiles, GROUP_BLOCKS)
+        row = _fresh(BLOCKS + block * 3 + 1)
         for step in range(blocks):
             buf = i % STAGES
             mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
@@ -134,7 +134,7 @@ def _operand(units, tile, word, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def gate_sums(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
+def _gated(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
     """As `experts_activation.gate_values`."""
     if ACTIVATION == CLAMPED:
         gate = gl.minimum(gate, limit)
@@ -173,7 +173,7 @@ def _finish(results, sums0, sums1, staged, place, first, shape, numbers, ACTIVAT
     at = begin + gl.arange(0, sums0.type.shape[1], gl.SliceLayout(1, _STORED))
     is_pair = at < end
     if GATED:
-        gated = gate_sums(sums0, sums1, limit, alpha, ACTIVATION)
+        gated = _gated(sums0, sums1, limit, alpha, ACTIVATION)
         _store(OUT, gated, staged, first, width, at, is_pair, out_stride)
     else:
         row = gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg")
@@ -198,14 +198,14 @@ def _multiply_units(
     units = unit_tiles._reinterpret(gl.int16, [STAGES * 4, 64, 32], gl.NVMMASharedLayout(64, 16, rank=2))
     if PDL:
         gdc_wait()
-    count = fresh(COUNT)
+    count = _fresh(COUNT)
     item = gl.program_id(0)
     i = 0
     zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
     of_word = which * 64 + gl.arange(0, 64, of_words)
     while item < count * tiles:
-        block, tile = place_of(item, count, tiles, GROUP_BLOCKS)
-        place = fresh(BLOCKS + block * 3), fresh(BLOCKS + block * 3 + 1), fresh(BLOCKS + block * 3 + 2)
+        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
+        place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
         expert = place[0]
         tile_first = tile * (_HALF if GATED else 2 * _HALF)
         SECOND = width if GATED else _HALF
@@ -243,6 +243,69 @@ def _multiply_units(
         item += gl.num_programs(0)
 
 
+@gluon.jit
+def _plain_block(
+    which: gl.constexpr, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION: gl.constexpr,
+    PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The first PAIRS of a block; `i` blocks of inputs came before. Both warp groups take turns at the tensor cores."""
+    w_tiles, x_tiles, staged = tiles_of
+    full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIRS, 16])
+    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES * 4, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    zero = gl.full([64, PAIRS], 0.0, gl.float32, layout)
+    sums0 = zero
+    sums1 = zero
+    for step in range(blocks):
+        buf = (i + step) % STAGES
+        mbarrier.wait(full.index(buf), (i + step) // STAGES % 2)
+        x = x_tiles.index(buf).slice(0, PAIRS, 0).permute((1, 0))
+        sums0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
+        sums1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
+        # Those of the block before have ended, and these follow them without a gap.
+        sums0, sums1 = warpgroup_mma_wait(2, deps=[sums0, sums1])
+        mbarrier.arrive(empty.index((i + step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+    sums0, sums1 = warpgroup_mma_wait(0, deps=[sums0, sums1])
+    mbarrier.arrive(empty.index((i + blocks - 1) % STAGES), count=1)
+    staging = staged.index(which).slice(0, PAIRS, 0)
+    _finish(results, sums0, sums1, staging, place, first, shape, numbers, ACTIVATION)
+
+
+@gluon.jit
+def _multiply_plain(
+    which: gl.constexpr, results, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `_multiply_units`. An expert's last block has half the products where its pairs are at most half a block, and
+    its last tile where outputs are.
+    """
+    _w_tiles, x_tiles, _staged = tiles_of
+    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    _outputs, width = shape
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    ROWS: gl.constexpr = x_tiles.type.shape[1]
+    if PDL:
+        gdc_wait()
+    count = _fresh(COUNT)
+    item = gl.program_id(0)
+    i = 0
+    while item < count * tiles:
+        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
+        place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
+        first = tile * (_HALF if is_gated(ACTIVATION) else 2 * _HALF) + which * 64
+        if first >= width:  # of the last tile the other warp group has all outputs that are left
+            for step in range(i, i + blocks):
+                mbarrier.wait(full.index(step % STAGES), step // STAGES % 2)
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+        elif place[2] - place[1] <= ROWS // 2:
+            _plain_block(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, ROWS // 2)
+        else:
+            _plain_block(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, ROWS)
+        i += blocks
+        item += gl.num_programs(0)
+
+
 # Numbers of tiles compile to nothing better, and each would take seconds.
 @gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def mxfp4_experts_kernel(
@@ -269,6 +332,36 @@ def mxfp4_experts_kernel(
             (_multiply_units, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
             (_multiply_units, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
             (_bring_weights, (units, unit_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
+            (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
+def plain_experts_kernel(
+    x, weights, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `mxfp4_experts_kernel`, for weights in bf16; `blocks` of 64 inputs."""
+    if PDL:
+        gdc_launch_dependents()
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 128, 64], weights.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
+    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
+    results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles, staged)
+    GATED: gl.constexpr = is_gated(ACTIVATION)
+    gl.warp_specialize(
+        [
+            (_multiply_plain, (0, results, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_multiply_plain, (1, results, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
+            (_bring_weights, (weights, w_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
             (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
         ],
         [4, 1, 1], [240, 24, 24],
