@@ -19,6 +19,7 @@ class RestorePointRouter(RequestRouter):
         self._router = Router()
         self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
         self._choices: dict[str, Choice] = {}  # of requests that are not sent yet
+        self._published = published.LATEST[self._deployment_id.name]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray calls this when replicas come and go, and when one has published."""
@@ -50,17 +51,17 @@ class RestorePointRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._router.remove(replica_id.unique_id)
-        published.LATEST.pop(replica_id.unique_id, None)
+        self._published.pop(replica_id.unique_id, None)
 
     def _take_in(self, replicas: dict[str, RunningReplica]) -> None:
         for gone in [name for name in self._router.replicas if name not in replicas]:
             self._router.remove(gone)
-            published.LATEST.pop(gone, None)
+            self._published.pop(gone, None)
         for name, replica in replicas.items():
             stats = replica.routing_stats
             if not stats:
                 self._router.join(name)
             elif self._seen.get(name) != id(stats["digest"]):
                 self._seen[name] = id(stats["digest"])
-                published.LATEST[name] = stats  # which keeps the digest, and so its id
+                self._published[name] = stats  # which keeps the digest, and so its id
                 self._router.update(name, Digest.unpack(stats["digest"]))

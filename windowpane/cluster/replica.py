@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from windowpane.cluster.autoscaling import stats_of
 from windowpane.cluster.order import COPIED, Ending, Order, Update
 from windowpane.engine.engine import Engine
 from windowpane.engine.start import Started, start
 from windowpane.kv.layout import Layout
+from windowpane.parallel.launch import Launcher
 from windowpane.routing.digest import DigestMaker, Load
 from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job
@@ -41,11 +43,23 @@ class Facts:
     compute_dtype: str
 
 
+def _make_launcher() -> Launcher:
+    """Ranks in the placement group that Ray Serve has made for this replica."""
+    from ray.util import get_current_placement_group
+
+    from windowpane.cluster.ranks import PlacedRanks
+
+    group = get_current_placement_group()
+    assert group is not None
+    return PlacedRanks(group)
+
+
 class Replica:
     """Ray Serve makes one per process."""
 
     async def __init__(self, model: str | None, flags: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        self._started = start(model, flags)
+        has_ranks = (flags.get("tensor_parallel_size") or 1) > 1
+        self._started = start(model, flags, make_launcher=_make_launcher if has_ranks else None)
         engine = self._started.engine
         source = self._started.text_source
         self._tokenizer = None if source is None else load_tokenizer(source)
@@ -53,6 +67,8 @@ class Replica:
         self._digests = DigestMaker(engine.scheduler)
         self._loop = EngineLoop(engine, Metrics(self._started.spec.name))
         self._loop.start()
+        if self._started.workers is not None:
+            self._started.workers.when_lost(self._loop.die)
 
     async def facts(self) -> Facts:
         return facts_of(self._started)
@@ -88,6 +104,10 @@ class Replica:
         """What Ray Serve passes on to every router of this deployment."""
         return await self._loop.ask(self._published)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Ray Serve passes on to the policy, where replicas are scaled."""
+        return await self._loop.ask(_autoscaling_stats)
+
     async def check_health(self) -> None:
         """Ray Serve starts another replica where this raises."""
         if not self._loop.is_alive:
@@ -113,6 +133,17 @@ class Replica:
             "process_id": os.getpid(),
         }
         return {"digest": self._digests.make(load).pack(), **counts}
+
+
+def _autoscaling_stats(engine: Engine) -> dict[str, float]:
+    scheduler, manager = engine.scheduler, engine.manager
+    live = sum(manager.group_bytes(group).live for group in range(len(manager.layout.groups)))
+    return stats_of(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        most_running=manager.num_slots,
+        kv_share=live / max(1, manager.arena.total_bytes),
+    )
 
 
 def facts_of(started: Started) -> Facts:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from windowpane import __version__
@@ -103,6 +104,12 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
+    guard(app, access, service)
+    return app
+
+
+def guard(app: Starlette, access: Access, service: Service) -> None:
+    """Let in who has a key, and the pages of the sites that are allowed. `service` notes who was turned away."""
     if access.api_keys or access.admin_key is not None:
         app.add_middleware(ApiKeys, access=access, refused=service.refused)
     if access.allowed_origins:  # outermost: browsers ask before they send a key
@@ -114,13 +121,12 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
             allow_credentials=access.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return app
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", summary="The served model, by each of its names")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in [*service.names, *service.adapters]]}
+        return {"object": "list", "data": model_documents(service)}
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -319,6 +325,11 @@ async def _answered(answer: Any, service: Service) -> Response:
         if not service.draining:
             raise
         return unavailable("the server was shut down before this answer was complete").response()
+
+
+def model_documents(service: Service) -> list[dict[str, Any]]:
+    """The model and its adapters, each by every name."""
+    return [_model(service, name) for name in [*service.names, *service.adapters]]
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
