@@ -22,6 +22,8 @@ from windowpane.cluster import published
 from windowpane.cluster.serve import deploy
 from windowpane.routing.digest import Digest, Load
 from windowpane.schedule.request import FinishReason
+from windowpane.server.auth import Access
+from windowpane.server.stats import SIZES
 
 # Ray's own code warns of what it uses; ours is held to the rule everywhere else.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ray")]
@@ -29,11 +31,12 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ra
 STARTS_S = 300.0  # a replica imports torch, and other tests take the cores
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 8}
 LATEST = published.LATEST["Replica"]
+ADMIN = "for tests alone"
 
 
 @pytest.fixture(scope="module")
 def cluster(replicas: Replicas) -> Iterator[Running]:
-    with replicas.served() as server:
+    with replicas.served(access=Access(admin_key=ADMIN)) as server:
         yield server
 
 
@@ -98,6 +101,26 @@ def test_a_chat_finds_what_it_said_before(cluster: Running) -> None:
     shown = cluster.http.get("/metrics").text
     assert shown.count("windowpane:replica_prefixes{") == REPLICAS
     assert 'windowpane:replicas{model_name="tiny"} 3.0' in shown
+
+
+def test_memory_is_told_by_replica_and_in_sum_and_caches_are_dropped_everywhere(cluster: Running) -> None:
+    def shown() -> dict[str, Any]:
+        return dict(cluster.http.get("/stats").json())
+
+    cluster.wait_until(lambda: all(r["arena"]["cached_bytes"] for r in shown()["replicas"]), "all keep something")
+    stats = shown()
+    for size in SIZES:
+        assert stats["arena"][size] == sum(replica["arena"][size] for replica in stats["replicas"])
+    assert stats["arena"]["map"] == [] and len(stats["replicas"]) == REPLICAS
+    for replica in stats["replicas"]:
+        own = cluster.http.get(f"/replicas/{replica['id']}/stats").json()["arena"]
+        assert own["map"] and own["total_bytes"] == replica["arena"]["total_bytes"]
+    assert cluster.http.get("/replicas/nobody/stats").status_code == 404
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    assert cluster.http.post("/reset_prefix_cache", headers=headers).json()["dropped_restore_points"] >= REPLICAS
+    cluster.wait_until(lambda: not shown()["arena"]["cached_bytes"], "nothing is kept")
+    refused = cluster.http.post("/sleep", headers=headers)
+    assert refused.status_code == 400 and "windowpane deploy" in refused.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_ends_its_request(cluster: Running) -> None:

@@ -41,7 +41,7 @@ def make_front(services: Sequence[Service], access: Access) -> ASGIApp:
     front = _Front([(service, make_app(service, inner)) for service in services])
 
     @asynccontextmanager
-    async def life(_: Starlette) -> AsyncIterator[None]:
+    async def life(outer: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             for _, app in front.models:
                 await stack.enter_async_context(app.router.lifespan_context(app))

@@ -73,6 +73,13 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class To:
+    """The first argument of a call that is for one replica and no other."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """What a replica knows of a request that is over. Tokens are in it where none were streamed."""
 

@@ -29,7 +29,7 @@ class PlacedRanks:
     """Rank r runs in bundle r of the replica's placement group."""
 
     def __init__(self, group: PlacementGroup) -> None:
-        self.host = ray.util.get_node_ip_address()
+        self.host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._group = group
         self._actors: list[Any] = []
 

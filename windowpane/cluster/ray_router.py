@@ -7,13 +7,13 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from windowpane.cluster import published
-from windowpane.cluster.order import Order
+from windowpane.cluster.order import Order, To
 from windowpane.routing.digest import Digest
 from windowpane.routing.router import Choice, Router
 
 
 class RestorePointRouter(RequestRouter):
-    """Sends an `Order` where its first token comes soonest, and anything else where the queue is shortest."""
+    """Sends an `Order` where its first token comes soonest, what is `To` a replica there, and the rest by queues."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._router = Router()
@@ -31,6 +31,8 @@ class RestorePointRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         order = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if isinstance(order, To):
+            return [[by_name[order.replica]] if order.replica in by_name else []]
         known = set(by_name) & set(self._router.replicas)
         if pending_request is None or not isinstance(order, Order) or not known:
             return [candidate_replicas]

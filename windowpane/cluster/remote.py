@@ -18,17 +18,20 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from windowpane.cluster.order import Ending, Order, Update
+from windowpane.cluster import published
+from windowpane.cluster.order import Ending, Order, To, Update
 from windowpane.cluster.replica import Facts
 from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.manager import KVManager
+from windowpane.routing.digest import Digest
 from windowpane.routing.hashes import prefix_hashes
 from windowpane.schedule.request import FinishReason, TokenLogprobs
 from windowpane.schedule.scheduler import Scheduler
 from windowpane.server.job import Job, Piece, Times
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
+from windowpane.server.stats import SIZES, add_arenas
 from windowpane.text.grammar import GrammarError
 
 T = TypeVar("T")
@@ -48,11 +51,42 @@ def shadow_engine(facts: Facts) -> Engine:
     return Engine(scheduler, None, sampler, async_scheduling=False)  # type: ignore[arg-type]
 
 
+class RemoteReplicas:
+    """What replicas published last, and what one says when it is asked."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._published = published.LATEST[handle.deployment_name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._published)
+
+    def add_to(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        said = list(self._published.items())
+        arena = add_arenas([stats["arena"] for _, stats in said]) if said else snapshot["arena"]
+        return {**snapshot, "arena": arena, "replicas": [_document(name, stats) for name, stats in said]}
+
+    async def stats(self, id: str) -> dict[str, Any]:
+        if id not in self._published:
+            raise LookupError(id)
+        try:
+            found: dict[str, Any] = await self._handle.stats.remote(To(id))
+        except RayError:
+            raise LookupError(id) from None  # it is gone since
+        return found
+
+    async def drop_restore_points(self) -> int:
+        asked = [self._handle.drop_restore_points.remote(To(name)) for name in self.names]
+        return sum(await asyncio.gather(*asked))
+
+
 class RemoteLoop(EngineLoop):
     """`EngineLoop` with its engine behind `handle`. All runs on the event loop; there is no thread."""
 
     def __init__(self, facts: Facts, handle: DeploymentHandle[Any], metrics: Metrics) -> None:
         super().__init__(shadow_engine(facts), metrics)
+        self.replicas = RemoteReplicas(handle)
         self._orders = handle.options(stream=True)
         self._tasks: dict[Job, asyncio.Task[None]] = {}
         self._unbegun = 0
@@ -99,6 +133,9 @@ class RemoteLoop(EngineLoop):
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
         return question(self.engine)
+
+    async def drop_restore_points(self) -> int:
+        return await self.replicas.drop_restore_points()
 
     # -- one job ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +235,22 @@ class RemoteLoop(EngineLoop):
         self.meter.ended(request)
         self.metrics.ended(request, reason, times)
         self.journal.ended(request, reason, times)
+
+
+def _document(name: str, stats: dict[str, Any]) -> dict[str, Any]:
+    digest = Digest.unpack(stats["digest"])
+    load, arena = digest.load, stats["arena"]
+    counts = {key: stats[key] for key in ("prompt_tokens", "cached_tokens", "generated_tokens")}
+    sizes = {key: arena[key] for key in SIZES}
+    return {
+        "id": name,
+        "running": load.running,
+        "waiting": load.waiting,
+        "wait_s": load.wait_s,
+        "prefixes": len(digest.hashes),
+        **counts,
+        "arena": sizes,
+    }
 
 
 def _reason(error: Exception) -> str:

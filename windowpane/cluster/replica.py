@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windowpane.cluster.autoscaling import stats_of
-from windowpane.cluster.order import COPIED, Ending, Order, Update
+from windowpane.cluster.order import COPIED, Ending, Order, To, Update
+from windowpane.engine.accounts import accounts
 from windowpane.engine.engine import Engine
 from windowpane.engine.start import Started, start
 from windowpane.kv.layout import Layout
@@ -19,6 +20,7 @@ from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
+from windowpane.server.stats import ModelFacts, arena_totals, snapshot
 from windowpane.text import load_tokenizer
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import GrammarError, Grammars
@@ -113,12 +115,16 @@ class Replica:
         if not self._loop.is_alive:
             raise RuntimeError(f"the engine has stopped: {self._loop.error}")
 
-    async def exposition(self) -> bytes:
-        """Its own /metrics."""
-        return await self._loop.ask(lambda engine: self._loop.metrics.exposition(engine, alive=True))
+    async def stats(self, _: To) -> dict[str, Any]:
+        """Its own /stats."""
+        plan, loop = self._started.plan, self._loop
+        facts = facts_of(self._started)
+        rows = tuple(accounts(plan, self._started.reports))
+        shown = ModelFacts(facts.name, facts.max_model_len, False, facts.device, facts.compute_dtype, rows)
+        return await loop.ask(lambda engine: snapshot(engine, loop.meter, shown, loop.times_of))
 
-    async def process_id(self) -> int:
-        return os.getpid()
+    async def drop_restore_points(self, _: To) -> int:
+        return await self._loop.drop_restore_points()
 
     def _published(self, engine: Engine) -> dict[str, Any]:
         metrics = self._loop.metrics
@@ -131,6 +137,7 @@ class Replica:
             "cached_tokens": metrics.cached_tokens,
             "generated_tokens": metrics.generated_tokens,
             "process_id": os.getpid(),
+            "arena": arena_totals(engine.manager),
         }
         return {"digest": self._digests.make(load).pack(), **counts}
 

@@ -48,8 +48,8 @@ def check(what: str, flags: Mapping[str, Any], options: ServerOptions) -> None:
         raise ValueError(f'{what} needs Ray: pip install "windowpane[ray]"')
     if options.lora_modules or options.lora_dir is not None or flags.get("enable_lora"):
         raise ValueError(f"{what} serves models without adapters so far; leave --enable-lora out")
-    if options.access.admin_key is not None or options.kv_events.publishes:
-        raise ValueError(f"{what} goes without --enable-admin and --kv-events-config so far; leave them out")
+    if options.kv_events.publishes:
+        raise ValueError(f"{what} goes without --kv-events-config so far; leave it out")
 
 
 def connect(cpus: int, address: str | None) -> None:
@@ -106,7 +106,7 @@ def replica_deployment(
     more: dict[str, Any] = {}
     if isinstance(replicas, Autoscaling):
         scaling = asdict(replicas)
-        policy = AutoscalingPolicy(
+        policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
             policy_function=autoscaling.POLICY, policy_kwargs={"target_load": scaling.pop("target_load")}
         )
         more["autoscaling_config"] = AutoscalingConfig(policy=policy, **scaling)
@@ -163,6 +163,7 @@ def remote_service(
     loop = RemoteLoop(facts, handle, ClusterMetrics(names[0], handle.deployment_name))
     service = service_of(loop, text_source(source), facts.max_model_len, names, options, console)
     service.hardware = (facts.device, facts.compute_dtype, ())
+    service.replicas = loop.replicas
     return service
 
 

@@ -36,7 +36,7 @@ from windowpane.server.protocol import (
 )
 from windowpane.server.responses import ResponseStore, respond
 from windowpane.server.responses_protocol import ResponsesBody
-from windowpane.server.service import ClientGone, Service
+from windowpane.server.service import ClientGone, Replicas, Service
 from windowpane.server.turnstile import Turnstile
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -93,14 +93,17 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
         # Streams of /stats would keep a server open for ever: they end with the last request.
         if service.draining and not service.loop.jobs:
             raise unavailable("the server is shutting down")
-        return await service.watch(
+        made = await service.watch(
             lambda engine: stats.snapshot(engine, service.loop.meter, facts, service.loop.times_of)
         )
+        return made if service.replicas is None else service.replicas.add_to(made)
 
     async def history() -> dict[str, Any]:
         return await service.watch(lambda engine: stats.history(engine, service.loop.meter, service.loop.journal))
 
     app.include_router(stats.router(snapshot, history))
+    if service.replicas is not None:
+        _add_replicas(app, service.replicas)
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
@@ -283,6 +286,16 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
+def _add_replicas(app: FastAPI, replicas: Replicas) -> None:
+    @app.get("/replicas/{id}/stats", summary="/stats of one replica")
+    async def replica_stats(id: str) -> dict[str, Any]:
+        try:
+            return await replicas.stats(id)
+        except LookupError:
+            message = f"no replica {id[:128]!r} is there; GET /stats has their ids"
+            raise ApiError(404, message, code="replica_not_found") from None
+
+
 def _add_administration(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", summary="Serve an adapter from --lora-dir; for the admin key")
     async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
@@ -294,7 +307,7 @@ def _add_administration(app: FastAPI, service: Service) -> None:
 
     @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
     async def reset_prefix_cache() -> dict[str, int]:
-        return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
+        return {"dropped_restore_points": await service.loop.drop_restore_points()}
 
     @app.post(
         "/sleep", summary="Give memory back when all is answered: level 1 drops KV, 2 weights too; for the admin key"
