@@ -34,10 +34,10 @@ from bench.machine import machine_line
 from tests.server.harness import Running, running, serving
 from tests.tiny_model import make_model
 from windowpane.cluster.published import LATEST
-from windowpane.cluster.serve import APPLICATION, ROUTER, connect, deploy, remote_service, shut_down
+from windowpane.cluster.serve import ROUTER, connect, deploy, remote_service, shut_down
 from windowpane.server.run import ServerOptions
 
-REPLICAS, CHATS, TURNS, AT_ONCE = 3, 30, 4, 6
+REPLICAS, CHATS, TURNS, AT_ONCE = 3, 30, 6, 6
 KV_BYTES = 64 * 2**20
 FLAGS: dict[str, Any] = {
     "device": "cpu", "load_format": "dummy", "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 8192,
@@ -69,12 +69,13 @@ class Affinity(PrefixCacheAffinityRouter):  # type: ignore[misc]
 
 @contextmanager
 def cluster(model: Path, router: str, replicas: int = REPLICAS) -> Iterator[Running]:
-    """Replicas that know nothing yet."""
+    """Replicas that know nothing yet. Ray keeps handles, and a handle its router, so each has its own application."""
+    application = f"{router.rpartition('.')[2]}-{replicas}"
     flags, options = {**FLAGS, "kv_cache_memory_bytes": KV_BYTES}, ServerOptions(served_model_names=("tiny",))
-    handle, facts = deploy(str(model), flags, replicas, router=router)
+    handle, facts = deploy(str(model), flags, replicas, router=router, application=application)
     with serving(remote_service(str(model), flags, options, handle, facts), options) as server:
         yield server
-    serve.delete(APPLICATION)
+    serve.delete(application)
 
 
 def chats(server: Running) -> dict[str, float]:
@@ -168,7 +169,7 @@ def main() -> None:
 
 
 def report(rows: dict[str, dict[str, float]], streamed: dict[str, float]) -> None:
-    table = Table("30 chats, 4 turns, 3 replicas", "reused", "TTFT, mean")
+    table = Table(f"{CHATS} chats, {TURNS} turns, {REPLICAS} replicas", "reused", "TTFT, mean")
     for name, row in rows.items():
         table.add_row(name, f"{row['reused']:.1%}", f"{row['ttft_ms']:.1f} ms")
     one, rotation, ours = rows["one replica, all the memory"], rows["in rotation"], rows["by restore points"]
