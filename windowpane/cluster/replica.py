@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from windowpane.cluster.autoscaling import stats_of
-from windowpane.cluster.order import COPIED, Ending, Order, To, Update
+from windowpane.cluster.channel import Outbox
+from windowpane.cluster.order import COPIED, Ending, Order, To
 from windowpane.engine.accounts import accounts
 from windowpane.engine.engine import Engine
 from windowpane.engine.start import Started, start
@@ -69,30 +70,32 @@ class Replica:
         self._digests = DigestMaker(engine.scheduler)
         self._loop = EngineLoop(engine, Metrics(self._started.spec.name))
         self._loop.start()
+        self._outbox = Outbox()
         if self._started.workers is not None:
             self._started.workers.when_lost(self._loop.die)
 
     async def facts(self) -> Facts:
         return facts_of(self._started)
 
-    async def generate(self, order: Order) -> AsyncIterator[Update]:
-        """Tokens as they come, and the end. Whoever stops listening cancels the request."""
+    async def generate(self, order: Order) -> Ending:
+        """Tokens go out as they come. Whoever cancels the call cancels the request."""
         try:
             request = order.request(await asyncio.to_thread(self._grammar, order))
             self._loop.engine.check(request)
         except (GrammarError, ValueError) as error:
-            yield [], Ending(FinishReason.FAILED, str(error), isinstance(error, GrammarError), {})
-            return
-        job = Job(order.id, [Answer(request, None)], order.streams)
+            return Ending(FinishReason.FAILED, str(error), isinstance(error, GrammarError), {})
+        job = Job(order.id, [Answer(request, None)], streams=order.reply_to is not None)
         self._loop.submit(job)
-        has_ended = False
+        sent = 0
         try:
-            while not has_ended:
+            while True:
                 pieces = await job.mailbox.take()
-                tokens = [(p.token, p.logprobs) for p in pieces if p.token is not None] if order.streams else []
-                has_ended = any(piece.finish_reason is not None for piece in pieces)
-                if tokens or has_ended:
-                    yield tokens, ending_of(request, with_tokens=not order.streams) if has_ended else None
+                if any(piece.finish_reason is not None for piece in pieces):
+                    return ending_of(request)
+                tokens = [(p.token, p.logprobs) for p in pieces if p.token is not None]
+                if order.reply_to is not None and tokens:
+                    self._outbox.send(order.reply_to, order.channel, sent, tokens)
+                    sent += len(tokens)
         finally:
             self._loop.cancel(job)
 
@@ -172,12 +175,12 @@ def facts_of(started: Started) -> Facts:
     )
 
 
-def ending_of(request: Request, *, with_tokens: bool) -> Ending:
+def ending_of(request: Request) -> Ending:
     return Ending(
         request.finish_reason or FinishReason.CANCELLED,
         None if request.error is None else str(request.error),
         isinstance(request.error, GrammarError),
         {name: getattr(request, name) for name in COPIED},
-        list(request.output) if with_tokens else [],
-        list(request.logprobs) if with_tokens else [],
+        list(request.output),
+        list(request.logprobs),
     )
