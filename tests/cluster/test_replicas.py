@@ -16,43 +16,33 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.harness import FLAGS, Running, running, serving
-from tests.tiny_model import make_model
-from windowpane.cluster.published import LATEST
-from windowpane.cluster.serve import connect, deploy, remote_service, shut_down
+from tests.cluster.conftest import REPLICAS, SEEDED, Replicas
+from tests.server.harness import Running, running
+from windowpane.cluster import published
+from windowpane.cluster.serve import deploy
 from windowpane.routing.digest import Digest, Load
 from windowpane.schedule.request import FinishReason
-from windowpane.server.run import ServerOptions
+from windowpane.server.auth import Access
+from windowpane.server.stats import SIZES
 
 # Ray's own code warns of what it uses; ours is held to the rule everywhere else.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ray")]
 
-REPLICAS = 3
 STARTS_S = 300.0  # a replica imports torch, and other tests take the cores
-SEEDED: dict[str, Any] = {**FLAGS, "seed": 0, "max_model_len": 2048}
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 8}
+LATEST = published.LATEST["Replica"]
+ADMIN = "for tests alone"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
+def cluster(replicas: Replicas) -> Iterator[Running]:
+    with replicas.served(access=Access(admin_key=ADMIN)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[Running]:
-    connect(REPLICAS, None)
-    try:
-        handle, facts = deploy(str(model), SEEDED, REPLICAS)
-        options = ServerOptions()
-        with serving(remote_service(str(model), SEEDED, options, handle, facts), options) as server:
-            yield server
-    finally:
-        shut_down(is_ours=True)
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Running]:
-    with running(model, flags=SEEDED) as server:
+def plain(tiny: Path) -> Iterator[Running]:
+    with running(tiny, flags=SEEDED) as server:
         yield server
 
 
@@ -87,13 +77,13 @@ def test_answers_are_those_of_a_plain_server(cluster: Running, plain: Running, b
 
 
 def test_what_no_replica_could_run_is_refused_at_the_door(cluster: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024"):
         cluster.openai.chat.completions.create(model="tiny", messages=[user("x" * 4000)])
 
 
 def test_a_chat_finds_what_it_said_before(cluster: Running) -> None:
     """Six chats in turn: each comes back to the replica that has its beginning."""
-    chats = [[SYSTEM, user(f"{number} is my number. " * 40)] for number in range(6)]
+    chats = [[SYSTEM, user(f"{number} is my number. " * 30)] for number in range(6)]
     prompt_tokens, cached_tokens = 0, 0
     for turn in range(3):
         for messages in chats:
@@ -113,9 +103,29 @@ def test_a_chat_finds_what_it_said_before(cluster: Running) -> None:
     assert 'windowpane:replicas{model_name="tiny"} 3.0' in shown
 
 
+def test_memory_is_told_by_replica_and_in_sum_and_caches_are_dropped_everywhere(cluster: Running) -> None:
+    def shown() -> dict[str, Any]:
+        return dict(cluster.http.get("/stats").json())
+
+    cluster.wait_until(lambda: all(r["arena"]["cached_bytes"] for r in shown()["replicas"]), "all keep something")
+    stats = shown()
+    for size in SIZES:
+        assert stats["arena"][size] == sum(replica["arena"][size] for replica in stats["replicas"])
+    assert stats["arena"]["map"] == [] and len(stats["replicas"]) == REPLICAS
+    for replica in stats["replicas"]:
+        own = cluster.http.get(f"/replicas/{replica['id']}/stats").json()["arena"]
+        assert own["map"] and own["total_bytes"] == replica["arena"]["total_bytes"]
+    assert cluster.http.get("/replicas/nobody/stats").status_code == 404
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    assert cluster.http.post("/reset_prefix_cache", headers=headers).json()["dropped_restore_points"] >= REPLICAS
+    cluster.wait_until(lambda: not shown()["arena"]["cached_bytes"], "nothing is kept")
+    refused = cluster.http.post("/sleep", headers=headers)
+    assert refused.status_code == 400 and "windowpane deploy" in refused.json()["error"]["message"]
+
+
 def test_a_client_that_leaves_ends_its_request(cluster: Running) -> None:
     stream = cluster.openai.chat.completions.create(
-        model="tiny", messages=[user("Go on")], max_tokens=1500, stream=True, logit_bias={"257": -100}
+        model="tiny", messages=[user("Go on")], max_tokens=900, stream=True, logit_bias={"257": -100}
     )
     next(iter(stream))
     stream.close()
@@ -148,15 +158,21 @@ class Asking(threading.Thread):
             self.error = error
 
 
-def test_replicas_that_are_replaced_finish_what_they_have(cluster: Running, model: Path) -> None:
+def test_replicas_that_are_replaced_finish_what_they_have(cluster: Running, tiny: Path) -> None:
     asking = [Asking(cluster, number, 100) for number in range(9)]
     for one in asking:
         one.start()
     cluster.wait_until(lambda: all(one.pieces for one in asking), "all have begun")
-    deploy(str(model), SEEDED, REPLICAS)  # Ray takes it for a new version
+    before = {stats["process_id"] for stats in LATEST.values()}
+    deploy(str(tiny), {**SEEDED, "max_itl_ms": 100.0}, REPLICAS)  # another flag is another version
     for one in asking:
         one.join(STARTS_S)
     assert [(one.error, one.pieces > 0) for one in asking] == [(None, True)] * len(asking)
+    cluster.wait_until(lambda: len(LATEST) == REPLICAS, "all have published")
+    after = {stats["process_id"] for stats in LATEST.values()}
+    assert not before & after
+    deploy(str(tiny), {**SEEDED, "max_itl_ms": 100.0}, REPLICAS)  # nothing has changed: nobody is replaced
+    assert {stats["process_id"] for stats in LATEST.values()} == after
 
 
 def test_a_replica_that_is_killed_takes_no_request_with_it_that_had_not_begun(cluster: Running) -> None:

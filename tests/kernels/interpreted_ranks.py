@@ -24,7 +24,7 @@ from windowpane.kv.manager import KVManager
 from windowpane.lowering.linear import Weights
 from windowpane.models.tensors import RankPlace
 from windowpane.models.weights import text_tensors
-from windowpane.parallel.process_group import ProcessGroup, host_store, join_store
+from windowpane.parallel.process_group import HERE, ProcessGroup, host_store, join_store
 from windowpane.runners.cuda import CudaRunner
 from windowpane.schedule.scheduler import Scheduler
 from windowpane.weights import load_weights
@@ -40,7 +40,7 @@ def main() -> None:
     name = sys.argv[1]
     (QUANTIZED if name in QUANTIZED else CONFIGS)[name] = {**TINY[name], **WIDER}
     if len(sys.argv) > 2:
-        answers(name, RankPlace(1, 2), join_store(int(sys.argv[2])))
+        answers(name, RankPlace(1, 2), join_store(HERE, int(sys.argv[2])))
         return
     store, port = host_store()
     other = subprocess.Popen([sys.executable, "-m", "tests.kernels.interpreted_ranks", name, str(port)])

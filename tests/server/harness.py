@@ -101,10 +101,10 @@ def running(model: Path | str, *, flags: dict[str, Any] | None = None, **options
 
 
 @contextmanager
-def serving(service: Service, chosen: ServerOptions) -> Iterator[Running]:
-    """Serve what was made already."""
+def serving(service: Service, chosen: ServerOptions, app: Any = None) -> Iterator[Running]:
+    """Serve what was made already; `app` is an application around the service's own."""
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        server = uvicorn.Server(http_config(make_app(service, chosen.access), chosen))
+        server = uvicorn.Server(http_config(app or make_app(service, chosen.access), chosen))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         try:
@@ -128,11 +128,12 @@ def no_thoughts(server: Running) -> dict[str, float]:
 def prompts(server: Running) -> list[str]:
     """The prompts of the requests that come from now on, as text."""
     seen: list[str] = []
-    queue, tokenizer = server.service.engine.queue, server.service.need_tokenizer("")
+    loop, tokenizer = server.service.loop, server.service.need_tokenizer("")
+    submit = loop.submit
 
-    def queued(request: Any) -> None:
-        seen.append(tokenizer.decode(request.prompt.tolist()))
-        queue(request)
+    def submitted(job: Any) -> None:
+        seen.extend(tokenizer.decode(request.prompt.tolist()) for request in job.requests)
+        submit(job)
 
-    server.service.engine.queue = queued  # type: ignore[method-assign]
+    loop.submit = submitted  # type: ignore[method-assign]
     return seen

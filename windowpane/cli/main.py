@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from windowpane.cli.bench import bench
 from windowpane.cli.chat import chat
+from windowpane.cli.deploy import deploy
 from windowpane.cli.doctor import doctor
 from windowpane.cli.errors import UserError
 from windowpane.cli.flags import with_flags
@@ -53,7 +54,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Inference for hybrid-attention models: each layer pays only for the tokens it can still see.",
 )
-for command in (plan, models, doctor, simulate, generate, chat, bench, serve):
+for command in (plan, models, doctor, simulate, generate, chat, bench, serve, deploy):
     app.command(cls=Command)(with_flags(command))
 
 

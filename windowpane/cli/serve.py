@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +15,18 @@ from windowpane.cli.errors import UserError, user_errors
 from windowpane.cli.flags import SAMPLING, SERVER, TEXT, EngineFlags, ModelToRun, Seed
 
 if TYPE_CHECKING:
-    from windowpane.server.run import Tls
+    from windowpane.server.run import ServerOptions, Tls
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the words after `windowpane serve` ask for."""
+
+    model: str | None
+    flags: Mapping[str, Any]
+    options: ServerOptions
+    replicas: int | None
+    ray_address: str | None
 
 
 def _read_list(text: str) -> tuple[str, ...]:
@@ -36,7 +50,7 @@ def _read_object(flag: str, text: str | None) -> dict[str, Any]:
     return found
 
 
-def serve(
+def read_serve(
     model: ModelToRun = None,
     host: Annotated[
         str,
@@ -209,7 +223,7 @@ def serve(
     seed: Seed = 0,
     *,
     flags: EngineFlags,
-) -> int:
+) -> Asked:
     """Serve a model: the OpenAI API, metrics, and a page that shows the memory live. docs/server.md has it all."""
     with user_errors():
         if config is not None:  # see `cli.words`, which puts the flags of one file in its place
@@ -219,7 +233,6 @@ def serve(
         from windowpane.server.adapters import parse_modules
         from windowpane.server.auth import Access
         from windowpane.server.run import ServerOptions
-        from windowpane.server.run import serve as run_server
         from windowpane.server.service import Limits
         from windowpane.text.parsers import Parsers
 
@@ -254,13 +267,25 @@ def serve(
             shutdown_timeout_s=shutdown_timeout,
             kv_events=KvEventsConfig.parse(kv_events_config or "{}"),
         )
-        if replicas is not None:
+        if replicas is None and ray_address is not None:
+            raise UserError(f"--ray-address {ray_address} is for --replicas; add that too")
+        return Asked(model, {**flags.given(), "seed": seed}, options, replicas, ray_address)
+
+
+@wraps(read_serve)
+def serve(**given: Any) -> int:
+    asked = read_serve(**given)
+    with user_errors():
+        if asked.replicas is not None:
             from windowpane.cluster.serve import serve_replicas
 
-            return serve_replicas(model, {**flags.given(), "seed": seed}, options, replicas, ray_address)
-        if ray_address is not None:
-            raise UserError(f"--ray-address {ray_address} is for --replicas; add that too")
-        return run_server(model, {**flags.given(), "seed": seed}, options)
+            return serve_replicas(asked.model, asked.flags, asked.options, asked.replicas, asked.ray_address)
+        from windowpane.server.run import serve as run_server
+
+        return run_server(asked.model, asked.flags, asked.options)
+
+
+serve.__name__ = "serve"
 
 
 def _admin_key(enabled: bool, key: str | None) -> str | None:

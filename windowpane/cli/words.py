@@ -127,24 +127,34 @@ def _with_config(words: list[str]) -> list[str]:
 
 def _read(file: str, given: set[str]) -> tuple[list[str], list[str]]:
     """The model that a file names, if it does, and its flags. Lists that are also typed are those that are typed."""
+    fields = read_yaml(file, "--config", "names of flags to values, as in `max-model-len: 8192`")
+    model = fields.pop("model", None)
+    flags = [word for name, value in fields.items() if f"--{name}" not in given for word in flag_words(name, value)]
+    return ([] if model is None else [str(model)]), flags
+
+
+def read_yaml(file: str, what: str, maps: str) -> dict[str, Any]:
+    """A file's one mapping, with dashes in its names. `what` reads it, and it `maps` what errors say."""
     try:
         import yaml
 
         with open(file, encoding="utf-8") as text:
             document = yaml.safe_load(text)
     except ModuleNotFoundError:
-        raise UserError("--config needs PyYAML: pip install pyyaml") from None
+        raise UserError(f"{what} needs PyYAML: pip install pyyaml") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {file} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{what} {file} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
-        raise UserError(f"--config {file} maps names of flags to values, as in `max-model-len: 8192`")
-    fields = {str(name).replace("_", "-"): value for name, value in document.items()}
-    model = fields.pop("model", None)
-    flags = [word for name, value in fields.items() if f"--{name}" not in given for word in _words(name, value)]
-    return ([] if model is None else [str(model)]), flags
+        raise UserError(f"{what} {file} maps {maps}")
+    return dashed(document)
 
 
-def _words(name: str, value: Any) -> list[str]:
+def dashed(fields: dict[Any, Any]) -> dict[str, Any]:
+    return {str(name).replace("_", "-"): value for name, value in fields.items()}
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """A flag of a file as it would be typed."""
     flag = f"--{name}"
     if value is True:
         return [flag]

@@ -22,8 +22,12 @@ GAUGES = {
 
 
 class ClusterMetrics(Metrics):
+    def __init__(self, model_name: str, deployment: str) -> None:
+        super().__init__(model_name)
+        self._deployment = deployment
+
     def engine_families(self, engine: Engine, alive: bool) -> Iterator[Metric]:
-        by_replica = {name: _row(stats["digest"]) for name, stats in list(LATEST.items())}
+        by_replica = {name: _row(stats["digest"]) for name, stats in list(LATEST[self._deployment].items())}
         yield self.gauge("engine_up", "1 while a replica has published.", int(alive and bool(by_replica)))
         yield self.gauge("replicas", "Replicas that have published.", len(by_replica))
         for name, replica_name in (("running", "replica_requests_running"), ("waiting", "replica_requests_waiting")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from windowpane.cluster.channel import ReplyTo
 from windowpane.routing.hashes import Hashes
 from windowpane.schedule.request import FinishReason, Grammar, Pooling, Request, SamplingParams, TokenLogprobs, Tokens
 from windowpane.text.grammar import CompiledGrammar, Grammars
@@ -44,7 +45,9 @@ class WiredGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One request. `hashes` are those of its prompt, for the router; unless it `streams`, only its end is told."""
+    """One request. `hashes` are those of its prompt, for the router. Its tokens go to a `channel` of `reply_to` as they
+    come, where there is one, and all of them with its end.
+    """
 
     id: str
     prompt: Tokens
@@ -55,14 +58,15 @@ class Order:
     adapter: int
     pooling: Pooling | None
     grammar: WiredGrammar | None
-    streams: bool
     hashes: Hashes
+    reply_to: ReplyTo | None
+    channel: int
 
     @classmethod
-    def of(cls, request: Request, hashes: Hashes, *, streams: bool) -> Order:
+    def of(cls, request: Request, hashes: Hashes, reply_to: ReplyTo | None, channel: int) -> Order:
         return cls(
             request.id, request.prompt, request.params, request.priority, request.message_ends, request.cache_salt,
-            request.adapter, request.pooling, WiredGrammar.of(request.grammar), streams, hashes,
+            request.adapter, request.pooling, WiredGrammar.of(request.grammar), hashes, reply_to, channel,
         )  # fmt: skip
 
     def request(self, grammar: Grammar | None) -> Request:
@@ -73,8 +77,15 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class To:
+    """The first argument of a call that is for one replica and no other."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
-    """What a replica knows of a request that is over. Tokens are in it where none were streamed."""
+    """What a replica knows of a request that is over."""
 
     finish_reason: FinishReason
     error: str | None
@@ -94,5 +105,3 @@ COPIED = (
     "cache_miss",
     "preemptions",
 )
-# Tokens with what is known of them, and the end with the last.
-Update = tuple[list[tuple[int, TokenLogprobs | None]], Ending | None]

@@ -7,18 +7,19 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from windowpane.cluster import published
-from windowpane.cluster.order import Order
+from windowpane.cluster.order import Order, To
 from windowpane.routing.digest import Digest
 from windowpane.routing.router import Choice, Router
 
 
 class RestorePointRouter(RequestRouter):
-    """Sends an `Order` where its first token comes soonest, and anything else where the queue is shortest."""
+    """Sends an `Order` where its first token comes soonest, what is `To` a replica there, and the rest by queues."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._router = Router()
         self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
         self._choices: dict[str, Choice] = {}  # of requests that are not sent yet
+        self._published = published.LATEST[self._deployment_id.name]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray calls this when replicas come and go, and when one has published."""
@@ -30,6 +31,8 @@ class RestorePointRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         order = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if isinstance(order, To):
+            return [[by_name[order.replica]] if order.replica in by_name else []]
         known = set(by_name) & set(self._router.replicas)
         if pending_request is None or not isinstance(order, Order) or not known:
             return [candidate_replicas]
@@ -50,17 +53,17 @@ class RestorePointRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._router.remove(replica_id.unique_id)
-        published.LATEST.pop(replica_id.unique_id, None)
+        self._published.pop(replica_id.unique_id, None)
 
     def _take_in(self, replicas: dict[str, RunningReplica]) -> None:
         for gone in [name for name in self._router.replicas if name not in replicas]:
             self._router.remove(gone)
-            published.LATEST.pop(gone, None)
+            self._published.pop(gone, None)
         for name, replica in replicas.items():
             stats = replica.routing_stats
             if not stats:
                 self._router.join(name)
             elif self._seen.get(name) != id(stats["digest"]):
                 self._seen[name] = id(stats["digest"])
-                published.LATEST[name] = stats  # which keeps the digest, and so its id
+                self._published[name] = stats  # which keeps the digest, and so its id
                 self._router.update(name, Digest.unpack(stats["digest"]))

@@ -10,25 +10,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import ray
 import torch
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from windowpane.cluster.order import Ending, Order, Update
+from windowpane.cluster import published
+from windowpane.cluster.channel import Inbox, ReplyTo, Tokens
+from windowpane.cluster.order import Ending, Order, To
 from windowpane.cluster.replica import Facts
 from windowpane.engine.engine import Engine, TokenOutput
 from windowpane.engine.sampler import Sampler
 from windowpane.kv.manager import KVManager
-from windowpane.routing.hashes import prefix_hashes
+from windowpane.routing.digest import Digest
+from windowpane.routing.hashes import Hashes, prefix_hashes
 from windowpane.schedule.request import FinishReason, TokenLogprobs
 from windowpane.schedule.scheduler import Scheduler
 from windowpane.server.job import Job, Piece, Times
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
+from windowpane.server.stats import SIZES, add_arenas
 from windowpane.text.grammar import GrammarError
 
 T = TypeVar("T")
@@ -48,12 +54,44 @@ def shadow_engine(facts: Facts) -> Engine:
     return Engine(scheduler, None, sampler, async_scheduling=False)  # type: ignore[arg-type]
 
 
+class RemoteReplicas:
+    """What replicas published last, and what one says when it is asked."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._published = published.LATEST[handle.deployment_name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._published)
+
+    def add_to(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        said = list(self._published.items())
+        arena = add_arenas([stats["arena"] for _, stats in said]) if said else snapshot["arena"]
+        return {**snapshot, "arena": arena, "replicas": [_document(name, stats) for name, stats in said]}
+
+    async def stats(self, id: str) -> dict[str, Any]:
+        if id not in self._published:
+            raise LookupError(id)
+        try:
+            found: dict[str, Any] = await self._handle.stats.remote(To(id))
+        except RayError:
+            raise LookupError(id) from None  # it is gone since
+        return found
+
+    async def drop_restore_points(self) -> int:
+        asked = [self._handle.drop_restore_points.remote(To(name)) for name in self.names]
+        return sum(await asyncio.gather(*asked))
+
+
 class RemoteLoop(EngineLoop):
     """`EngineLoop` with its engine behind `handle`. All runs on the event loop; there is no thread."""
 
     def __init__(self, facts: Facts, handle: DeploymentHandle[Any], metrics: Metrics) -> None:
         super().__init__(shadow_engine(facts), metrics)
-        self._orders = handle.options(stream=True)
+        self.replicas = RemoteReplicas(handle)
+        self._handle = handle
+        self._inbox = Inbox(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._tasks: dict[Job, asyncio.Task[None]] = {}
         self._unbegun = 0
 
@@ -62,6 +100,9 @@ class RemoteLoop(EngineLoop):
 
     def stop(self, timeout_s: float = 10.0) -> None:
         self._closed = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the event loop has ended, and so has all that it had open
+                self._loop.call_soon_threadsafe(self._inbox.end)
 
     @property
     def is_alive(self) -> bool:
@@ -100,6 +141,9 @@ class RemoteLoop(EngineLoop):
     async def ask(self, question: Callable[[Engine], T]) -> T:
         return question(self.engine)
 
+    async def drop_restore_points(self) -> int:
+        return await self.replicas.drop_restore_points()
+
     # -- one job ---------------------------------------------------------------------------------------------------
 
     async def _run_job(self, job: Job) -> None:
@@ -108,11 +152,12 @@ class RemoteLoop(EngineLoop):
     async def _run_choice(self, job: Job, index: int) -> None:
         request = job.answers[index].request
         hashes = prefix_hashes(request.prefix_key, request.prompt)
-        order = Order.of(request, hashes, streams=job.streams or bool(request.params.stop))
+        streams = job.streams or bool(request.params.stop)
         try:
+            reply_to = await self._inbox.address() if streams else None
             for attempt in range(ATTEMPTS):
                 try:
-                    await self._follow(job, index, order)
+                    await self._follow(job, index, hashes, reply_to)
                     break
                 except (RayError, RayServeException) as error:
                     if request.output or attempt == ATTEMPTS - 1:
@@ -125,35 +170,51 @@ class RemoteLoop(EngineLoop):
         except Exception as error:  # one answer that cannot be read must not leave its client waiting
             self._end(job, index, FinishReason.FAILED, error)
 
-    async def _follow(self, job: Job, index: int, order: Order) -> None:
+    async def _follow(self, job: Job, index: int, hashes: Hashes, reply_to: ReplyTo | None) -> None:
         """Pass on what one replica says, to the end or until nobody wants it."""
-        stream: Any = self._orders.generate.remote(order)
-        has_ended = False
-        try:
-            async for update in stream:
-                if has_ended := self._take_in_update(job, index, update):
-                    return
-            raise ReplicaLost("the replica ended the stream without a word")
-        finally:
-            if not has_ended:
-                stream.cancel()
-
-    def _take_in_update(self, job: Job, index: int, update: Update) -> bool:
-        """Tokens to text. True where the answer is over."""
-        tokens, ending = update
         request = job.answers[index].request
-        if ending is not None:
-            tokens = tokens or [*zip_longest(ending.output, ending.logprobs)]
-            for name, value in ending.fields.items():
-                setattr(request, name, value)
-        for number, (token, logprobs) in enumerate(tokens):
-            is_last = ending is not None and number == len(tokens) - 1
-            if self._take_in_token(job, index, token, logprobs, ending if is_last else None):
-                return True
-        if ending is not None and job.times[index].ended is None:  # it ended without a token
-            error = ending.error and (GrammarError if ending.is_grammar_error else RuntimeError)(ending.error)
-            self._end(job, index, ending.finish_reason, error or None)
-        return ending is not None
+        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by a stop string
+
+        def take(start: int, tokens: Tokens) -> None:
+            if stopped.done() or start > len(request.output):
+                return
+            try:
+                if self._take_in_tokens(job, index, tokens[len(request.output) - start :], None):
+                    stopped.set_result(None)
+            except Exception as error:
+                stopped.set_exception(error)
+
+        channel = self._inbox.open(take)
+        response: Any = self._handle.generate.remote(Order.of(request, hashes, reply_to, channel))
+        ended = asyncio.ensure_future(_awaited(response))
+        try:
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                stopped.result()
+            else:
+                self._take_in_end(job, index, ended.result())
+        finally:
+            self._inbox.close(channel)
+            if not ended.done():
+                ended.cancel()
+                response.cancel()
+
+    def _take_in_end(self, job: Job, index: int, ending: Ending) -> None:
+        request = job.answers[index].request
+        for name, value in ending.fields.items():
+            setattr(request, name, value)
+        left = [*zip_longest(ending.output, ending.logprobs)][len(request.output) :]
+        if self._take_in_tokens(job, index, left, ending):
+            return
+        error = ending.error and (GrammarError if ending.is_grammar_error else RuntimeError)(ending.error)
+        self._end(job, index, ending.finish_reason, error or None)  # it ended without a token
+
+    def _take_in_tokens(self, job: Job, index: int, tokens: Tokens, ending: Ending | None) -> bool:
+        """Tokens to text. True where the answer is over."""
+        return any(
+            self._take_in_token(job, index, token, logprobs, ending if number == len(tokens) else None)
+            for number, (token, logprobs) in enumerate(tokens, 1)
+        )
 
     def _take_in_token(
         self, job: Job, index: int, token: int, logprobs: TokenLogprobs | None, ending: Ending | None
@@ -198,6 +259,27 @@ class RemoteLoop(EngineLoop):
         self.meter.ended(request)
         self.metrics.ended(request, reason, times)
         self.journal.ended(request, reason, times)
+
+
+async def _awaited(response: Any) -> Ending:
+    ending: Ending = await response
+    return ending
+
+
+def _document(name: str, stats: dict[str, Any]) -> dict[str, Any]:
+    digest = Digest.unpack(stats["digest"])
+    load, arena = digest.load, stats["arena"]
+    counts = {key: stats[key] for key in ("prompt_tokens", "cached_tokens", "generated_tokens")}
+    sizes = {key: arena[key] for key in SIZES}
+    return {
+        "id": name,
+        "running": load.running,
+        "waiting": load.waiting,
+        "wait_s": load.wait_s,
+        "prefixes": len(digest.hashes),
+        **counts,
+        "arena": sizes,
+    }
 
 
 def _reason(error: Exception) -> str:

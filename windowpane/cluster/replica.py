@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windowpane.cluster.order import COPIED, Ending, Order, Update
+from windowpane.cluster.autoscaling import stats_of
+from windowpane.cluster.channel import Outbox
+from windowpane.cluster.order import COPIED, Ending, Order, To
+from windowpane.engine.accounts import accounts
 from windowpane.engine.engine import Engine
 from windowpane.engine.start import Started, start
 from windowpane.kv.layout import Layout
+from windowpane.parallel.launch import Launcher
 from windowpane.routing.digest import DigestMaker, Load
 from windowpane.schedule.request import FinishReason, Request
 from windowpane.server.job import Job
 from windowpane.server.loop import EngineLoop
 from windowpane.server.metrics import Metrics
+from windowpane.server.stats import ModelFacts, arena_totals, snapshot
 from windowpane.text import load_tokenizer
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import GrammarError, Grammars
@@ -41,11 +46,23 @@ class Facts:
     compute_dtype: str
 
 
+def _make_launcher() -> Launcher:
+    """Ranks in the placement group that Ray Serve has made for this replica."""
+    from ray.util import get_current_placement_group
+
+    from windowpane.cluster.ranks import PlacedRanks
+
+    group = get_current_placement_group()
+    assert group is not None
+    return PlacedRanks(group)
+
+
 class Replica:
     """Ray Serve makes one per process."""
 
     async def __init__(self, model: str | None, flags: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        self._started = start(model, flags)
+        has_ranks = (flags.get("tensor_parallel_size") or 1) > 1
+        self._started = start(model, flags, make_launcher=_make_launcher if has_ranks else None)
         engine = self._started.engine
         source = self._started.text_source
         self._tokenizer = None if source is None else load_tokenizer(source)
@@ -53,28 +70,32 @@ class Replica:
         self._digests = DigestMaker(engine.scheduler)
         self._loop = EngineLoop(engine, Metrics(self._started.spec.name))
         self._loop.start()
+        self._outbox = Outbox()
+        if self._started.workers is not None:
+            self._started.workers.when_lost(self._loop.die)
 
     async def facts(self) -> Facts:
         return facts_of(self._started)
 
-    async def generate(self, order: Order) -> AsyncIterator[Update]:
-        """Tokens as they come, and the end. Whoever stops listening cancels the request."""
+    async def generate(self, order: Order) -> Ending:
+        """Tokens go out as they come. Whoever cancels the call cancels the request."""
         try:
             request = order.request(await asyncio.to_thread(self._grammar, order))
             self._loop.engine.check(request)
         except (GrammarError, ValueError) as error:
-            yield [], Ending(FinishReason.FAILED, str(error), isinstance(error, GrammarError), {})
-            return
-        job = Job(order.id, [Answer(request, None)], order.streams)
+            return Ending(FinishReason.FAILED, str(error), isinstance(error, GrammarError), {})
+        job = Job(order.id, [Answer(request, None)], streams=order.reply_to is not None)
         self._loop.submit(job)
-        has_ended = False
+        sent = 0
         try:
-            while not has_ended:
+            while True:
                 pieces = await job.mailbox.take()
-                tokens = [(p.token, p.logprobs) for p in pieces if p.token is not None] if order.streams else []
-                has_ended = any(piece.finish_reason is not None for piece in pieces)
-                if tokens or has_ended:
-                    yield tokens, ending_of(request, with_tokens=not order.streams) if has_ended else None
+                if any(piece.finish_reason is not None for piece in pieces):
+                    return ending_of(request)
+                tokens = [(p.token, p.logprobs) for p in pieces if p.token is not None]
+                if order.reply_to is not None and tokens:
+                    self._outbox.send(order.reply_to, order.channel, sent, tokens)
+                    sent += len(tokens)
         finally:
             self._loop.cancel(job)
 
@@ -88,17 +109,25 @@ class Replica:
         """What Ray Serve passes on to every router of this deployment."""
         return await self._loop.ask(self._published)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Ray Serve passes on to the policy, where replicas are scaled."""
+        return await self._loop.ask(_autoscaling_stats)
+
     async def check_health(self) -> None:
         """Ray Serve starts another replica where this raises."""
         if not self._loop.is_alive:
             raise RuntimeError(f"the engine has stopped: {self._loop.error}")
 
-    async def exposition(self) -> bytes:
-        """Its own /metrics."""
-        return await self._loop.ask(lambda engine: self._loop.metrics.exposition(engine, alive=True))
+    async def stats(self, _: To) -> dict[str, Any]:
+        """Its own /stats."""
+        plan, loop = self._started.plan, self._loop
+        facts = facts_of(self._started)
+        rows = tuple(accounts(plan, self._started.reports))
+        shown = ModelFacts(facts.name, facts.max_model_len, False, facts.device, facts.compute_dtype, rows)
+        return await loop.ask(lambda engine: snapshot(engine, loop.meter, shown, loop.times_of))
 
-    async def process_id(self) -> int:
-        return os.getpid()
+    async def drop_restore_points(self, _: To) -> int:
+        return await self._loop.drop_restore_points()
 
     def _published(self, engine: Engine) -> dict[str, Any]:
         metrics = self._loop.metrics
@@ -111,8 +140,20 @@ class Replica:
             "cached_tokens": metrics.cached_tokens,
             "generated_tokens": metrics.generated_tokens,
             "process_id": os.getpid(),
+            "arena": arena_totals(engine.manager),
         }
         return {"digest": self._digests.make(load).pack(), **counts}
+
+
+def _autoscaling_stats(engine: Engine) -> dict[str, float]:
+    scheduler, manager = engine.scheduler, engine.manager
+    live = sum(manager.group_bytes(group).live for group in range(len(manager.layout.groups)))
+    return stats_of(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        most_running=manager.num_slots,
+        kv_share=live / max(1, manager.arena.total_bytes),
+    )
 
 
 def facts_of(started: Started) -> Facts:
@@ -134,12 +175,12 @@ def facts_of(started: Started) -> Facts:
     )
 
 
-def ending_of(request: Request, *, with_tokens: bool) -> Ending:
+def ending_of(request: Request) -> Ending:
     return Ending(
         request.finish_reason or FinishReason.CANCELLED,
         None if request.error is None else str(request.error),
         isinstance(request.error, GrammarError),
         {name: getattr(request, name) for name in COPIED},
-        list(request.output) if with_tokens else [],
-        list(request.logprobs) if with_tokens else [],
+        list(request.output),
+        list(request.logprobs),
     )

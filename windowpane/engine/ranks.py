@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from windowpane.lowering.group import RankGroup
     from windowpane.parallel.job import RankJob, RankReport
-    from windowpane.parallel.launch import Workers
+    from windowpane.parallel.launch import Launcher, Workers
     from windowpane.parallel.runner import ParallelRunner
     from windowpane.runners.cuda import CudaRunner
     from windowpane.runners.plain import Runner
@@ -29,7 +29,9 @@ class StartedRanks(NamedTuple):
     workers: Workers | None
 
 
-def start_ranks(job: RankJob, devices: Sequence[torch.device], console: Console | None) -> StartedRanks:
+def start_ranks(
+    job: RankJob, devices: Sequence[torch.device], console: Console | None, launcher: Launcher | None = None
+) -> StartedRanks:
     """Load everywhere, then make runners everywhere; what one rank cannot do ends the others."""
     from windowpane.lowering.group import ALONE
     from windowpane.parallel.job import RankReport
@@ -44,7 +46,7 @@ def start_ranks(job: RankJob, devices: Sequence[torch.device], console: Console 
     from windowpane.parallel.runner import ParallelRunner
 
     with busy(console, f"starting {len(devices)} ranks"):
-        workers = Workers(devices)
+        workers = Workers(devices, launcher)
     try:
         if devices[0].type == "cpu":
             torch.set_num_threads(threads_per_rank(len(devices)))

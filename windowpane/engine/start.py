@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from windowpane.engine.engine import Engine
     from windowpane.lowering.scales import Calibration
     from windowpane.parallel.job import RankJob, RankReport
-    from windowpane.parallel.launch import Workers
+    from windowpane.parallel.launch import Launcher, Workers
     from windowpane.parallel.runner import ParallelRunner
     from windowpane.runners.cuda import CudaRunner
     from windowpane.runners.plain import Runner
@@ -83,10 +83,18 @@ class Started:
         return text_source(self.source)
 
 
-def start(model: str | Path | None, flags: Mapping[str, Any], console: Console | None = None) -> Started:
-    """Plan, load and start. Raises ValueError with one line for whoever gave a flag that cannot be honoured."""
+def start(
+    model: str | Path | None,
+    flags: Mapping[str, Any],
+    console: Console | None = None,
+    make_launcher: Callable[[], Launcher] | None = None,
+) -> Started:
+    """Plan, load and start. Raises ValueError with one line for whoever gave a flag that cannot be honoured.
+
+    Ranks that `make_launcher` runs elsewhere have a device each that is called as this one's own.
+    """
     with _uncollected():
-        return _start(model, flags, console)
+        return _start(model, flags, console, make_launcher)
 
 
 @contextmanager
@@ -101,7 +109,12 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console | None) -> Started:
+def _start(
+    model: str | Path | None,
+    flags: Mapping[str, Any],
+    console: Console | None,
+    make_launcher: Callable[[], Launcher] | None,
+) -> Started:
     options, config = read_flags(flags)
     with busy(console, "looking at the model"):
         spec, source = find_model(model, options)
@@ -113,7 +126,13 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     from windowpane.models.running import runnable
 
     runnable(spec)  # what cannot be run is refused before a byte is loaded
-    devices = resolve_devices(options.device, config.tensor_parallel_size or 1)
+    num_ranks = config.tensor_parallel_size or 1
+    if make_launcher is None:
+        devices = resolve_devices(options.device, num_ranks)
+    else:
+        devices = resolve_devices(options.device, 1) * num_ranks
+        if config.kv_disk_path is not None:
+            raise ValueError("--kv-disk-path needs all ranks on one machine, and replicas spread them; leave it out")
     runnable(spec, on_gpu=devices[0].type == "cuda")
     if spec.drafter is not None and len(devices) > 1 and devices[0].type == "cuda":
         raise ValueError("--speculative-config: models draft on one GPU or on CPUs so far; use method 'ngram'")
@@ -135,7 +154,11 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
         tier=tier, adapter_slots=slots,
     )  # fmt: skip
     job = _job(plan, options, source, drafter_source)
-    ranks = start_ranks(job, devices, console)
+
+    def launched(shown_on: Console | None) -> StartedRanks:
+        return start_ranks(job, devices, shown_on, None if make_launcher is None else make_launcher())
+
+    ranks = launched(console)
     disk = None if tier is None else _disk(tier, plan, source, options, ranks)
     sampler = Sampler(spec.vocab_size, devices[0], options.seed)
     speculator = None if config.drafting is None else _speculator(config.drafting, ranks.together)
@@ -153,7 +176,7 @@ def _start(model: str | Path | None, flags: Mapping[str, Any], console: Console 
     if console is not None:
         print_accounts(console, plan, ranks.reports)
     started = Started(engine, ranks.own, plan, source, ranks.reports, ranks.workers, disk)
-    started.sleeper = Sleeper(started, lambda: start_ranks(job, devices, None))
+    started.sleeper = Sleeper(started, lambda: launched(None))
     return started
 
 

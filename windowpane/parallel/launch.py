@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from socket import socketpair
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 import windowpane
 from windowpane.models.tensors import RankPlace
 from windowpane.parallel.messages import Answer, Awake, Failed, Join, Order
-from windowpane.parallel.process_group import ProcessGroup, backend_for, host_store
+from windowpane.parallel.process_group import HERE, ProcessGroup, backend_for, host_store
 
 # How long a rank may take to end by itself before it is killed, and how long an error here waits to hear whether
 # another rank caused it.
@@ -42,14 +42,37 @@ class RankRefused(ValueError):
     """A rank could not start; the message is its own."""
 
 
+class RankProcess(Protocol):
+    """Of `subprocess.Popen`, what is asked of a rank's process."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Where the ranks other than 0 run. `host` is rank 0's address to them; each has a card of its own or none."""
+
+    host: str
+
+    def backend(self, devices: Sequence[torch.device]) -> str: ...
+
+    def spawn(self, rank: int, devices: Sequence[torch.device]) -> tuple[Connection, RankProcess]: ...
+
+    def end(self) -> None:
+        """Have all of them end, whatever they are waiting for."""
+
+
 class Workers:
     """The processes of all ranks but this one, which is rank 0, and the group they form with it.
 
-    `devices` has one device per rank, this one's first. Orders are for one thread; `close` and `when_lost` for any.
+    `devices` has one device per rank, this one's first; unless a `launcher` runs them elsewhere, ranks are processes of
+    this machine. Orders are for one thread; `close` and `when_lost` for any.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], launcher: Launcher | None = None) -> None:
         self.devices = tuple(devices)
+        self._launcher = launcher or LocalLauncher()
         self.lost: RanksLost | None = None
         self._group: ProcessGroup | None = None
         self._listeners: list[Callable[[RanksLost], None]] = []
@@ -57,15 +80,14 @@ class Workers:
         self._refused = False  # a rank said what its user can do about it
         self._ending: int | None = None  # the thread that is ending them, or has, for whatever reason
         self._changed = threading.Condition(threading.RLock())
-        held_by_ranks, self._lifeline = os.pipe()  # ranks wait for its end, which comes with this process's
         self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
         try:
-            try:
-                for _ in self.devices[1:]:
-                    self._spawn(held_by_ranks)
-            finally:
-                os.close(held_by_ranks)
+            for rank in range(1, len(self.devices)):
+                pipe, process = self._launcher.spawn(rank, self.devices)
+                self._pipes.append(pipe)
+                self._processes.append(process)
+                self._answers.append(deque())
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
             self.answers(Awake)
             self._group = self._join()
@@ -129,30 +151,13 @@ class Workers:
 
     # -- processes -------------------------------------------------------------------------------------------------
 
-    def _spawn(self, lifeline: int) -> None:
-        ours, theirs = socketpair()
-        with theirs:
-            self._pipes.append(Connection(ours.detach()))
-            self._answers.append(deque())
-            command = [sys.executable, "-P", "-m", "windowpane.parallel.worker", str(theirs.fileno()), str(lifeline)]
-            # In a session of its own: what is typed at a terminal concerns rank 0 only.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # answers are written to stdout, and by rank 0 alone
-                pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,
-                env=_environment(self.devices),
-            )
-            self._processes.append(process)
-
     def _join(self) -> ProcessGroup:
-        backend, ranks = backend_for(self.devices), len(self.devices)
-        store, port = host_store()
+        backend, ranks, host = self._launcher.backend(self.devices), len(self.devices), self._launcher.host
+        store, port = host_store(host)
         for index, pipe in enumerate(self._pipes):
             rank = index + 1
-            pipe.send(Join(RankPlace(rank, ranks), str(self.devices[rank]), backend, port))
-        return ProcessGroup(RankPlace(0, ranks), backend, store)
+            pipe.send(Join(RankPlace(rank, ranks), str(self.devices[rank]), backend, host, port))
+        return ProcessGroup(RankPlace(0, ranks), backend, store, host)
 
     def _watch(self) -> None:
         open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes, start=1)}
@@ -200,7 +205,7 @@ class Workers:
             listener(self.lost)
 
     def _end(self) -> None:
-        os.close(self._lifeline)  # each rank ends by this, whatever it is waiting for
+        self._launcher.end()
         deadline = time.monotonic() + LEAVE_S
         for process in self._processes:
             try:
@@ -208,6 +213,38 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class LocalLauncher:
+    """Processes of this machine."""
+
+    host = HERE
+
+    def __init__(self) -> None:
+        self._held_by_ranks, self._lifeline = os.pipe()  # ranks wait for its end, which comes with this process's
+
+    def backend(self, devices: Sequence[torch.device]) -> str:
+        return backend_for(devices)
+
+    def spawn(self, rank: int, devices: Sequence[torch.device]) -> tuple[Connection, RankProcess]:
+        ours, theirs = socketpair()
+        lifeline = self._held_by_ranks
+        with theirs:
+            command = [sys.executable, "-P", "-m", "windowpane.parallel.worker", str(theirs.fileno()), str(lifeline)]
+            # In a session of its own: what is typed at a terminal concerns rank 0 only.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # answers are written to stdout, and by rank 0 alone
+                pass_fds=(theirs.fileno(), lifeline),
+                start_new_session=True,
+                env=_environment(devices),
+            )
+        return Connection(ours.detach()), process
+
+    def end(self) -> None:
+        os.close(self._lifeline)
+        os.close(self._held_by_ranks)
 
 
 def _environment(devices: Sequence[torch.device]) -> dict[str, str]:
@@ -224,7 +261,7 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, torch.get_num_threads() // ranks)
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+def _how_it_ended(process: RankProcess) -> str:
     try:
         code = process.wait(LEAVE_S)
     except subprocess.TimeoutExpired:

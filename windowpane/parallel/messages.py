@@ -28,11 +28,12 @@ from windowpane.schedule.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """`backend` is gloo or nccl; `port` is where rank 0 has its store."""
+    """`backend` is gloo or nccl; `host` and `port` are where rank 0 has its store."""
 
     place: RankPlace
     device: str
     backend: str
+    host: str
     port: int
 
 

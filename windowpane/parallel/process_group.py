@@ -1,7 +1,7 @@
 """A `RankGroup` of processes, over torch.distributed: NCCL between cards, gloo otherwise.
 
 The backends are used directly: torch's global process group is left to whoever embeds this engine, and several models
-may run in one process. Ranks are on one machine, and nothing listens to others.
+may run in one process. Ranks are on one machine and nothing listens to others, unless rank 0 is told an address.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ HERE = "127.0.0.1"
 
 
 class ProcessGroup:
-    """`store` is where ranks find one another: rank 0's own, or `join_store`'s."""
+    """`store` is where ranks find one another: rank 0's own, or `join_store`'s. `host` is this rank's own address."""
 
-    def __init__(self, place: RankPlace, backend: str, store: Any) -> None:
+    def __init__(self, place: RankPlace, backend: str, store: Any, host: str = HERE) -> None:
         self.place = place
         self.in_graphs = backend == "nccl"
-        self._group = _BACKENDS[backend](store, place)
+        self._group = _BACKENDS[backend](store, place, host)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -64,31 +64,38 @@ def backend_for(devices: Sequence[torch.device]) -> str:
     return "nccl" if own_cards else "gloo"
 
 
-def host_store() -> tuple[Any, int]:
+def host_store(host: str = HERE) -> tuple[Any, int]:
     """Where ranks find one another, and the port by which the others reach it."""
-    listener = socket.create_server((HERE, 0))
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        HERE, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=listener.detach()
+        host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=listener.detach()
     )
     return store, port
 
 
-def join_store(port: int) -> Any:
-    return dist.TCPStore(HERE, port, is_master=False, timeout=PATIENCE)  # type: ignore[attr-defined]
+def join_store(host: str, port: int) -> Any:
+    return dist.TCPStore(host, port, is_master=False, timeout=PATIENCE)  # type: ignore[attr-defined]
 
 
-def _gloo(store: Any, place: RankPlace) -> Any:
+def own_address(host: str) -> str:
+    """By which this machine is known to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # nothing is sent
+        asking.connect((host, 1))
+        return str(asking.getsockname()[0])
+
+
+def _gloo(store: Any, place: RankPlace, host: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = PATIENCE
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HERE)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, place.rank, place.ranks, options)
 
 
-def _nccl(store: Any, place: RankPlace) -> Any:
+def _nccl(store: Any, place: RankPlace, host: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = PATIENCE
     return dist.ProcessGroupNCCL(store, place.rank, place.ranks, options)
 
 
-_BACKENDS: dict[str, Callable[[Any, RankPlace], Any]] = {"gloo": _gloo, "nccl": _nccl}
+_BACKENDS: dict[str, Callable[[Any, RankPlace, str], Any]] = {"gloo": _gloo, "nccl": _nccl}

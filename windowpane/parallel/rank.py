@@ -23,7 +23,7 @@ from windowpane.parallel.messages import (
     Start,
     TakeSampled,
 )
-from windowpane.parallel.process_group import ProcessGroup, join_store
+from windowpane.parallel.process_group import ProcessGroup, join_store, own_address
 from windowpane.runners.plain import Runner, StepOutput
 from windowpane.schedule.batch import Batch
 from windowpane.weights import LoadedWeights
@@ -39,7 +39,8 @@ class Rank:
         self._device = torch.device(join.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._group = ProcessGroup(join.place, join.backend, join_store(join.port))
+        store = join_store(join.host, join.port)
+        self._group = ProcessGroup(join.place, join.backend, store, own_address(join.host))
         self._job: RankJob | None = None
         self._runner: Runner | CudaRunner | None = None
         self._weights: LoadedWeights = {}

@@ -23,6 +23,11 @@ def main() -> None:
     pipe, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who types ^C means the engine, and that ends its ranks
     threading.Thread(target=_end_with_parent, args=(lifeline, os.getppid()), daemon=True).start()
+    work(pipe)
+
+
+def work(pipe: Connection) -> NoReturn:
+    """Be a rank for whoever is at the other end; this process ends with it."""
     try:
         _obey(pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -15,13 +15,15 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from windowpane.routing.digest import Digest, Load
 from windowpane.routing.hashes import BLOCK_TOKENS, Hashes
+from windowpane.routing.index import HolderIndex
 
 HOLDERS_LOOKED_AT = 8  # of each length
 LENGTHS_LOOKED_AT = 8  # the longest
@@ -65,8 +67,8 @@ class Router:
     def __init__(self, seed: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._replicas: dict[str, _Replica] = {}
         self._names: list[str] = []
-        self._index: dict[int, dict[str, int]] = {}  # hash → replica → tokens that it saves
-        self._expected: deque[tuple[float, str, int]] = deque()
+        self._index = HolderIndex()
+        self._expected: deque[tuple[float, str, list[int]]] = deque()
         self._random = random.Random(seed)
         self._clock = clock
 
@@ -80,14 +82,14 @@ class Router:
         if replica is None:
             replica = self._replicas[name] = _Replica()
             self._names.append(name)
-        for hashed in np.setdiff1d(replica.hashes, digest.hashes, assume_unique=True).tolist():
-            replica.held.discard(hashed)
-            self._forget(name, hashed)
-        fresh = ~np.isin(digest.hashes, replica.hashes, assume_unique=True)
+        gone = np.setdiff1d(replica.hashes, digest.hashes, assume_unique=True).tolist()
+        replica.held.difference_update(gone)
+        self._index.forget(name, gone)
+        is_new = ~np.isin(digest.hashes, replica.hashes, assume_unique=True)
         worth = (digest.tokens * TIER_WORTH[digest.tiers]).astype(np.int64)
-        for hashed, tokens in zip(digest.hashes[fresh].tolist(), worth[fresh].tolist(), strict=True):
-            replica.held.add(hashed)
-            self._index.setdefault(hashed, {})[name] = tokens
+        new = digest.hashes[is_new].tolist()
+        replica.held.update(new)
+        self._index.put(name, new, worth[is_new].tolist())
         replica.load, replica.hashes = digest.load, digest.hashes
         replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
 
@@ -103,8 +105,7 @@ class Router:
             return
         del self._replicas[name]
         self._names.remove(name)
-        for hashed in [hashed for hashed, holders in self._index.items() if name in holders]:
-            self._forget(name, hashed)
+        self._index.forget(name, list(self._index.holders))
 
     def choose(self, hashes: Hashes, prompt_tokens: int, among: Collection[str] | None = None) -> Choice:
         """The replica for a prompt with these `prefix_hashes`: one of all, or of those `among` that are known.
@@ -116,17 +117,10 @@ class Router:
         if not names:
             raise LookupError("no replica is there to take the request")
         reused = dict.fromkeys(self._random.sample(names, min(2, len(names))), 0)
-        index, lengths = self._index, 0
         allowed = None if among is None else set(names)
-        for hashed in reversed(hashes.tolist()):
-            holders = index.get(hashed)
-            if holders is None:
-                continue
+        for holders in islice(self._index.longest_first(hashes), LENGTHS_LOOKED_AT):
             for name in self._some(holders, allowed):
                 reused[name] = max(reused.get(name, 0), min(holders[name], prompt_tokens - 1))
-            lengths += 1
-            if lengths == LENGTHS_LOOKED_AT:
-                break
         now_s = self._clock()
         expected = {
             name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s) for name, tokens in reused.items()
@@ -143,32 +137,22 @@ class Router:
         replica.sent += 1
         left_s = (prompt_tokens - choice.reused_tokens) / replica.load.tokens_per_s
         replica.free_s = max(now_s, replica.free_s) + left_s
-        until = now_s + EXPECTED_S
-        for end in {*message_ends, prompt_tokens}:
-            block = end // BLOCK_TOKENS
-            if 0 < block <= len(hashes):
-                hashed = int(hashes[block - 1])
-                self._index.setdefault(hashed, {}).setdefault(choice.replica, end)
-                self._expected.append((until, choice.replica, hashed))
+        ends = [end for end in {*message_ends, prompt_tokens} if 0 < end // BLOCK_TOKENS <= len(hashes)]
+        held = [int(hashes[end // BLOCK_TOKENS - 1]) for end in ends]
+        self._index.put(choice.replica, held, ends, replace=False)
+        self._expected.append((now_s + EXPECTED_S, choice.replica, held))
 
-    def _some(self, holders: dict[str, int], allowed: Collection[str] | None) -> list[str]:
+    def _some(self, holders: Mapping[str, int], allowed: Collection[str] | None) -> list[str]:
         names = list(holders) if allowed is None else [name for name in holders if name in allowed]
         return names if len(names) <= HOLDERS_LOOKED_AT else self._random.sample(names, HOLDERS_LOOKED_AT)
 
     def _expire(self) -> None:
         now = self._clock()
         while self._expected and self._expected[0][0] <= now:
-            _, name, hashed = self._expected.popleft()
+            _, name, hashes = self._expected.popleft()
             replica = self._replicas.get(name)
-            if replica is None or hashed not in replica.held:
-                self._forget(name, hashed)
-
-    def _forget(self, name: str, hashed: int) -> None:
-        holders = self._index.get(hashed)
-        if holders is not None:
-            holders.pop(name, None)
-            if not holders:
-                del self._index[hashed]
+            held = () if replica is None else replica.held
+            self._index.forget(name, [hashed for hashed in hashes if hashed not in held])
 
 
 class RoundRobin:

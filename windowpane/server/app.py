@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from windowpane import __version__
@@ -35,7 +36,7 @@ from windowpane.server.protocol import (
 )
 from windowpane.server.responses import ResponseStore, respond
 from windowpane.server.responses_protocol import ResponsesBody
-from windowpane.server.service import ClientGone, Service
+from windowpane.server.service import ClientGone, Replicas, Service
 from windowpane.server.turnstile import Turnstile
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -92,17 +93,26 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
         # Streams of /stats would keep a server open for ever: they end with the last request.
         if service.draining and not service.loop.jobs:
             raise unavailable("the server is shutting down")
-        return await service.watch(
+        made = await service.watch(
             lambda engine: stats.snapshot(engine, service.loop.meter, facts, service.loop.times_of)
         )
+        return made if service.replicas is None else service.replicas.add_to(made)
 
     async def history() -> dict[str, Any]:
         return await service.watch(lambda engine: stats.history(engine, service.loop.meter, service.loop.journal))
 
     app.include_router(stats.router(snapshot, history))
+    if service.replicas is not None:
+        _add_replicas(app, service.replicas)
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
     app.add_middleware(Turnstile)
+    guard(app, access, service)
+    return app
+
+
+def guard(app: Starlette, access: Access, service: Service) -> None:
+    """Let in who has a key, and the pages of the sites that are allowed. `service` notes who was turned away."""
     if access.api_keys or access.admin_key is not None:
         app.add_middleware(ApiKeys, access=access, refused=service.refused)
     if access.allowed_origins:  # outermost: browsers ask before they send a key
@@ -114,13 +124,12 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
             allow_credentials=access.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return app
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", summary="The served model, by each of its names")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in [*service.names, *service.adapters]]}
+        return {"object": "list", "data": model_documents(service)}
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -278,6 +287,16 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
 
+def _add_replicas(app: FastAPI, replicas: Replicas) -> None:
+    @app.get("/replicas/{id}/stats", summary="/stats of one replica")
+    async def replica_stats(id: str) -> dict[str, Any]:
+        try:
+            return await replicas.stats(id)
+        except LookupError:
+            message = f"no replica {id[:128]!r} is there; GET /stats has their ids"
+            raise ApiError(404, message, code="replica_not_found") from None
+
+
 def _add_administration(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", summary="Serve an adapter from --lora-dir; for the admin key")
     async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
@@ -289,7 +308,7 @@ def _add_administration(app: FastAPI, service: Service) -> None:
 
     @app.post("/reset_prefix_cache", summary="Give up what is only cached; for the admin key")
     async def reset_prefix_cache() -> dict[str, int]:
-        return {"dropped_restore_points": await service.loop.ask(lambda e: e.scheduler.drop_restore_points())}
+        return {"dropped_restore_points": await service.loop.drop_restore_points()}
 
     @app.post(
         "/sleep", summary="Give memory back when all is answered: level 1 drops KV, 2 weights too; for the admin key"
@@ -320,6 +339,11 @@ async def _answered(answer: Any, service: Service) -> Response:
         if not service.draining:
             raise
         return unavailable("the server was shut down before this answer was complete").response()
+
+
+def model_documents(service: Service) -> list[dict[str, Any]]:
+    """The model and its adapters, each by every name."""
+    return [_model(service, name) for name in [*service.names, *service.adapters]]
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

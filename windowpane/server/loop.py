@@ -141,6 +141,10 @@ class EngineLoop:
         self._send(lambda: self._answer(question, answered))
         return await answered
 
+    async def drop_restore_points(self) -> int:
+        """Give up what is only cached: how many there were."""
+        return await self.ask(lambda engine: engine.scheduler.drop_restore_points())
+
     def _send(self, command: Command, requests: int = 0) -> None:
         with self._lock:
             if self._closed:

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from rich.console import Console
+from starlette.types import ASGIApp
 
 from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import resolve_device
@@ -169,7 +169,7 @@ def with_defaults(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **flags}
 
 
-def http_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+def http_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=connection_with(options.patience),

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from starlette.responses import Response
@@ -45,6 +45,16 @@ GRAMMAR_THREADS = 16  # twice as many as compile at once: most find theirs in th
 log = logging.getLogger("windowpane.server")
 
 
+class Replicas(Protocol):
+    """Engines elsewhere that answer for this server, where it has none of its own."""
+
+    def add_to(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """A snapshot of /stats with what is known of them."""
+
+    async def stats(self, id: str) -> dict[str, Any]:
+        """The whole snapshot of one; raises LookupError."""
+
+
 class ClientGone(Exception):
     """Nobody is left to answer."""
 
@@ -76,6 +86,7 @@ class Service:
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # of chats that do not say otherwise
     traces: Traces | None = None
     sleeper: Sleeper | None = None
+    replicas: Replicas | None = None
     asleep: bool = False  # or on its way there
     _falling_asleep: asyncio.Lock = field(default_factory=asyncio.Lock)  # or waking up: one at a time
     hardware: tuple[str, str, tuple[Account, ...]] = ("", "", ())  # device, dtype, and the books of its memory
@@ -329,9 +340,8 @@ class Service:
 
     async def sleep(self, level: int) -> int:
         """Lets what runs or waits be answered, and nobody else in; then gives memory back, and says how much."""
-        assert self.sleeper is not None
-        self.sleeper.check(level)
-        sleeper = self.sleeper
+        sleeper = self._own_sleeper()
+        sleeper.check(level)
         async with self._falling_asleep:
             self.asleep = True
             while self.loop.jobs or self._being_made or await self.loop.ask(lambda engine: engine.has_work):
@@ -340,11 +350,15 @@ class Service:
 
     async def wake(self) -> None:
         """Whoever comes before all is there again is refused as before."""
-        assert self.sleeper is not None
-        sleeper = self.sleeper
+        sleeper = self._own_sleeper()
         async with self._falling_asleep:
             await self.loop.ask(lambda _: sleeper.wake())
             self.asleep = False
+
+    def _own_sleeper(self) -> Sleeper:
+        if self.sleeper is None:
+            raise bad_request("replicas do not sleep; `windowpane deploy` with autoscaling ends those without work")
+        return self.sleeper
 
     async def watch(self, question: Callable[[Engine], T]) -> T:
         """What `question` finds in the engine, for who would watch without end: no more when the server goes down."""

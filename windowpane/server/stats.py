@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,7 +89,41 @@ def snapshot(engine: Engine, meter: Meter, model: ModelFacts, times_of: TimesOf 
         },
         "rates": meter.document(),
         "drafts": asdict(engine.speculator.stats) if engine.speculator is not None else None,
+        "replicas": None,
     }
+
+
+def arena_totals(manager: KVManager) -> dict[str, Any]:
+    """What `add_arenas` adds up: a replica's arena without its map."""
+    arena = _arena(manager)
+    del arena["map"]
+    return arena
+
+
+SIZES = ("total_bytes", "live_bytes", "cached_bytes", "stranded_bytes", "free_bytes")
+SUMMED = ("slabs", "live_pages", "cached_pages", "promised_pages", "live_bytes", "cached_bytes", "stranded_bytes")
+
+
+def add_arenas(arenas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The arenas of replicas of one model together: sums, and no map, for it would be of nobody's memory."""
+    first = arenas[0]
+    groups = [
+        {**group, **{name: sum(arena["groups"][index][name] for arena in arenas) for name in SUMMED}}
+        for index, group in enumerate(first["groups"])
+    ]
+    totals = {
+        name: sum(arena[name] for arena in arenas)
+        for name in (
+            "total_bytes",
+            "live_bytes",
+            "cached_bytes",
+            "stranded_bytes",
+            "free_bytes",
+            "slabs",
+            "moved_pages",
+        )
+    }
+    return {**first, **totals, "groups": groups, "map": []}
 
 
 def history(engine: Engine, meter: Meter, journal: Journal) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 import { Chat } from "./chat.js";
 import { ArenaMap } from "./map.js";
-import { showFacts, showFigures, showGroups, showSequences, showTiers } from "./panels.js";
+import { showFacts, showFigures, showGroups, showReplicas, showSequences, showTiers } from "./panels.js";
 import { Requests } from "./requests.js";
 import { watch } from "./stream.js";
 import { Trends } from "./trends.js";
@@ -10,6 +10,7 @@ const byId = (id) => document.getElementById(id);
 const STATUS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", key: "Key needed", paused: "Paused" };
 
 const HISTORY_MS = 5_000;
+const replica = new URLSearchParams(location.search).get("replica"); // of which alone the page shows the figures
 
 const map = new ArenaMap();
 const trends = new Trends();
@@ -18,11 +19,13 @@ const chat = new Chat(askForKey);
 let stream = null; // opened last, when everything it tells is there to hear it
 
 function show(snapshot) {
-  byId("model").textContent = snapshot.model.name;
+  byId("model").textContent = replica ? `${snapshot.model.name}, replica ${replica}` : snapshot.model.name;
   document.title = `${snapshot.model.name} · Windowpane`;
   chat.about(snapshot.model);
   showFigures(snapshot);
+  for (const id of ["map", "slab"]) byId(id).hidden = !snapshot.arena.map.length;
   map.show(snapshot.arena);
+  showReplicas(snapshot.replicas);
   showGroups(snapshot.arena);
   showTiers(snapshot.tiers);
   showSequences(snapshot);
@@ -125,4 +128,4 @@ byId("theme").addEventListener("click", () => {
 systemDark.addEventListener("change", themed);
 themed();
 
-stream = watch(show, tell);
+stream = watch(show, tell, replica);

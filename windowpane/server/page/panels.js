@@ -90,6 +90,35 @@ export function showTiers(tiers) {
   write(byId("disk-copies"), `${moved}, ${compact(disk.hit_tokens)} tokens found so far`);
 }
 
+// Engines elsewhere, where the server has none of its own. Their names lead to what each says of itself.
+export function showReplicas(replicas) {
+  byId("replicas").hidden = !replicas;
+  if (!replicas) return;
+  const rows = byId("replica-rows");
+  const known = new Map([...rows.children].map((row) => [row.dataset.id, row]));
+  replicas.forEach((replica) => {
+    const row = known.get(replica.id) ?? rows.appendChild(replicaRow(replica.id));
+    known.delete(replica.id);
+    const { arena } = replica;
+    const found = replica.prompt_tokens ? percent(replica.cached_tokens / replica.prompt_tokens) : "–";
+    const held = [arena.live_bytes, arena.cached_bytes, arena.free_bytes].map(bytes);
+    const cells = [count(replica.running), count(replica.waiting), found, ...held];
+    cells.forEach((text, i) => write(row.children[i + 1], text));
+  });
+  known.forEach((row) => row.remove());
+}
+
+function replicaRow(id) {
+  const row = make("tr");
+  row.dataset.id = id;
+  const head = row.appendChild(make("th"));
+  head.scope = "row";
+  const link = head.appendChild(make("a", "", id));
+  link.href = `?replica=${encodeURIComponent(id)}`;
+  ["number", "number", "number wide", "number", "number", "number wide"].forEach((name) => row.append(make("td", name)));
+  return row;
+}
+
 export function showGroups(arena) {
   write(byId("arena-note"), `${bytes(arena.total_bytes)} in ${plural(arena.slabs, "slab")}`);
   const rows = byId("groups");

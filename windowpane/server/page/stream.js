@@ -5,10 +5,12 @@ import { Refused, ask, events } from "./wire.js";
 const SILENCE_MS = 12_000; // the server says something at least every five seconds
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8_000;
+const REPLICA_MS = 1_000; // a replica is asked so often
 
 // `show(document)` gets every snapshot. `tell(state, detail)` hears of "connecting", "live", "lost" (why, and
-// milliseconds until the next try), "key" (the server wants one) and "paused" (nobody looks at the page).
-export function watch(show, tell) {
+// milliseconds until the next try), "key" (the server wants one) and "paused" (nobody looks at the page). With the id of
+// a `replica`, snapshots are its own, and are asked for one by one.
+export function watch(show, tell, replica = null) {
   let attempt = null; // what is under way: an AbortController
   let timer = 0;
   let wait = FIRST_WAIT_MS;
@@ -25,8 +27,7 @@ export function watch(show, tell) {
     let why = "The server closed the stream.";
     try {
       heard();
-      const response = await ask("stats", { headers: { Accept: "text/event-stream" }, signal: mine.signal });
-      for await (const data of events(response, heard)) {
+      for await (const data of replica ? asked(replica, mine.signal, heard) : streamed(mine.signal, heard)) {
         if (mine !== attempt) return;
         wait = FIRST_WAIT_MS;
         tell("live");
@@ -45,6 +46,20 @@ export function watch(show, tell) {
     tell("lost", { why, wait });
     timer = setTimeout(open, wait);
     wait = Math.min(2 * wait, LONGEST_WAIT_MS);
+  }
+
+  async function* streamed(signal, heard) {
+    const response = await ask("stats", { headers: { Accept: "text/event-stream" }, signal });
+    yield* events(response, heard);
+  }
+
+  async function* asked(id, signal, heard) {
+    while (!signal.aborted) {
+      const response = await ask(`replicas/${encodeURIComponent(id)}/stats`, { signal });
+      yield await response.text();
+      heard();
+      await new Promise((resolve) => setTimeout(resolve, REPLICA_MS));
+    }
   }
 
   function pause() {
