@@ -166,6 +166,7 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
         ("llama", {**LLAMA, "rope.scaling.type": "ntk"}, "unknown value 'ntk'; known: linear, yarn, none"),
         ("llama", {**LLAMA, "rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
         ("llama", {**LLAMA, "block_count": "two"}, "llama.block_count must be a whole number, not 'two'"),
+        ("llama", {**LLAMA, "rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number, not nan"),
         ("llama", {k: v for k, v in LLAMA.items() if k != "block_count"}, "no num_hidden_layers"),
     ],
 )

@@ -215,6 +215,8 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "no KV heads": (small("llama", num_key_value_heads=0), r"num_key_value_heads is 0"),
     "a negative window": (small("mistral", sliding_window=-1), r"sliding_window is -1, but must be at least 1"),
     "an endless length": (small("llama", max_position_embeddings=float("inf")), r"must be a whole number, not inf"),
+    "a norm that is no number": (small("llama", rms_norm_eps=float("nan")), r"rms_norm_eps must be a number, not nan"),
+    "a division by nothing": (small("granite", logits_scaling=0), r"logits_scaling must be a number other than 0"),
     "a fraction of layers": (
         small("llama", num_hidden_layers=4.5),
         r"num_hidden_layers must be a whole number, not 4.5",

@@ -12,13 +12,18 @@ from tests.native.test_kernels import assert_close
 from tests.running.harness import Knobs, layout_of
 from tests.running.small_models import spec_of
 from windowpane.device.pages import KVPages
-from windowpane.lowering.cpu.states import CpuGatedDelta, CpuMamba2
+from windowpane.lowering.cpu.states import CpuGatedDelta, CpuMamba2, CpuShortConv
 from windowpane.lowering.reference.context import StepState
-from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer
+from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer, ShortConvMixer
 from windowpane.schedule.step import Segment, Step
 
-# Norms of groups behind the gate, and before it; queries and keys that several value heads share.
-FAMILIES = [("qwen3.5", GatedDeltaMixer), ("nemotron-h", Mamba2Mixer), ("granite hybrid", Mamba2Mixer)]
+# Norms of groups behind the gate, and before it; queries and keys that several value heads share; tails alone.
+FAMILIES = [
+    ("qwen3.5", GatedDeltaMixer),
+    ("nemotron-h", Mamba2Mixer),
+    ("lfm2", ShortConvMixer),
+    ("granite hybrid", Mamba2Mixer),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +74,7 @@ class Sequences:
 def check_states(name: str, kind: type) -> None:
     """Three sequences over several steps: new ones, chunks of few and many tokens, and decoding ones."""
     compiled, plain = both(name, kind)[0]
-    assert isinstance(compiled, CpuGatedDelta | CpuMamba2)
+    assert isinstance(compiled, CpuGatedDelta | CpuMamba2 | CpuShortConv)
     ours, theirs = Sequences(name, 3), Sequences(name, 3)
     for tokens in ([130, 2, 0], [1, 1, 1], [3, 1, 70], [1, 1, 1]):
         x = torch.randn(sum(tokens), spec_of(name).decoder.hidden_size)
@@ -85,17 +90,19 @@ def test_states_give_what_the_reference_gives(name, kind):
     check_states(name, kind)
 
 
-@pytest.mark.parametrize(("name", "kind"), FAMILIES[:2])
+@pytest.mark.parametrize(("name", "kind"), FAMILIES[:3])
 def test_what_is_read_has_the_same_bits_however_a_prompt_is_cut(name, kind):
     """Projections apart, which are products."""
     mixer, _ = both(name, kind)[0]
     made = torch.randn(150, mixer.inputs.outputs)
-    split = mixer._channels if kind is GatedDeltaMixer else mixer._inner
 
     def read(rows: torch.Tensor, state: StepState) -> torch.Tensor:
+        if kind is ShortConvMixer:
+            before, _, inner = rows.chunk(3, dim=1)
+            return mixer._mixed(before, inner, state)
         if kind is Mamba2Mixer:
-            return mixer._read(rows[:, split:], state)
-        return mixer._read(rows[:, :split], rows[:, split + mixer._values :], state)
+            return mixer._read(rows[:, mixer._inner :], state)
+        return mixer._read(rows[:, : mixer._channels], rows[:, mixer._channels + mixer._values :], state)
 
     whole = read(made, Sequences(name, 1).step([150]))
     for cuts in ([150], [1, 2, 64, 83], [100, 1, 1, 48]):

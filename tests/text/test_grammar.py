@@ -12,10 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.text.models import GEMMA, SMOLLM2, embedded_tokenizer
 from windowpane.text import Tokenizer
 from windowpane.text.grammar import CompiledGrammar, GrammarError, Grammars, Thought
+from windowpane.text.plain_schema import is_plain
 
 PERSON = {
     "type": "object",
@@ -143,6 +146,63 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(make: Any, message: str,
         make(small)
     assert isinstance(caught.value, ValueError)
     assert "<" not in str(caught.value).split("\n")[0] or "(?" in str(caught.value)
+
+
+TEXTS = st.text(max_size=5)
+LEAVES = st.one_of(
+    st.sampled_from(["string", "integer", "number", "boolean", "null", "object", "array"]).map(lambda t: {"type": t}),
+    st.fixed_dictionaries({"enum": st.lists(TEXTS, min_size=1, max_size=4)}, optional={"type": st.just("string")}),
+    st.fixed_dictionaries({}, optional={"title": TEXTS, "description": TEXTS}),
+)
+
+
+def plain_objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    def an_object(properties: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+        required = st.lists(st.sampled_from(sorted(properties)), max_size=4) if properties else st.just([])
+        optional = {"type": st.just("object"), "required": required, "additionalProperties": st.booleans()}
+        return st.fixed_dictionaries({"properties": st.just(properties)}, optional=optional)
+
+    arrays = st.fixed_dictionaries({"items": inner}, optional={"type": st.just("array")})
+    return st.dictionaries(TEXTS, inner, max_size=4).flatmap(an_object) | arrays
+
+
+class TestPlainSchemas:
+    """They are not tried before an answer begins, so none may turn out to be wrong then."""
+
+    @given(st.recursive(LEAVES, plain_objects, max_leaves=8))
+    @settings(max_examples=60)
+    def test_each_compiles(self, small: Grammars, schema: dict[str, Any]) -> None:
+        grammar = small.json_schema(schema)
+        assert grammar.source.is_plain_schema or "\\ud" in json.dumps(schema)
+        small.from_source(replace(grammar.source, is_plain_schema=False))  # raises where it does not
+        grammar.matcher().allowed(may_stop=True)
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            PERSON,
+            {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}},
+            {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            {"type": "array", "items": {"pattern": "a*"}},
+            {"type": "array", "items": True},
+            {"type": "string", "enum": []},
+            {"type": "integer", "enum": ["a"]},
+            {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+            {"properties": {f"{i}": {} for i in range(64)}},
+            {"enum": ["x" * 4096]},
+        ],
+    )
+    def test_others_are_tried(self, schema: dict[str, Any]) -> None:
+        assert not is_plain(schema, json.dumps(schema))
+
+    def test_the_shared_worker_alone_compiles_them(self) -> None:
+        grammars = Grammars(embedded_tokenizer(SMOLLM2))
+        plain = {"type": "object", "properties": {"name": {"type": "string"}, "kind": {"enum": ["a", "b"]}}}
+        assert fits(grammars.json_schema(plain), '{"name": "x", "kind": "a"}', embedded_tokenizer(SMOLLM2))
+        assert grammars._pool._idle == []
+        grammars.json_schema(PERSON)
+        assert len(grammars._pool._idle) == 1
+        grammars.close()
 
 
 class TestStopTokens:

@@ -81,8 +81,10 @@ def described(name: str) -> dict[str, Any]:
     return CONFIGS[small] | changes
 
 
-def write(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> torch.nn.Module:
-    """The model, whose matrices are written in `kind` as far as its blocks divide their inputs."""
+def write(path: Path, name: str, kind: gguf.GGMLQuantizationType, plain: str = "") -> torch.nn.Module:
+    """The model, whose matrices are written in `kind` as far as its blocks divide their inputs, those called `plain`
+    apart.
+    """
     architecture, config = MODELS[name][0], described(name)
     model = build(config)
     model.save_pretrained(path.parent / "saved")
@@ -94,7 +96,8 @@ def write(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> torch.nn.Mo
     for key, tensor in _converted(state, architecture, config).items():
         found = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert found is not None, key
-        _add(writer, found, tensor, kind)
+        is_plain = bool(plain) and plain in found
+        _add(writer, found, tensor, gguf.GGMLQuantizationType.F32 if is_plain else kind)
     for part in ("long", "short") if "long_factor" in config.get("rope_scaling", {}) else ():
         factors = np.array(config["rope_scaling"][f"{part}_factor"], np.float32)
         writer.add_tensor(f"rope_factors_{part}.weight", factors)

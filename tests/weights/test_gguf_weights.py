@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import gguf
 import numpy as np
@@ -60,20 +63,6 @@ def made_up(parts: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 def read(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return load_weights(path, load(path).expanded(), dtype=dtype, device=CPU)
-
-
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_embedded_weights_are_those_that_transformers_loads(name: str) -> None:
-    path = embedded_path(name)
-    spec = load(path).expanded()
-    loaded = load_weights(path, spec, dtype=torch.float32, device=CPU)
-    assert loaded.keys() == {tensor.name for tensor in text_tensors(spec)}
-    for tensor, (magnitude, weighted) in GOLDEN[name].items():
-        flat = loaded[tensor].flatten()
-        flat = flat[:: len(flat) // 100_003 + 1].double()
-        position = torch.arange(1, len(flat) + 1, dtype=torch.float64) / len(flat)
-        assert flat.abs().sum().item() == pytest.approx(magnitude, rel=1e-6, abs=1e-3), tensor
-        assert (flat * position).sum().item() == pytest.approx(weighted, rel=1e-6, abs=1e-3), tensor
 
 
 def test_weights_in_several_files_are_those_in_one(tmp_path: Path) -> None:
@@ -141,13 +130,20 @@ def test_types_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_embedded_weights_stay_as_they_are_stored(name: str) -> None:
+def test_embedded_weights_stay_as_stored_and_are_those_that_transformers_loads(name: str) -> None:
     path = embedded_path(name)
     spec = load(path)
+    expanded = load_weights(path, spec.expanded(), dtype=torch.float32, device=CPU)
+    assert expanded.keys() == {tensor.name for tensor in text_tensors(spec)}
+    for tensor, (magnitude, weighted) in GOLDEN[name].items():
+        flat = expanded[tensor].flatten()
+        flat = flat[:: len(flat) // 100_003 + 1].double()
+        position = torch.arange(1, len(flat) + 1, dtype=torch.float64) / len(flat)
+        assert flat.abs().sum().item() == pytest.approx(magnitude, rel=1e-6, abs=1e-3), tensor
+        assert (flat * position).sum().item() == pytest.approx(weighted, rel=1e-6, abs=1e-3), tensor
     loaded = load_weights(path, spec, dtype=torch.float32, device=CPU)
     assert sum(weight.nbytes for weight in loaded.values()) == weight_bytes(replace(spec, dtype="float32"))
     assert sum(weight.nbytes for weight in loaded.values()) < path.stat().st_size
-    expanded = load_weights(path, spec.expanded(), dtype=torch.float32, device=CPU)
     for tensor, weight in loaded.items():
         packed = not isinstance(weight, torch.Tensor)
         assert packed == (weight.shape[-1:] != weight.shape)  # all matrices, and no vector
@@ -287,6 +283,100 @@ def test_whatever_is_wrong_with_a_header_is_one_error_of_ours(tmp_path: Path) ->
             refused += 1
         path.unlink()
     assert refused > len(broken) // 2
+
+
+@dataclass
+class Info:
+    """A tensor as a header describes it: its axes, ggml's number of its type, and its offset."""
+
+    name: str
+    axes: tuple[int, ...]
+    kind: int
+    offset: int
+
+    def packed(self) -> bytes:
+        name = self.name.encode()
+        axes = struct.pack(f"<I{len(self.axes)}Q", len(self.axes), *self.axes)
+        return struct.pack("<Q", len(name)) + name + axes + struct.pack("<IQ", self.kind, self.offset)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Info]], object], more_metadata: bytes = b"") -> None:
+    """The same file with other words about its tensors, and one value more where that is given."""
+    whole, tensors = path.read_bytes(), list(read_header(path).tensors.values())
+    data_at, first = min(t.offset for t in tensors), tensors[0].name.encode()
+    infos = {t.name: Info(t.name, t.shape[::-1], t.kind, t.offset - data_at) for t in tensors}
+    change(infos)
+    version, _, values = struct.unpack_from("<IQQ", whole, 4)
+    metadata = whole[24 : whole.index(struct.pack("<Q", len(first)) + first)] + more_metadata
+    head = b"GGUF" + struct.pack("<IQQ", version, len(infos), values + bool(more_metadata)) + metadata
+    head += b"".join(info.packed() for info in infos.values())
+    path.write_bytes(head + bytes(-len(head) % 32) + whole[data_at:])
+
+
+UP, DOWN = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"
+
+
+def metadata(key: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": DOWN}, "it has blk.0.ffn_down.weight twice"),
+        ({"name": "blk.0.\x1b[2J"}, r"tensor 8 of 20 is called 'blk.0.\\x1b\[2J', in 10 characters"),
+        ({"name": "x" * 5000}, r"tensor 8 of 20 is called 'x{40}', in 5000 characters"),
+        ({"axes": ()}, "blk.0.ffn_up.weight has 0 axes, not 1 to 4"),
+        ({"axes": (64,) * 5}, "blk.0.ffn_up.weight has 5 axes"),
+        ({"axes": (64, 0)}, r"blk.0.ffn_up.weight has the shape \[0, 64\], which holds nothing"),
+        ({"axes": (64, 2**63)}, "blk.0.ffn_up.weight ends at byte"),
+        ({"axes": (2**64 - 1, 2**64 - 1)}, "up_proj.weight has 18446744073709551615 inputs, which Q8_0 blocks of 32"),
+        ({"axes": (48, 128)}, "up_proj.weight has 48 inputs, which Q8_0 blocks of 32 do not divide"),
+        ({"kind": 2**32 - 1}, "up_proj.weight has ggml type 4294967295, which is not run"),
+        ({"offset": 33}, "blk.0.ffn_up.weight begins at byte 33, which is no multiple of 32"),
+        ({"offset": 2**64 - 32}, "blk.0.ffn_up.weight ends at byte"),
+        ({"offset": 32}, r"(\S+) begins inside (\S+);"),
+    ],
+)
+def test_a_hostile_tensor_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    rewrite(path, lambda infos: infos.update({UP: replace(infos[UP], **changes)}))
+    with pytest.raises((ModelError, WeightsError), match=message) as caught:
+        load_weights(path, load(path), dtype=torch.float32, device=CPU)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (metadata("general.alignment", 4, struct.pack("<I", 0)), "general.alignment must be a power of two, not 0"),
+        (metadata("general.alignment", 4, struct.pack("<I", 48)), "general.alignment must be a power of two, not 48"),
+        (metadata("llama.block_count", 4, struct.pack("<I", 2)), "it says llama.block_count twice"),
+        (metadata("a", 13, b""), "a has GGUF value type 13"),
+        (metadata("a", 9, struct.pack("<IQ", 9, 1) * 9000), "a is an array of GGUF value type 9"),
+        (metadata("a", 9, struct.pack("<IQ", 8, 2**64 - 1)), r"cannot be read at a \("),
+        (metadata("a", 9, struct.pack("<IQQQ", 8, 2, 2**64 - 1, 1)), r"cannot be read at a \("),
+        (metadata("a", 9, struct.pack("<IQ", 4, 2**62)), r"cannot be read at a \("),
+        (metadata("a", 8, struct.pack("<Q", 2**64 - 1)), r"cannot be read at a \("),
+    ],
+)
+def test_a_hostile_value_is_named(tmp_path: Path, value: bytes, message: str) -> None:
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    rewrite(path, lambda infos: None, value)
+    with pytest.raises(ModelError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(("tensors", "values"), [(2**64 - 1, None), (None, 2**64 - 1), (21, None), (2**40, 2**40)])
+def test_counts_that_no_file_holds_are_errors(tmp_path: Path, tensors: int | None, values: int | None) -> None:
+    path = write_quantized(tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    data = bytearray(path.read_bytes())
+    for at, count in ((8, tensors), (16, values)):
+        if count is not None:
+            struct.pack_into("<Q", data, at, count)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"damaged"):
+        load(path)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])

@@ -270,11 +270,11 @@ def stack(weights: Sequence[_Single]) -> Weight:
 
 def stack_in_experts(weights: Sequence[_Single], experts: int) -> Weight:
     """As `stack`, for weights [experts × outputs, inputs]: one above the other within each expert. Strips stay where
-    they are, joined.
+    they are, joined, beside each other or what a file has in float32.
     """
     if len(weights) == 1:
         return weights[0]
-    if all(isinstance(weight, StripWeight) for weight in weights):
+    if any(isinstance(weight, StripWeight) for weight in weights):
         return JoinedWeight(tuple(weights))
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ CONFIG, QUANT_CONFIG = "config.json", "hf_quant_config.json"
 # No released model comes near: beyond them a config is damaged, and is refused before anything is built from it.
 MOST_LAYERS = 4096
 LARGEST_SIZE = 2**31 - 1
+LARGEST_NUMBER = 3.4028234663852886e38  # of float32; NaN and infinity are none
 
 
 class ModelError(ValueError):
@@ -59,9 +60,16 @@ class Config:
             if default is None:
                 raise ModelError(f"the config has no {self.where}{key}, which is needed to run the model")
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST_NUMBER:
             raise self.wrong_type(key, "a number")
         return float(value)
+
+    def divisor(self, key: str, default: float) -> float:
+        """A number other than 0."""
+        value = self.number(key, default)
+        if value == 0:
+            raise self.wrong_type(key, "a number other than 0")
+        return value
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """A number that may be missing: null is None, and an absent field the config class's default."""

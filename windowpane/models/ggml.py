@@ -131,8 +131,6 @@ class StoredTypes:
         sizes: Counter[str] = Counter()
         for name, (shape, kind) in shapes_and_kinds.items():
             found = ggml_type(kind, name)
-            if not prod(shape) or not shape:
-                raise ModelError(f"{name} has the shape {list(shape)}, which holds nothing: the file is damaged")
             if shape[-1] % found.inputs:
                 blocks = f"{found.scheme} blocks of {found.inputs}"
                 raise ModelError(f"{name} has {shape[-1]} inputs, which {blocks} do not divide: the file is damaged")

@@ -10,8 +10,9 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -20,6 +21,8 @@ from windowpane.models.config import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+MOST_AXES = 4
+MOST_NAME_CHARACTERS = 256
 
 T = TypeVar("T")
 Value = int | float | bool | str | list["Value"]
@@ -53,7 +56,9 @@ class GgufHeader:
 
     def number(self, key: str) -> float | None:
         value = self.metadata.get(key)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
             raise ModelError(f"{self.path.name}: {key} must be a number, not {value!r:.60}")
         return value
 
@@ -165,10 +170,13 @@ def _read_header(path: Path, _modified_ns: int, size_bytes: int) -> GgufHeader:
     if size_bytes < 24:
         raise ModelError(f"{path} has {size_bytes} bytes, too few for a GGUF header")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        parser = _Parser(data)
         try:
-            return _Parser(data).header(path)
-        except (struct.error, UnicodeDecodeError, IndexError) as error:
-            raise ModelError(f"{path} is damaged or cut short: its GGUF header cannot be read ({error})") from None
+            return parser.header(path)
+        except (struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
+            raise ModelError(
+                f"{path} is damaged or cut short: its GGUF header cannot be read at {parser.reading} ({error})"
+            ) from None
 
 
 # struct formats of GGUF's scalar types by their number; 8 is a string, 9 an array.
@@ -182,6 +190,7 @@ class _Parser:
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.at = 0
+        self.reading = "its beginning"  # where it stands, for errors
 
     def header(self, path: Path) -> GgufHeader:
         magic, version = self.data[:4], struct.unpack_from("<I", self.data, 4)[0]
@@ -191,19 +200,54 @@ class _Parser:
             raise ModelError(f"{path}: GGUF version {version} (or byte order) is not known; versions {VERSIONS} are")
         self.at = 8
         tensor_count, metadata_count = self.scalar("Q"), self.scalar("Q")
-        metadata = {self.string(): self.value(self.scalar("I")) for _ in range(metadata_count)}
-        infos = [self.tensor() for _ in range(tensor_count)]
+        metadata = self.metadata(path, metadata_count)
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ModelError(f"{path}: general.alignment must be a positive whole number, not {alignment!r}")
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ModelError(f"{path}: general.alignment must be a power of two, not {alignment!r:.60}")
+        tensors = self.tensors(path, tensor_count, alignment)
         start = -(-self.at // alignment) * alignment
-        tensors = {name: GgufTensor(name, shape, kind, start + offset, path) for name, shape, kind, offset in infos}
-        return GgufHeader(path, metadata, tensors)
+        return GgufHeader(path, metadata, {t.name: replace(t, offset=start + t.offset) for t in tensors.values()})
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string()
-        dims = [int(self.scalar("Q")) for _ in range(int(self.scalar("I")))]
-        return name, tuple(reversed(dims)), int(self.scalar("I")), int(self.scalar("Q"))
+    def metadata(self, path: Path, count: int) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for number in range(count):
+            self.reading = f"value {number + 1} of {count}"
+            self.reading = key = self.name()
+            if key in found:
+                raise ModelError(f"{path} is damaged: it says {key} twice")
+            found[key] = self.value(self.scalar("I"))
+        return found
+
+    def tensors(self, path: Path, count: int, alignment: int) -> dict[str, GgufTensor]:
+        """With offsets as they stand there, from the start of all data."""
+        found: dict[str, GgufTensor] = {}
+        for number in range(count):
+            self.reading = f"tensor {number + 1} of {count}"
+            self.reading = name = self.name()
+            axes = self.scalar("I")
+            if not 0 < axes <= MOST_AXES:
+                raise ModelError(f"{path} is damaged: {name} has {axes:,} axes, not 1 to {MOST_AXES}")
+            shape = tuple(reversed([self.scalar("Q") for _ in range(axes)]))
+            tensor = GgufTensor(name, shape, self.scalar("I"), self.scalar("Q"), path)
+            if 0 in shape:
+                raise ModelError(f"{path} is damaged: {name} has the shape {list(shape)}, which holds nothing")
+            if tensor.offset % alignment:
+                raise ModelError(
+                    f"{path} is damaged: {name} begins at byte {tensor.offset:,}, which is no multiple of {alignment}"
+                )
+            if name in found:
+                raise ModelError(f"{path} is damaged: it has {name} twice")
+            found[name] = tensor
+        return found
+
+    def name(self) -> str:
+        """A string that errors can show."""
+        found = self.string()
+        if not found.isprintable() or not 0 < len(found) <= MOST_NAME_CHARACTERS:
+            raise ModelError(
+                f"the GGUF header is damaged: {self.reading} is called {found[:40]!r}, in {len(found)} characters"
+            )
+        return found
 
     def value(self, kind: int) -> Value:
         if kind == _STRING:
@@ -211,7 +255,7 @@ class _Parser:
         if kind == _ARRAY:
             return self.array()
         if kind not in _SCALARS:
-            raise ModelError(f"unknown GGUF value type {kind}")
+            raise ModelError(f"{self.reading} has GGUF value type {kind}, which is not known")
         value = self.scalar(_SCALARS[kind])
         return shortest(value) if _SCALARS[kind] == "f" else value
 
@@ -224,7 +268,7 @@ class _Parser:
             return list(values)
         if kind == _STRING:
             return self.strings(count)
-        return [self.value(kind) for _ in range(count)]
+        raise ModelError(f"{self.reading} is an array of GGUF value type {kind}, which is not known")
 
     def strings(self, count: int) -> list[Value]:
         """As `string` so many times. Vocabularies have hundreds of thousands, so nothing is called that need not be."""

@@ -355,11 +355,11 @@ def _floats(header: GgufHeader, name: str) -> tuple[float, ...]:
     tensor = header.tensors.get(name)
     if tensor is None or tensor.kind != F32 or len(tensor.shape) != 1:
         raise ModelError(f"{header.path.name} has no {name} of float32; fetch it again")
+    if tensor.offset + 4 * tensor.shape[0] > tensor.file.stat().st_size:
+        raise ModelError(f"{header.path.name} is cut short: {name} passes its end; fetch it again")
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         data = file.read(4 * tensor.shape[0])
-    if len(data) < 4 * tensor.shape[0]:
-        raise ModelError(f"{header.path.name} is cut short: {name} passes its end; fetch it again")
     return tuple(shortest(value) for value in struct.unpack(f"<{tensor.shape[0]}f", data))
 
 

@@ -82,9 +82,9 @@ INLINE long blocks_of(const Convolution *c) {
 /* Where the results of a block begin. */
 INLINE float *block_at(float *mixed, long first, long rows) { return mixed + first * rows; }
 
-/* SiLU(convolution) of one block in one row, from inputs of the rows before it, or of the tail. */
-static void convolve(const States *s, const Convolution *c, long sequence, long row, long first, long wide, float *to,
-                     float *history) {
+/* The convolution of one block in one row, or its SiLU, from inputs of the rows before it, or of the tail. */
+INLINE void convolve(const States *s, const Convolution *c, long sequence, long row, long first, long wide, float *to,
+                     float *history, const int is_activated) {
     long kept = c->taps - 1, t = row - s->first_rows[sequence];
     const float *inputs[TAPS];
     if (t < kept) tail_before(s, c, sequence, first, wide, history);
@@ -95,8 +95,14 @@ static void convolve(const States *s, const Convolution *c, long sequence, long 
         for (long tap = 1; tap < c->taps; tap++)
             total += LOAD(inputs[tap] + i) * LOAD(c->weight + tap * c->channels + first + i);
         if (c->bias) total += LOAD(c->bias + first + i);
-        STORE(to + i, silu(total));
+        STORE(to + i, is_activated ? silu(total) : total);
     }
+}
+
+INLINE long sequence_of(const States *s, long row) {
+    long sequence = 0;
+    while (s->first_rows[sequence + 1] <= row) sequence++;
+    return sequence;
 }
 
 /* The last inputs of one sequence, for those behind this step. */
@@ -118,12 +124,11 @@ static void convolve_all(const States *s, const Convolution *c, float *mixed, lo
 #pragma omp for collapse(2) schedule(static)
     for (long row = 0; row < rows; row++)
         for (long piece = 0; piece < SHARES; piece++) {
-            long sequence = 0;
-            while (s->first_rows[sequence + 1] <= row) sequence++;
+            long sequence = sequence_of(s, row);
             for (long block = blocks * piece / SHARES; block < blocks * (piece + 1) / SHARES; block++) {
                 long first = first_of_block(c, block), wide = first < c->section ? c->width : c->rest_width;
                 float *to = block_at(mixed, first, rows) + row * wide;
-                convolve(s, c, sequence, row, first, wide, to, history);
+                convolve(s, c, sequence, row, first, wide, to, history, 1);
                 if (block < unit_blocks) to_unit(to, wide, 2 * block < unit_blocks ? scale : 1);
             }
         }
@@ -305,6 +310,40 @@ void scan_states(const Scan *m, int threads) {
                 for (long first = 0; first < m->head_dim; first += LANES)
                     scan_rows(m, mixed, factors, sequence, head, first, state);
         free(state);
+    }
+}
+
+/* -- LFM2's short convolution, of B · x ------------------------------------------------------------------------------ */
+
+typedef struct {
+    States states;           /* tails alone */
+    Convolution convolution; /* in blocks of one width. Its inputs are made here, [rows, channels]: */
+    float *inputs;
+    const float *b, *x; /* [rows, channels] */
+    int64_t b_stride, x_stride;
+    float *out; /* [rows, channels] */
+    int64_t rows;
+} Short;
+
+void short_states(const Short *m, int threads) {
+    const States *s = &m->states;
+    const Convolution *c = &m->convolution;
+    long channels = c->channels, wide = c->width;
+#pragma omp parallel num_threads(threads_for(m->rows * channels, threads))
+    {
+        float *history = malloc(4 * TAPS * wide);
+#pragma omp for schedule(static)
+        for (long row = 0; row < m->rows; row++)
+            for (long i = 0; i < channels; i += LANES)
+                STORE(m->inputs + row * channels + i, LOAD(m->b + row * m->b_stride + i) * LOAD(m->x + row * m->x_stride + i));
+#pragma omp for collapse(2) schedule(static) nowait
+        for (long row = 0; row < m->rows; row++)
+            for (long first = 0; first < channels; first += wide)
+                convolve(s, c, sequence_of(s, row), row, first, wide, m->out + row * channels + first, history, 0);
+#pragma omp for collapse(2) schedule(static) nowait
+        for (long sequence = 0; sequence < s->sequences; sequence++)
+            for (long channel = 0; channel < channels; channel++) keep_tail(s, c, sequence, channel);
+        free(history);
     }
 }
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from windowpane.text.grammar_pool import GrammarError, GrammarPool, PooledAnswer, PooledGrammar
 from windowpane.text.grammar_worker import Source, Words
+from windowpane.text.plain_schema import is_plain
 from windowpane.text.tokenizer import Tokenizer
 
 __all__ = ["CompiledGrammar", "GrammarError", "Grammars", "Thought", "json_rules"]
@@ -31,6 +32,7 @@ MAX_SOURCE_BYTES = 2**18
 MAX_CHOICE_BYTES = 2**23
 MAX_DEPTH = 100
 EXACT_INTEGERS = 2**53
+OUR_RULES = "x-guidance"  # the library's keyword for what a schema leaves open
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> CompiledGrammar:
         """JSON by a schema (or its text). Keywords that cannot be enforced are errors, never ignored."""
-        return self._compile("json_schema", json.dumps(json_rules(schema)), "the JSON schema")
+        rules = json_rules(schema)
+        text = json.dumps(rules)
+        plain = is_plain({name: rules[name] for name in rules if name != OUR_RULES}, text)
+        return self._compile("json_schema", text, "the JSON schema", is_plain_schema=plain)
 
     def regex(self, pattern: str) -> CompiledGrammar:
         """Text that a regular expression matches as a whole. There is no look-around."""
@@ -138,7 +143,9 @@ class Grammars:
         parts = [(part, special) for _, part, special in self._tokenizer.split_special(text) if part]
         return " ".join(json.dumps(part) if special is None else f"<[{special}]>" for part, special in parts)
 
-    def _compile(self, kind: Any, text: str | tuple[str, ...], what: str) -> CompiledGrammar:
+    def _compile(
+        self, kind: Any, text: str | tuple[str, ...], what: str, *, is_plain_schema: bool = False
+    ) -> CompiledGrammar:
         if find_spec("llguidance") is None:
             raise GrammarError('structured output needs llguidance: pip install "windowpane[engine]"')
         if not self._tokenizer.stop_ids:
@@ -151,7 +158,7 @@ class Grammars:
             raise GrammarError(f"{what} cannot be used: it has {size:,} characters, and at most {most:,} are taken")
         thought = None if self._thought is None else self._thought_rules(self._thought, kind == "lark_grammar")
         try:
-            return self.from_source(Source(kind, text, thought))
+            return self.from_source(Source(kind, text, thought, is_plain_schema))
         except GrammarError as error:
             raise GrammarError(f"{what} cannot be used: {error}") from None
 
@@ -224,7 +231,7 @@ def json_rules(schema: Mapping[str, Any] | str) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise GrammarError(f"a JSON schema is an object, not {type(schema).__name__}")
     _check(schema)
-    return {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, "lenient": False}}
+    return {**schema, OUR_RULES: {"whitespace_pattern": JSON_WHITESPACE, "lenient": False}}
 
 
 def _check(schema: Mapping[str, Any]) -> None:

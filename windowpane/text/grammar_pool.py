@@ -1,6 +1,7 @@
 """Grammar workers as the server sees them: who compiles what, who follows which answer, and what happens when one dies.
 
-Every grammar is compiled by a worker of its own first. Most take a millisecond: one shared worker compiles them again
+One shared worker compiles plain schemas (`plain_schema`) when their first answer begins. Every other grammar is
+compiled by a worker of its own first. Most take a millisecond: the shared worker compiles them again
 and follows their answers. One that took long stays where it is, so that nobody else waits for it. A worker that dies
 while it compiles costs that request; the shared one's answers are taken up again by its successor, all but the one that
 killed it.
@@ -326,12 +327,21 @@ class GrammarPool:
         """Ready to be followed; from the cache where it is there. Raises GrammarError."""
         with self._lock:
             known = self._cache.find(source)
-        if known is None:
+        if known is None and source.is_plain_schema:
+            known = self._plain(source)
+        elif known is None:
             with self._compilers:
                 known = self._try(source)
         if isinstance(known, str):
             raise GrammarError(known)
         return known
+
+    def _plain(self, source: Source) -> PooledGrammar:
+        self.start()
+        grammar = self._of_shared(next(self._ids), source)
+        with self._lock:
+            self._cache.add(source, grammar)
+        return grammar
 
     def _try(self, source: Source) -> PooledGrammar | str:
         """Compile, and remember what came of it: what is refused once must not cost as much again."""
@@ -365,6 +375,9 @@ class GrammarPool:
             self._idle.append(worker)
         if compiled.error is not None:
             raise GrammarError(_reason(compiled.error))
+        return self._of_shared(id, source)
+
+    def _of_shared(self, id: int, source: Source) -> PooledGrammar:
         grammar = PooledGrammar(id, source, None)
         weakref.finalize(grammar, self._forget, id).atexit = False
         return grammar

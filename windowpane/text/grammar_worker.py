@@ -56,11 +56,15 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a grammar is made of. `thought` has the rules of what may stand in front of the answer."""
+    """What a grammar is made of. `thought` has the rules of what may stand in front of the answer.
+
+    `is_plain_schema`: it needs no trial (`plain_schema`).
+    """
 
     kind: Literal["json_schema", "lark_grammar", "user_lark", "regex", "choice"]
     text: str | tuple[str, ...]
     thought: str | None = None
+    is_plain_schema: bool = False
 
     @property
     def size_bytes(self) -> int:

@@ -34,13 +34,12 @@ class GgufCheckpoint:
         heads = {"q_proj": spec.query_heads, "k_proj": spec.token_caches[0].kv_heads}
         self._interleaved_heads = heads if family.interleaved else {}
         self._tensors = tensors_by_hf_name(header)
+        self.files = sorted({tensor.file for tensor in self._tensors.values()})
+        for file in self.files:
+            _check_places(file, [tensor for tensor in self._tensors.values() if tensor.file == file])
         # As checkpoints of Hugging Face have them: experts one by one.
         self._entries = dict(entry for item in self._tensors.items() for entry in _entries(*item))
         self.shapes = {name: tensor.shape for name, tensor in self._entries.items()}
-        self.files = sorted({tensor.file for tensor in self._tensors.values()})
-        sizes = {file: file.stat().st_size for file in self.files}
-        for tensor in self._tensors.values():
-            _check_place(tensor, sizes[tensor.file])
 
     def pieces(self, name: str, cut: RankSlice | None = None) -> Iterator[torch.Tensor]:
         tensor = self._entries[name]
@@ -130,15 +129,18 @@ def _one_below_another(tensor: GgufTensor, cut: RankSlice | None) -> tuple[GgufT
     return replace(tensor, shape=(experts * outputs, inputs)), cut
 
 
-def _check_place(tensor: GgufTensor, file_bytes: int) -> None:
-    """Before the first byte is read: the file holds all of it."""
-    stored = ggml_type(tensor.kind, tensor.name)
-    end = tensor.offset + prod(tensor.shape) // stored.inputs * stored.stored_bytes
-    if end > file_bytes:
-        raise WeightsError(
-            f"{tensor.file} is cut short or damaged: {tensor.name} ends at byte {end:,} of {file_bytes:,}; "
-            "fetch it again"
-        )
+def _check_places(file: Path, tensors: Iterable[GgufTensor]) -> None:
+    """Before the first byte is read: the file holds all of each, and no byte is of two."""
+    file_bytes, before, end = file.stat().st_size, "", 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise WeightsError(f"{file} is damaged: {tensor.name} begins inside {before}; fetch it again")
+        stored = ggml_type(tensor.kind, tensor.name)
+        before, end = tensor.name, tensor.offset + prod(tensor.shape) // stored.inputs * stored.stored_bytes
+        if end > file_bytes:
+            raise WeightsError(
+                f"{file} is cut short or damaged: {before} ends at byte {end:,} of {file_bytes:,}; fetch it again"
+            )
 
 
 def _undo_interleaving(weight: torch.Tensor, heads: int) -> torch.Tensor:

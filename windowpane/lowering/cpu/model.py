@@ -7,16 +7,17 @@ import torch
 from windowpane.lowering.cpu.experts import make_experts
 from windowpane.lowering.cpu.layers import join_layers
 from windowpane.lowering.cpu.ops import CpuOps
-from windowpane.lowering.cpu.states import CpuGatedDelta, CpuMamba2
+from windowpane.lowering.cpu.states import CpuGatedDelta, CpuMamba2, CpuShortConv
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters
 from windowpane.lowering.reference.mixers import MIXERS
 from windowpane.lowering.reference.model import ReferenceModel
 from windowpane.lowering.strips import StripWeight
-from windowpane.models.blocks import Decoder, Experts, GatedDeltaNet, Mamba2
+from windowpane.models.blocks import Decoder, Experts, GatedDeltaNet, Mamba2, ShortConv
 from windowpane.native import build
 
-KINDS = {**MIXERS, Experts: make_experts, GatedDeltaNet: CpuGatedDelta, Mamba2: CpuMamba2}
+STATE_KINDS = {GatedDeltaNet: CpuGatedDelta, Mamba2: CpuMamba2, ShortConv: CpuShortConv}
+KINDS = {**MIXERS, Experts: make_experts, **STATE_KINDS}
 
 
 def lower(

@@ -14,8 +14,8 @@ from windowpane.device.pages import StatePages
 from windowpane.lowering.cpu.ops import CpuOps
 from windowpane.lowering.cpu.pages import ALIGNED_FLOATS
 from windowpane.lowering.reference.context import Context, StepState
-from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer
-from windowpane.models.blocks import RMS, GatedDeltaNet, Mamba2
+from windowpane.lowering.reference.states import GatedDeltaMixer, Mamba2Mixer, ShortConvMixer
+from windowpane.models.blocks import RMS, GatedDeltaNet, Mamba2, ShortConv
 from windowpane.native.calls import address, count, function
 from windowpane.schedule.step import Step
 
@@ -73,11 +73,27 @@ class _Scan(ctypes.Structure):
     )
 
 
-class _Held:
-    """The states of a step's sequences as kernels find them, and the tensors that are to live until they are done."""
+class _Short(ctypes.Structure):
+    """`Short` in states.c."""
 
-    def __init__(self, stored: StatePages, step: Step, taps: int) -> None:
-        *tails, recurrent = stored.parts
+    _fields_ = (
+        ("states", _States),
+        ("convolution", _Convolution),
+        *((name, c_void_p) for name in ("inputs", "b", "x")),
+        *((name, c_int64) for name in ("b_stride", "x_stride")),
+        ("out", c_void_p),
+        ("rows", c_int64),
+    )
+
+
+class _Held:
+    """The states of a step's sequences as kernels find them, and the tensors that are to live until they are done.
+
+    `is_tail`: they are convolutions' tails and nothing else.
+    """
+
+    def __init__(self, stored: StatePages, step: Step, taps: int, *, is_tail: bool = False) -> None:
+        tails, recurrent = (stored.parts, None) if is_tail else (stored.parts[:-1], stored.parts[-1])
         self._before, self._after, new = stored.places(step)
         sequences = len(self._before)
         self._is_new = torch.zeros(sequences, dtype=torch.uint8).index_fill_(0, new, 1)
@@ -86,7 +102,7 @@ class _Held:
         channels = [part.shape[1] * part.shape[2] // (taps - 1) for part in tails]
         self.described = _States(
             (c_void_p * MOST_TAILS)(*(part.data_ptr() for part in tails)), (c_int64 * MOST_TAILS)(*channels),
-            recurrent.data_ptr(), self._before.data_ptr(), self._after.data_ptr(), self._before.stride(0),
+            address(recurrent), self._before.data_ptr(), self._after.data_ptr(), self._before.stride(0),
             self._after.stride(0), self._is_new.data_ptr(), self._first_rows.data_ptr(), sequences,
         )  # fmt: skip
 
@@ -201,3 +217,30 @@ class CpuMamba2(Mamba2Mixer):
         return self._kernels.gated_norm(
             y.contiguous(), gates, self.norm, groups, norm.eps, norms_last=not described.norms_first
         )
+
+
+class CpuShortConv(ShortConvMixer):
+    def __init__(self, described: ShortConv, context: Context) -> None:
+        super().__init__(described, context)
+        assert isinstance(context.ops, CpuOps)
+        self._run = function(context.ops.library, "short_states", ctypes.POINTER(_Short), c_int)
+        self._scratch, self._taps_first = context.ops.scratch, self.conv.t().contiguous()
+        self._width = 64 if len(self.conv) % 64 == 0 else ALIGNED_FLOATS  # channels at once
+
+    def _mixed(self, before: torch.Tensor, inner: torch.Tensor, state: StepState) -> torch.Tensor:
+        stored, (channels, taps) = state.pages.states[self.described.layer], self.conv.shape
+        if channels % ALIGNED_FLOATS or len(stored.parts) > MOST_TAILS or not _covers(stored, taps):
+            return super()._mixed(before, inner, state)
+        held, out = _Held(stored, state.step, taps, is_tail=True), before.new_empty(len(before), channels)
+        inputs = self._scratch(out.numel())
+        asked = _Short(
+            held.described,
+            _Convolution(
+                inputs.data_ptr(), channels, channels, taps, self._taps_first.data_ptr(), address(self.conv_bias),
+                channels, self._width, self._width,
+            ),
+            inputs.data_ptr(), before.data_ptr(), inner.data_ptr(), before.stride(0), inner.stride(0), out.data_ptr(),
+            len(out),
+        )  # fmt: skip
+        self._run(ctypes.byref(asked), torch.get_num_threads())
+        return out

@@ -211,7 +211,7 @@ class ShortConvMixer:
         mixed = state.read.pop(self.described.layer, None)
         if mixed is None:
             before, behind, inner = self._ops.linear(x, self.inputs).split(width, dim=1)
-            mixed = self._mixed(before * inner, state)
+            mixed = self._mixed(before, inner, state)
         else:
             behind = self._ops.linear(x, self.inputs[width : 2 * width])
         return summed(self._ops.linear, (behind * mixed).to(x.dtype), self.out, self._context.group)
@@ -219,10 +219,11 @@ class ShortConvMixer:
     def keep(self, x: torch.Tensor, state: StepState) -> None:
         width = len(self.conv)
         before, inner = (self._ops.linear(x, self.inputs[at : at + width]) for at in (0, 2 * width))
-        state.read[self.described.layer] = self._mixed(before * inner, state)[state.wanted]
+        state.read[self.described.layer] = self._mixed(before, inner, state)[state.wanted]
 
-    def _mixed(self, inputs: torch.Tensor, state: StepState) -> torch.Tensor:
-        return advance_states(self.described.layer, inputs, state, self._advance)
+    def _mixed(self, before: torch.Tensor, inner: torch.Tensor, state: StepState) -> torch.Tensor:
+        """[rows, channels] of B and x."""
+        return advance_states(self.described.layer, before * inner, state, self._advance)
 
     def _advance(self, inputs: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         mixed, tail = causal_convolution(inputs, _tail(states, self.conv.shape[1]), self.conv, self.conv_bias)

@@ -68,7 +68,7 @@ def read(config: Config, name: str) -> ModelSpec:
         layers,
         norms("model.norm"),
         embedding_multiplier=config.number("embedding_multiplier", 1.0),
-        logit_multiplier=1 / config.number("logits_scaling", 1.0),
+        logit_multiplier=1 / config.divisor("logits_scaling", 1.0),
     )
     return described_spec(config, config, shape, name=name, family="granite_hybrid", decoder=described)
 

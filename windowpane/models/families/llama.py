@@ -53,7 +53,7 @@ def read(config: Config, name: str) -> ModelSpec:
         layers,
         norms("model.norm"),
         embedding_multiplier=factors.number("embedding_multiplier", 1.0),
-        logit_multiplier=1 / factors.number("logits_scaling", 1.0),
+        logit_multiplier=1 / factors.divisor("logits_scaling", 1.0),
     )
     return described_spec(config, config, shape, name=name, family="llama", decoder=described)
 
