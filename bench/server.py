@@ -127,14 +127,14 @@ class Served:
         self.process.wait(timeout=30)
 
 
-async def stream(port: int, body: dict[str, Any], texts: list[str], first_s: list[float]) -> None:
-    """One stream over a raw socket: a client that costs as little as it can, so that the server is what is measured."""
+async def stream(port: int, path: str, body: dict[str, Any], first_s: list[float]) -> list[str]:
+    """The lines of one stream over a raw socket: a client that costs as little as it can, so that the server is what
+    is measured.
+    """
     data = json.dumps(body).encode()
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
     received = await reader.readuntil(b"\r\n\r\n")
     assert b" 200 " in received.split(b"\r\n", 1)[0], received
@@ -143,8 +143,7 @@ async def stream(port: int, body: dict[str, Any], texts: list[str], first_s: lis
     while chunk := await reader.read(65536):
         chunks.append(chunk)
     writer.close()
-    events = re.findall(rb"data: (\{.*\})\n", b"".join(chunks))
-    texts.append("".join(json.loads(event)["choices"][0]["text"] for event in events))
+    return re.findall(r"^(?:data: )?\{.*\}$", b"".join(chunks).decode(), re.MULTILINE)
 
 
 async def run_round(served: Served, streams: int, tokens: int, solo: list[str]) -> Round:
@@ -152,14 +151,15 @@ async def run_round(served: Served, streams: int, tokens: int, solo: list[str]) 
         {"prompt": prompt(i), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         for i in range(streams)
     ]
-    texts: list[list[str]] = [[] for _ in bodies]
     first_s: list[float] = []
     loop_before, output_before = served.cpu_s()
     start = time.perf_counter()
-    await asyncio.gather(*(stream(served.port, body, text, first_s) for body, text in zip(bodies, texts, strict=True)))
+    streams_lines = await asyncio.gather(*(stream(served.port, "/v1/completions", body, first_s) for body in bodies))
     seconds = time.perf_counter() - start
     loop_after, output_after = served.cpu_s()
-    wrong = sum(text != [solo[i % PROMPTS]] for i, text in enumerate(texts))
+    events = ([json.loads(line.removeprefix("data: ")) for line in lines] for lines in streams_lines)
+    texts = ["".join(event["choices"][0]["text"] for event in of_one) for of_one in events]
+    wrong = sum(text != solo[i % PROMPTS] for i, text in enumerate(texts))
     return Round(seconds, streams * tokens, wrong, first_s, loop_after - loop_before, output_after - output_before)
 
 

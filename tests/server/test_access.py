@@ -59,6 +59,9 @@ def test_a_proxys_path_is_that_of_the_description(model: Path) -> None:
         assert server.http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
         assert server.complete(prompt="a", max_tokens=1).status_code == 200
         assert "error" in server.http.post("/v1/messages", json={}).json()["type"]
+        for path in ("/v1/models", "/llm/v1/models"):  # of proxies that cut it off, and of those that do not
+            assert server.http.get(path).json()["data"][0]["id"] == "tiny"
+        assert server.http.get("/llm/nothing").status_code == server.http.get("/llmv1/models").status_code == 404
 
 
 class TestQuotas:

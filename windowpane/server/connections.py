@@ -50,6 +50,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._expect(self.patience.body_s)
+        # uvicorn puts --root-path in front; a proxy that leaves it there has done so before.
+        if self.root_path and self.scope["path"].startswith(f"{self.root_path * 2}/"):
+            for name in ("path", "raw_path"):
+                self.scope[name] = self.scope[name][len(self.root_path) :]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

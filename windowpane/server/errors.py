@@ -214,4 +214,6 @@ def _unknown(where: Sequence[str]) -> str:
     name = where[-1]
     if len(where) == 1 and name in UNSUPPORTED:
         return f"{name} is not supported here: {UNSUPPORTED[name]}"
+    if name.rstrip("s") in MEDIA:
+        return f"{'.'.join(where)} cannot be read; this server reads text only"
     return f"unknown field {'.'.join(where)}; leave it out"
