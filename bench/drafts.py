@@ -59,8 +59,8 @@ def main() -> None:
     parser.add_argument("--model", help="the embedded models unless given")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--drafts", type=int, help="of a sequence in a step (8, and 4 with --rate)")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, help="of an answer (48, and 96 with --rate)")
+    parser.add_argument("--rounds", type=int, help="of all prompts (2, and 3 with --rate)")
     parser.add_argument("--prompts", type=int, default=10, help="of each kind, without --rate")
     parser.add_argument("--rate", type=float, help="share of drafts that are taken for right")
     parser.add_argument("--requests", type=int, nargs="*", default=[1], help="at once, with --rate")
@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--assistant", action="store_true", help="with --rate: an assistant drafts, and is timed")
     given = parser.parse_args()
+    given.new_tokens = given.new_tokens or (48 if given.rate is None else 96)
+    given.rounds = given.rounds or (2 if given.rate is None else 3)
     results = rated(given) if given.rate is not None else [r for name in _names(given) for r in texts(name, given)]
     table = Table(
         "model", "load", "plain, tok/s", "drafts, tok/s", "×", "× CPU", "accepted", "drafted", "tokens a step"

@@ -19,6 +19,7 @@ from tests.models.small_configs import small
 from windowpane import __version__
 from windowpane.cli import main as cli
 from windowpane.models import shipped_names
+from windowpane.plan.sizes import format_bytes
 from windowpane.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 Run = tuple[int, str, str]
@@ -223,6 +224,17 @@ class TestDocument:
         window = next(group for group in drafts["groups"] if group["retention"] == "window")
         more = window["pages_per_sequence"] - plain["groups"][drafts["groups"].index(window)]["pages_per_sequence"]
         assert more * window["page_bytes"] == drafts["bytes_per_sequence"] - plain["bytes_per_sequence"] > 0
+
+    def test_what_a_drafter_takes_for_itself_is_said(self, terminal: Terminal) -> None:
+        config = '{"method": "mtp", "num_speculative_tokens": 3}'
+        flags = ("qwen3.5-35b-a3b", "--gpu", "h200", "--max-model-len", "32768")
+        plain, drafts = (terminal.document(*flags, *more) for more in ((), ("-sc", config)))
+        more_bytes = drafts["bytes_per_sequence"] - plain["bytes_per_sequence"]
+        weights = [document["memory"]["weights_bytes"] for document in (plain, drafts)]
+        text = " ".join(terminal.report(*flags, "-sc", config).split())
+        assert f"0 B a sequence and {format_bytes(more_bytes)} of the drafter's own KV" in text
+        assert f"and {format_bytes(weights[1] - weights[0])} of weights" in text
+        assert "keep nothing of their own" not in text, "its layer is none of the model's"
 
     def test_documentation_names_every_field(self) -> None:
         text = (Path(__file__).parents[1] / "docs" / "plan-json.md").read_text("utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.gpu_checks.engine import ITSELF, OWN_LAYER, greedy
 from bench.known_drafts import Eager
-from tests.running.small_models import CONFIGS
+from tests.running.small_models import CONFIGS, QUANTIZED
 from windowpane.drafts.drafter import ModelDrafter
 from windowpane.engine.accounts import accounts
 from windowpane.engine.start import Started, start
@@ -35,10 +35,12 @@ def checks() -> list[tuple[str, Callable[[], str]]]:
 
 
 def answers_stay(
-    name: str, who: str, dtype: str, device: str = "cuda", lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS
-) -> str:
+    name: str, who: str, dtype: str, device: str = "cuda", lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS,
+    **flags: Any,
+) -> str:  # fmt: skip
     """Greedy answers with all drafts verified and with none; in float32 they are the same, token by token."""
-    started = started_with(name, who, dtype, device, max(lengths) + new, len(lengths))
+    sizes = {"max_model_len": max(lengths) + new, "max_num_seqs": len(lengths)}
+    started = started_with(name, who, dtype, device, **sizes, **flags)
     try:
         engine, plan = started.engine, started.plan
         assert engine.speculator is not None and isinstance(engine.speculator.drafter, ModelDrafter)
@@ -66,16 +68,15 @@ def answers_stay(
     return told
 
 
-def started_with(name: str, who: str, dtype: str, device: str, length: int, requests: int) -> Started:
+def started_with(name: str, who: str, dtype: str, device: str, **flags: Any) -> Started:
     """The engine of a small model with random weights, and its drafter."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        (Path(directory) / "config.json").write_text(json.dumps((CONFIGS | QUANTIZED)[name]))
         drafting: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": DRAFTS}
         if who == ITSELF:
             drafting |= {"method": "draft_model", "model": directory}
-        flags = {
+        common = {
             "device": device, "dtype": dtype, "load_format": "dummy", "speculative_config": drafting, "seed": 3,
-            "max_model_len": length, "max_num_seqs": requests, "max_num_batched_tokens": 64,
-            "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**26,
+            "max_num_batched_tokens": 64, "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**26,
         }  # fmt: skip
-        return start(directory, flags)
+        return start(directory, {**common, **flags})

@@ -15,6 +15,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from bench.gpu_checks.drafters import answers_stay
+from bench.gpu_checks.engine import ITSELF, OWN_LAYER
 from tests.running.harness import Knobs, Run, generate_by
 from tests.running.small_models import CONFIGS, FULL, SLIDING, WINDOW, reference, spec_of, weights_of
 from tests.running.test_against_transformers import prompt
@@ -310,3 +312,19 @@ def test_restore_points_and_preemption_leave_a_drafter_what_it_needs() -> None:
     assert run.scheduler.preemptions > 0
     assert_same(run, target, PROMPTS, 40)
     assert run.accepted_drafts > 40
+
+
+@pytest.mark.parametrize(
+    ("target", "who", "flags"),
+    [
+        ("qwen3-next", OWN_LAYER, {"enable_return_routed_experts": True}),
+        ("qwen3.5", OWN_LAYER, {"mamba_ssm_cache_dtype": "bfloat16", "kv_cache_dtype": "int8_per_token_head"}),
+        ("qwen3 experts", ITSELF, {"enable_return_routed_experts": True}),
+        ("llama int4", ITSELF, {"block_tokens": 32}),
+        ("gpt-oss mxfp4", ITSELF, {"enable_prefix_caching": True, "kv_offloading_size": "8MiB"}),
+    ],
+)
+def test_a_started_engine_takes_what_was_planned_and_says_the_same(
+    target: str, who: str, flags: dict[str, Any]
+) -> None:
+    answers_stay(target, who, "float32", "cpu", (1, 5, 40), 12, **flags)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +80,12 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
             raise ConfigError(
                 f"--dtype {dtype}: CPUs compute in float32 here, other types are far slower; leave it out"
             )
-        return make_plan(on_cpu(spec, dtype), config, gpu="cpu")
+        return make_plan(_with_drafter(on_cpu(spec, dtype), partial(on_cpu, dtype=dtype)), config, gpu="cpu")
     import torch
 
     if isinstance(spec.quantization, StoredTypes):
         spec = on_gpu(spec, dtype)
+    spec = _with_drafter(spec, partial(on_gpu, dtype=dtype))
 
     # Ranks are equal, so the smallest card decides.
     card = min(map(torch.cuda.get_device_properties, devices), key=lambda c: c.total_memory)
@@ -91,6 +93,14 @@ def resolve_plan(spec: ModelSpec, config: EngineConfig, devices: Sequence[torch.
         spec = replace(spec, dtype=dtype)
     plan = make_plan(spec, config, gpu_memory_bytes=card.total_memory)
     return replace(plan, device=Device(card.name, card.total_memory, (card.major, card.minor)))
+
+
+def _with_drafter(spec: ModelSpec, arranged: Callable[[ModelSpec], ModelSpec]) -> ModelSpec:
+    """The model with its drafter as the device runs that, where it is a GGUF file too."""
+    drafter = spec.drafter
+    if drafter is None or drafter.spec is None or not isinstance(drafter.spec.quantization, StoredTypes):
+        return spec
+    return replace(spec, drafter=replace(drafter, spec=arranged(drafter.spec)))
 
 
 def on_cpu(spec: ModelSpec, dtype: str) -> ModelSpec:

@@ -10,6 +10,8 @@ The activation estimate counts the tensors that are alive together at the widest
                   3 × MLP width                     gate, up, their product
                   experts × (width + hidden)        of those that a token visits: their products and results
                     + hidden                        and what stands beside them
+    drafter     the same of its layers, where they are wider, and
+                  2 × the target's hidden           where it takes the hidden states of all rows
     logits      vocabulary × 4 bytes × 2        fp32 logits and the sampler's copy; whole on every rank
     adapters    8 × parts × rank × 4 bytes      A · x of a step's rows; and of experts the pairs, taken apart
     quantized   64 MiB                          the slice of a weight that is dequantised at a time
@@ -34,7 +36,7 @@ from windowpane.kv.hopper_scratch import CAPABILITY, ELEMENT_TYPE, Heads, scratc
 from windowpane.kv.layout import Layout
 from windowpane.kv.retention import Chunk, Window, ceil_div
 from windowpane.models.adapters import SHRUNK_SPLITS, AdapterShape, adaptable
-from windowpane.models.blocks import Experts, GatedDeltaNet, Mamba2, each, on_rank
+from windowpane.models.blocks import Decoder, Experts, GatedDeltaNet, GatedMLP, Mamba2, each, on_rank
 from windowpane.models.packing import DEQUANTIZED_BYTES
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
@@ -113,7 +115,8 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, ranks: int, compute_
     if spec.decoder is not None and any(a.gated for a in spec.decoder.attentions):
         attention *= 2  # gates come with q, k and v, which stay until they are used
     widest = max(attention, 3 * spec.widest_mlp // ranks, _experts_width(spec), _states_width(spec) // ranks)
-    tokens = config.batched_tokens * (3 * spec.hidden_size + widest) * dtype_bytes(compute_dtype)
+    width = max(3 * spec.hidden_size + widest, _drafter_width(spec, ranks))
+    tokens = config.batched_tokens * width * dtype_bytes(compute_dtype)
     sampled = min(config.max_num_seqs * (1 + config.draft_tokens), config.batched_tokens)
     logits = sampled * spec.vocab_size * 4 * 2
     dequantized = DEQUANTIZED_BYTES if isinstance(spec.quantization, Quantization) else 0
@@ -149,10 +152,26 @@ def _states_width(spec: ModelSpec) -> int:
 
 
 def _experts_width(spec: ModelSpec) -> int:
+    return 0 if spec.decoder is None else _pairs_width(spec.decoder)
+
+
+def _pairs_width(decoder: Decoder) -> int:
     """Every rank has room for all pairs of a token and an expert, whoever holds the expert."""
-    found = each(spec.decoder.layers, Experts) if spec.decoder is not None else ()
-    widths = (e.router.chosen * (e.down.inputs + spec.hidden_size) + spec.hidden_size for e in found)
-    return max(widths, default=0)
+    hidden = decoder.hidden_size
+    found = each(decoder.layers, Experts)
+    return max((e.router.chosen * (e.down.inputs + hidden) + hidden for e in found), default=0)
+
+
+def _drafter_width(spec: ModelSpec, ranks: int) -> int:
+    """What one token of a step has in a drafter that keeps KV of its own; others compute a row for each sequence."""
+    if spec.drafter is None or not spec.drafter.decoder.caches:
+        return 0
+    decoder = spec.drafter.decoder
+    attended = ((1 + a.gated) * (2 * a.query_width + _kv_width(a.cache)) for a in decoder.attentions)
+    inner = (3 * mlp.down.inputs for mlp in each(decoder.layers, GatedMLP))
+    widest = max(max(attended, default=0) // ranks, max(inner, default=0) // ranks, _pairs_width(decoder))
+    beside = 2 * spec.hidden_size if decoder.join is not None else 0
+    return beside + 3 * decoder.hidden_size + widest
 
 
 def prefill_scratch_bytes(spec: ModelSpec, config: EngineConfig, layout: Layout, ranks: int, device: Device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -17,7 +18,7 @@ from windowpane.kv.layout import Group as KVGroup
 from windowpane.kv.retention import MIN_PREFIX_TOKENS, Chunk, Routes, State, Window
 from windowpane.models.blocks import Experts, each
 from windowpane.models.ggml import StoredTypes
-from windowpane.models.weights import weight_breakdown
+from windowpane.models.weights import held_bytes, weight_breakdown
 from windowpane.plan.cards import CardFit
 from windowpane.plan.memory import ArenaUse, Device
 from windowpane.plan.peers.report import PeerReport
@@ -98,7 +99,9 @@ def _headline(plan: Plan) -> RenderableType:
 
 
 def _drafts(plan: Plan) -> list[RenderableType]:
-    """What drafts cost a sequence: what windows hold for those that are taken back, and how states go back."""
+    """What drafts cost: what windows hold for those that are taken back, a drafter's own KV and weights, and how states
+    go back.
+    """
     sizing, drafting = plan.sizing, plan.sizing.config.drafting
     if drafting is None:
         return []
@@ -108,8 +111,28 @@ def _drafts(plan: Plan) -> list[RenderableType]:
     states = any(isinstance(g.retention, State) for g in sizing.layout.groups)
     again = "; recurrent states go back to the last step's and compute accepted tokens again" if states else ""
     most = drafting.num_speculative_tokens
-    told = f"drafts by {drafting.method}, up to {most} a step: {format_bytes(cost)} a sequence{again}"
+    told = f"drafts by {drafting.method}, up to {most} a step: {format_bytes(cost)} a sequence{_own(plan)}{again}"
     return [Text(told, style="dim")]
+
+
+def _own(plan: Plan) -> str:
+    """What a model that drafts takes for itself; the tables have it beside its target's."""
+    sizing, drafter = plan.sizing, plan.sizing.spec.drafter
+    if drafter is None:
+        return ""
+    spec, layers = replace(sizing.spec, dtype=sizing.compute_dtype), {c.layer for c in drafter.decoder.caches}
+    weights_bytes = weight_breakdown(spec, sizing.ranks).drafter
+    weights_bytes += sum(held_bytes(spec, tensor.on_rank(sizing.ranks)) for tensor in drafter.tensors)
+    kv_bytes = sum(
+        group.max_pages(plan.max_model_len, sizing.rollback_tokens)
+        // group.stripes
+        * (piece.end - piece.data_offsets[0])
+        for group in sizing.layout.groups
+        for piece in group.slices
+        if isinstance(piece.cache, TokenCache) and piece.cache.layer in layers
+    )
+    own = f" and {format_bytes(kv_bytes)} of the drafter's own KV" if kv_bytes else ""
+    return f"{own}, and {format_bytes(weights_bytes)} of weights"
 
 
 def _experts(plan: Plan) -> list[RenderableType]:
@@ -295,7 +318,7 @@ def _sequence_cost(plan: Plan) -> RenderableType:
     rest = f"up to {left_over:.2%} left over" if left_over else "nothing left over"
     lines = [costs, Text(f"slabs of {format_bytes(layout.slab_bytes)}, {rest}", style="dim")]
     spec = plan.sizing.spec
-    if without := spec.num_layers - len({cache.layer for cache in spec.caches}):
+    if without := spec.num_layers - len({c.layer for c in spec.caches if c.layer < spec.num_layers}):
         lines.append(Text(f"{without} of {spec.num_layers} layers keep nothing of their own", style="dim"))
     if plan.sizing.config.enable_prefix_caching:
         lines.append(Text(_reuse(plan), style="dim"))

@@ -239,8 +239,9 @@ class ExpertsMixer:
         assert self.router is not None
         logits = self._ops.linear(x.float(), Linear(self.router)) * router.logit_multiplier
         routing = choose(router, logits if self.bias is None else logits + self.bias, self.correction, self.scales)
-        if state.pages.routes is not None:
-            state.pages.routes.write(state.step, self.described.layer, routing.ids)
+        routes = state.pages.routes
+        if routes is not None and self.described.layer in routes.cache.layers:  # those of a drafter are not kept
+            routes.write(state.step, self.described.layer, routing.ids)
         return routing
 
 
