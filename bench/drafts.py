@@ -126,14 +126,16 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def sample_drafts(engine: Engine, rate: float) -> None:
-    """Let each draft be what is sampled in its place, with this probability."""
+    """Let each draft be what is sampled in its place with this probability, and something else otherwise: random
+    weights often repeat the last token, which may be what was drafted.
+    """
     sample, chance = engine.sampler.sample, np.random.default_rng(2)
 
     def sampled(*given: Any) -> Sampled:
         found, drafted = sample(*given), given[-1] or {}
-        right = {row - 1: int(drafts[-1]) for row, drafts in drafted.items() if chance.random() < rate}
-        if right:
-            rows, tokens = (to_device(list(x), engine.sampler.device, torch.int64) for x in (right, right.values()))
+        told = {row - 1: int(drafts[-1]) + (chance.random() >= rate) for row, drafts in drafted.items()}
+        if told:
+            rows, tokens = (to_device(list(x), engine.sampler.device, torch.int64) for x in (told, told.values()))
             found.tokens[rows] = tokens
         return found
 

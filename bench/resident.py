@@ -50,7 +50,7 @@ def main() -> None:
     if engine == "llama.cpp":
         LlamaCpp(path, torch.get_num_threads()).prepare(prompt[None], 8)(lambda: None)
     else:
-        llm = LLM(str(path), max_model_len=tokens, max_num_seqs=1, kv_cache_memory_bytes=256 * 2**20)
+        llm = LLM(str(path), device="cpu", max_model_len=tokens, max_num_seqs=1, kv_cache_memory_bytes=256 * 2**20)
         llm.generate([prompt.tolist()], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     print(json.dumps([before, _resident()]))
     del tokenizer
