@@ -218,6 +218,8 @@ def answer(engine: Engine, load: Sequence[Tokens], params: SamplingParams, specu
         engine.add(request)
     while not all(request.output for request in requests):
         engine.step()
+        if any(request.finish_reason is not None for request in requests):
+            raise SystemExit(f"{len(load)} requests do not fit into the arena together: give a smaller --prompt")
     before, steps = sum(len(r.output) for r in requests), 0
     began, processor = time.perf_counter(), time.process_time()
     while engine.has_work:
