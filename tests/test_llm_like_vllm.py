@@ -183,6 +183,19 @@ class TestFlags:
         _, config = read_flags({"max_model_len": "4K", "kv_cache_memory_bytes": "256MiB", "max_num_seqs": np.int64(3)})
         assert (config.max_model_len, config.kv_cache_memory_bytes, config.max_num_seqs) == (4096, 256 * 2**20, 3)
 
+    def test_what_is_so_anyway_may_be_asked_for(self) -> None:
+        asked = {
+            "trust_remote_code": True,
+            "pipeline_parallel_size": 1,
+            "enable_chunked_prefill": True,
+            "dtype": "half",
+        }
+        options, config = read_flags({**asked, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 0}})
+        assert (options.dtype, config.max_num_seqs) == ("float16", 4)
+        for other in ({"pipeline_parallel_size": 2}, {"enable_chunked_prefill": False}):
+            with pytest.raises(ConfigError, match="unknown argument"):
+                read_flags(other)
+
     def test_a_small_step_lowers_the_default_of_sequences(self) -> None:
         assert read_flags({"max_num_batched_tokens": 16})[1].max_num_seqs == 16
         assert read_flags({"max_num_batched_tokens": "8K"})[1].max_num_seqs == 256

@@ -15,7 +15,7 @@ from tests.server.browser import CHROMIUM_FLAGS, ServerProcess, chromium_path, s
 
 HERE = Path(__file__).parent
 TEXT = (HERE.parent / "architecture.md").read_text()
-SIZE = {"width": 1280, "height": 940}
+SIZE = {"width": 1280, "height": 1240}
 CLIENTS = 10
 WARM_UP_MS = 25_000
 FLAGS = ["--kv-cache-memory-bytes", "120MiB", "--max-model-len", "4096", "--max-num-seqs", "8"]

@@ -7,6 +7,8 @@ reference of `vllm serve`). `KEPT` are those that both have. docs/vllm.md shows 
 
 from __future__ import annotations
 
+from windowpane.engine.options import SO_ANYWAY
+
 _ALWAYS_CHUNKED = "prompts are always cut into chunks; --max-num-batched-tokens and --max-itl-ms say how large"
 _NO_DRAFTS = 'use --speculative-config, as in {"method": "ngram", "num_speculative_tokens": 4}'
 _PLAIN_LORA = "adapters have one form here: A and B of every projection, in the compute dtype; leave it out"
@@ -367,51 +369,8 @@ INSTEAD: dict[str, str] = {
     "--additional-config": "leave it out: it concerns other hardware",
 }
 
-# Those of INSTEAD that are taken all the same, because what they ask for is so here: with values that match in full, or
-# as switches where the pattern is empty.
-HOLDS: dict[str, str] = {
-    "--trust-remote-code": "",
-    "--enable-chunked-prefill": "",
-    "--disable-log-stats": "",
-    "--disable-uvicorn-access-log": "",
-    "--disable-frontend-multiprocessing": "",
-    "--disable-custom-all-reduce": "",
-    "--disable-cascade-attn": "",
-    "--kv-sharing-fast-prefill": "",
-    "--scheduler-reserve-full-isl": "",
-    "--language-model-only": "",
-    "--skip-mm-profiling": "",
-    "--enable-prompt-tokens-details": "",
-    "--enable-server-load-tracking": "",
-    "--enable-tokenizer-info-endpoint": "",
-    "--enable-request-id-headers": "",
-    "--use-tqdm-on-load": "",
-    "--task": "auto|generate",
-    "--runner": "auto|generate",
-    "--tokenizer-mode": "auto|hf|slow",
-    "--config-format": "auto|hf",
-    "--model-impl": "auto",
-    "--chat-template-content-format": "auto",
-    "--response-role": "assistant",
-    "--logprobs-mode": "raw_logprobs",
-    "--stream-interval": "1",
-    "--scheduling-policy": "fcfs",
-    "--preemption-mode": "recompute",
-    "--num-scheduler-steps": "1",
-    "--cpu-offload-gb": "0",
-    "--swap-space": "0",
-    "--kv-offloading-backend": "native",
-    "--distributed-executor-backend": "mp|uni",
-    "--pipeline-parallel-size": "1",
-    "--decode-context-parallel-size": "1",
-    "--prefill-context-parallel-size": "1",
-    "--data-parallel-size": "1",
-    "--data-parallel-size-local": "1",
-    "--api-server-count": "1",
-    "--nnodes": "1",
-    "--node-rank": "0",
-    "--limit-mm-per-prompt": "[^1-9]*",  # none of any kind
-}
+# Those of INSTEAD that are taken all the same, because what they ask for is so here.
+HOLDS = {f"--{name.replace('_', '-')}": pattern for name, pattern in SO_ANYWAY.items()}
 
 # The same for flags that both have.
 HOLDS_OF_KEPT = {"--max-model-len": "auto|-1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -32,12 +33,59 @@ class StartOptions:
         object.__setattr__(self, "dtype", OTHER_DTYPES.get(self.dtype, self.dtype))
 
 
+# Arguments of vLLM's that ask for what is so here, and are taken: with values that match in full, or as switches where
+# the pattern is empty.
+SO_ANYWAY: dict[str, str] = {
+    "trust_remote_code": "",
+    "enable_chunked_prefill": "",
+    "disable_log_stats": "",
+    "disable_uvicorn_access_log": "",
+    "disable_frontend_multiprocessing": "",
+    "disable_custom_all_reduce": "",
+    "disable_cascade_attn": "",
+    "kv_sharing_fast_prefill": "",
+    "scheduler_reserve_full_isl": "",
+    "language_model_only": "",
+    "skip_mm_profiling": "",
+    "enable_prompt_tokens_details": "",
+    "enable_server_load_tracking": "",
+    "enable_tokenizer_info_endpoint": "",
+    "enable_request_id_headers": "",
+    "use_tqdm_on_load": "",
+    "task": "auto|generate",
+    "runner": "auto|generate",
+    "tokenizer_mode": "auto|hf",
+    "config_format": "auto|hf",
+    "model_impl": "auto",
+    "chat_template_content_format": "auto",
+    "response_role": "assistant",
+    "logprobs_mode": "raw_logprobs",
+    "stream_interval": "1",
+    "scheduling_policy": "fcfs",
+    "preemption_mode": "recompute",
+    "num_scheduler_steps": "1",
+    "cpu_offload_gb": "0",
+    "swap_space": "0",
+    "kv_offloading_backend": "native",
+    "distributed_executor_backend": "mp|uni",
+    "pipeline_parallel_size": "1",
+    "decode_context_parallel_size": "1",
+    "prefill_context_parallel_size": "1",
+    "data_parallel_size": "1",
+    "data_parallel_size_local": "1",
+    "api_server_count": "1",
+    "nnodes": "1",
+    "node_rank": "0",
+    "limit_mm_per_prompt": "[^1-9]*",  # none of any kind
+}
+
 # vLLM's other names.
 OTHER_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
     """Flags by name; an unknown one is an error that names what may have been meant."""
+    flags = {name: value for name, value in flags.items() if not _is_so_anyway(name, value)}
     options = {f.name for f in fields(StartOptions)}
     engine = {f.name for f in fields(EngineConfig)}
     for name in flags:
@@ -48,3 +96,10 @@ def read_flags(flags: Mapping[str, Any]) -> tuple[StartOptions, EngineConfig]:
     given = {name: value for name, value in flags.items() if name in engine}
     config = config_of(given)
     return StartOptions(**{name: value for name, value in flags.items() if name in options}), config
+
+
+def _is_so_anyway(name: str, value: Any) -> bool:
+    pattern = SO_ANYWAY.get(name)
+    if pattern is None:
+        return False
+    return re.fullmatch(pattern, str(value)) is not None if pattern else value is True

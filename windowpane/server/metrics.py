@@ -26,7 +26,7 @@ from windowpane.kv.tier import TierStats
 from windowpane.schedule.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from windowpane.plan.planner import Plan
+    from windowpane.engine.start import Started
     from windowpane.server.job import Times
 
 PREFIX = "windowpane:"
@@ -342,12 +342,13 @@ class Metrics:
         return family
 
 
-def cache_config(plan: Plan) -> dict[str, str]:
+def cache_config(started: Started) -> dict[str, str]:
     """Labels of vLLM's metric of that name, as far as they have a meaning here.
 
     Groups have pages of their own, so that `num_gpu_blocks` is what vLLM's own figure amounts to: blocks of the tokens
     of as many sequences of the longest length as fit.
     """
+    plan = started.plan
     assert plan.capacity is not None
     config = plan.sizing.config
     blocks = [group.block_tokens for group in plan.sizing.layout.groups if group.block_tokens]

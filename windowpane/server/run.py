@@ -188,7 +188,7 @@ def http_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
 def make_service(started: Started, options: ServerOptions, console: Console | None = None) -> Service:
     names = options.served_model_names or (started.spec.name,)
     _load_adapters(started, options, names, console)
-    loop = EngineLoop(started.engine, Metrics(names[0], cache_config(started.plan)))
+    loop = EngineLoop(started.engine, Metrics(names[0], cache_config(started)))
     service = service_of(loop, started.text_source, started.plan.max_model_len, names, options, console)
     service.sleeper = started.sleeper
     service.hardware = (
