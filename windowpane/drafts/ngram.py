@@ -6,15 +6,12 @@ It costs no weights, and guesses well where an answer repeats its prompt: edits,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from windowpane.drafts.drafter import Asking
 from windowpane.schedule.request import Request, Tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NOTHING: Tokens = np.zeros(0, dtype=np.int32)
 # A source goes on behind a token that was replaced while so many of the last tokens are its own.
@@ -33,7 +30,7 @@ class NgramDrafter:
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         return [self._propose(a.request, a.most) for a in asking]
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         """Tokens are looked up on the host."""
 
     def forget(self, request: Request) -> None:
