@@ -68,6 +68,9 @@ class Drafter(Protocol):
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         """Up to `most` tokens that may follow each request's known ones; none where there is no good guess."""
 
+    def kind_of(self, request: Request) -> int:
+        """Of what kind the last guess was, by any number: guesses of one kind are right about as often."""
+
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         """A step is on its way that verifies these drafts: of each slot, `sampled`, a tensor on the device, has a token
         and one for each draft.
@@ -101,6 +104,9 @@ class ModelDrafter:
         if waits_for_step(asking):
             return [np.zeros(a.most, dtype=np.int32) for a in asking]  # there would be drafts
         return self.model.draft([Known.of(a) for a in asking])
+
+    def kind_of(self, request: Request) -> int:
+        return 0
 
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         self.model.begin(slots, drafts, sampled)
