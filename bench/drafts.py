@@ -199,11 +199,11 @@ def compare(
         for clock in ("seconds", "processor_seconds")
     )
     rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
-    steps = sum(run.steps for runs in drafted for run in runs)
+    given_tokens, steps = (sum(getattr(run, what) for runs in drafted for run in runs) for what in ("tokens", "steps"))
     return {
         "plain": rates[0], "drafts": rates[1], "ratio": rates[1] / rates[0],
         "processor_ratio": tokens[1] / processor[1] / (tokens[0] / processor[0]), "accepted": stats.accepted_tokens,
-        "drafted": stats.draft_tokens, "tokens_a_step": sum(run.tokens for runs in drafted for run in runs) / max(steps, 1),
+        "drafted": stats.draft_tokens, "tokens_a_step": given_tokens / max(steps, 1),
         "same_answers": f"{same} of {len(loads)}",
     }  # fmt: skip
 
