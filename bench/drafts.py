@@ -72,7 +72,16 @@ def main() -> None:
     given.rounds = given.rounds or (2 if given.rate is None else 3)
     results = rated(given) if given.rate is not None else [r for name in _names(given) for r in texts(name, given)]
     table = Table(
-        "model", "load", "plain, tok/s", "drafts, tok/s", "×", "× CPU", "accepted", "drafted", "tokens a step"
+        "model",
+        "load",
+        "plain, tok/s",
+        "drafts, tok/s",
+        "×",
+        "× CPU",
+        "accepted",
+        "drafted",
+        "tokens a step",
+        box=None,
     )
     for r in results:
         figures = (f"{r['plain']:.1f}", f"{r['drafts']:.1f}", f"{r['ratio']:.2f}", f"{r['processor_ratio']:.2f}")
@@ -192,11 +201,11 @@ def compare(
         for clock in ("seconds", "processor_seconds")
     )
     rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
-    steps = sum(run.steps for runs in drafted for run in runs)
+    given_tokens, steps = (sum(getattr(run, what) for runs in drafted for run in runs) for what in ("tokens", "steps"))
     return {
         "plain": rates[0], "drafts": rates[1], "ratio": rates[1] / rates[0],
         "processor_ratio": tokens[1] / processor[1] / (tokens[0] / processor[0]), "accepted": stats.accepted_tokens,
-        "drafted": stats.draft_tokens, "tokens_a_step": sum(run.tokens for runs in drafted for run in runs) / steps,
+        "drafted": stats.draft_tokens, "tokens_a_step": given_tokens / max(steps, 1),
         "same_answers": f"{same} of {len(loads)}",
     }  # fmt: skip
 

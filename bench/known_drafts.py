@@ -41,6 +41,9 @@ class KnownAnswers:
         wrong = self._rng.random(len(right)) >= self._share
         return np.where(wrong, np.where(right > 0, right - 1, 1), right).astype(np.int32)
 
+    def kind_of(self, request: Request) -> int:
+        return 0
+
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
         """Answers are known as they are."""
 
@@ -63,6 +66,9 @@ class Overheard:
             for a, tokens in zip(asking, said, strict=True):
                 self.said[a.request.id, a.request.known_tokens] = tokens.tolist()
         return self._others.propose(asking)
+
+    def kind_of(self, request: Request) -> int:
+        return 0
 
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
         self._model.begin(slots, drafts, sampled)

@@ -26,14 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from windowpane.schedule.request import Request, Tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,12 @@ class Drafter(Protocol):
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         """Up to `most` tokens that may follow each request's known ones; none where there is no good guess."""
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
-        """A step is on its way that verifies these drafts: of each slot, `sampled` has a token and one for each draft.
+    def kind_of(self, request: Request) -> int:
+        """Of what kind the last guess was, by any number: guesses of one kind are right about as often."""
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
+        """A step is on its way that verifies these drafts: of each slot, `sampled`, a tensor on the device, has a token
+        and one for each draft.
 
         The host knows later which of them count. What drafts on the device can find that out there, and begin.
         """
@@ -87,7 +88,7 @@ class DraftingModel(Protocol):
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
         """Up to `most` tokens behind each one's known ones."""
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         """See `Drafter.begin`."""
 
 
@@ -104,7 +105,10 @@ class ModelDrafter:
             return [np.zeros(a.most, dtype=np.int32) for a in asking]  # there would be drafts
         return self.model.draft([Known.of(a) for a in asking])
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+    def kind_of(self, request: Request) -> int:
+        return 0
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         self.model.begin(slots, drafts, sampled)
 
     def forget(self, request: Request) -> None:

@@ -6,15 +6,12 @@ It costs no weights, and guesses well where an answer repeats its prompt: edits,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from windowpane.drafts.drafter import Asking
 from windowpane.schedule.request import Request, Tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NOTHING: Tokens = np.zeros(0, dtype=np.int32)
 # A source goes on behind a token that was replaced while so many of the last tokens are its own.
@@ -33,7 +30,11 @@ class NgramDrafter:
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         return [self._propose(a.request, a.most) for a in asking]
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
+    def kind_of(self, request: Request) -> int:
+        """The longer the run that stood before, the likelier is what followed it."""
+        return self._texts[request].run if request in self._texts else 0
+
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         """Tokens are looked up on the host."""
 
     def forget(self, request: Request) -> None:
@@ -44,7 +45,7 @@ class NgramDrafter:
         if text is None:
             text = self._texts[request] = _Text(request.prompt)
         tokens = text.with_output(request.output)
-        source = self._find(tokens, text.aligned)
+        source, text.run = self._find(tokens, text.aligned)
         if source is None:
             return NOTHING
         text.read_from(source)
@@ -53,14 +54,15 @@ class NgramDrafter:
             np.resize(tokens[source:], most) if source + most > len(tokens) else tokens[source : source + most].copy()
         )
 
-    def _find(self, tokens: Tokens, aligned: int | None) -> int | None:
-        """Behind the latest place where the longest run of last tokens stood before.
+    def _find(self, tokens: Tokens, aligned: int | None) -> tuple[int | None, int]:
+        """Behind the latest place where the longest run of last tokens stood before, and how long it is.
 
         Where no run stood before, an earlier source goes on, as if one of its tokens had been replaced.
         """
         end = len(tokens)
         found = np.flatnonzero(tokens[: end - 1] == tokens[-1])
         best: int | None = None
+        run = 0
         for length in range(1, min(self._longest, end - 1) + 1):
             if length > 1:
                 found = found[found >= length - 1]
@@ -68,8 +70,8 @@ class NgramDrafter:
             if not len(found):
                 break
             if length >= self._shortest:
-                best = int(found[-1]) + 1
-        return aligned if best is None else best
+                best, run = int(found[-1]) + 1, length
+        return aligned if best is None else best, run
 
 
 class _Text:
@@ -79,6 +81,7 @@ class _Text:
         self._tokens = np.empty(len(prompt) + 256, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self._prompt_tokens = self._known = len(prompt)
+        self.run = 0  # tokens that were found again when it was last looked up
         self._source: tuple[int, int] | None = None  # drafts for position `second` on were read from `first` on
 
     def with_output(self, output: Sequence[int]) -> Tokens:

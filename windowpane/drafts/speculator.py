@@ -1,9 +1,9 @@
 """How many drafts of which requests a step verifies: as many as are worth what they cost, and none where none are.
 
 A draft is worth the chance that it is accepted, which is the product of the chances of all drafts up to it. Chances are
-measured: per request, and where a request has shown little yet, over all of them. A drafter that is free is also asked
-in steps that verify nothing, and what it says is compared with what the target samples; any other one is tried again
-from time to time.
+measured: per request, and where a request has shown little yet, over all of them; and per kind of guess where a drafter
+has several. A drafter that is free is also asked in steps that verify nothing, and what it says is compared with what
+the target samples; any other one is tried again from time to time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from windowpane.drafts.costs import StepCosts
 from windowpane.drafts.drafter import Asking, Drafter
@@ -61,6 +62,8 @@ class Speculator:
         self.costs = StepCosts()
         self._chances: dict[Request, _Chance] = {}
         self._overall = _Chance()
+        self._kinds: dict[int, _Chance] = {}
+        self._kind_of: dict[Request, int] = {}  # of what was proposed last
         self._unverified: dict[Request, tuple[int, Tokens]] = {}  # known tokens, and what may follow them
         self._verified_steps = 0  # since the last step without drafts
         self._plain_steps = 0  # since the last one with
@@ -75,14 +78,14 @@ class Speculator:
         proposed = self.drafter.propose(asking)
         if self.drafter.is_free:
             self._compare(asking, proposed)
+        self._kind_of |= {a.request: self.drafter.kind_of(a.request) for a in asking}
         counts = self._choose(asking, proposed, sequences, plain)
         return {a.slot: tokens[:count] for a, tokens, count in zip(asking, proposed, counts, strict=True) if count}
 
     def verified(self, request: Request, drafts: int, accepted: int) -> None:
         """A step has verified so many drafts of a request, of which so many were accepted."""
         self._unverified.pop(request, None)
-        self._chance(request).observe(accepted, drafts)
-        self._overall.observe(accepted, drafts)
+        self._observe(request, accepted, drafts)
         stats = self.stats
         stats.drafts += 1
         stats.draft_tokens += drafts
@@ -98,12 +101,28 @@ class Speculator:
             self.costs.observe(sequences, drafts, seconds)
 
     def forget(self, request: Request) -> None:
-        self._chances.pop(request, None)
-        self._unverified.pop(request, None)
+        for kept in (self._chances, self._unverified, self._kind_of):
+            kept.pop(request, None)
         self.drafter.forget(request)
 
     def _chance(self, request: Request) -> _Chance:
         return self._chances.setdefault(request, _Chance())
+
+    def _observe(self, request: Request, accepted: int, drafts: int) -> None:
+        kind = self._kinds.setdefault(self._kind_of.get(request, 0), _Chance())
+        for chance in (self._chance(request), kind, self._overall):
+            chance.observe(accepted, drafts)
+
+    def _chances_of(self, asking: Sequence[Asking]) -> NDArray[np.float64]:
+        """Of each request's next draft: what the request and the kind of guess have shown, each beside all of them."""
+        prior = self._overall.given(FIRST_CHANCE)
+        own = np.array([self._chance(a.request).given(prior) for a in asking])
+        if len(self._kinds) < 2:
+            return own
+        known = [self._kinds.get(self._kind_of.get(a.request, 0), _Chance()) for a in asking]
+        odds = _odds(own) * _odds(np.array([kind.given(prior) for kind in known])) / _odds(np.array(prior))
+        found: NDArray[np.float64] = odds / (1 + odds)
+        return found
 
     def _compare(self, asking: Sequence[Asking], proposed: Sequence[Tokens]) -> None:
         """What was proposed and not verified with what has come since; then take note of what is proposed now."""
@@ -115,8 +134,7 @@ class Speculator:
                 seen = min(come, len(drafts))
                 alike = [s == d for s, d in zip(sampled, drafts[:seen].tolist(), strict=False)]
                 accepted = alike.index(False) if False in alike else seen
-                self._chance(request).observe(accepted, seen)
-                self._overall.observe(accepted, seen)
+                self._observe(request, accepted, seen)
             if len(tokens):
                 self._unverified[request] = request.known_tokens, tokens
 
@@ -139,8 +157,7 @@ class Speculator:
         lengths = np.array([len(tokens) for tokens in proposed])
         if not lengths.any():
             return [0] * len(asking)
-        prior = self._overall.given(FIRST_CHANCE)
-        chances = np.array([self._chance(a.request).given(prior) for a in asking])
+        chances = self._chances_of(asking)
         # A draft is never likelier than those before it, so the likeliest n are the first few of each request.
         likely = np.cumprod(np.repeat(chances[:, None], int(lengths.max()), axis=1), axis=1)
         likely[np.arange(likely.shape[1]) >= lengths[:, None]] = 0.0
@@ -156,3 +173,9 @@ class Speculator:
         chosen = order[: best + 1] // likely.shape[1]
         counted: list[int] = np.bincount(chosen, minlength=len(asking)).tolist()
         return counted
+
+
+def _odds(chances: NDArray[np.float64]) -> NDArray[np.float64]:
+    sure = np.clip(chances, 1e-3, 1 - 1e-3)
+    found: NDArray[np.float64] = sure / (1 - sure)
+    return found
