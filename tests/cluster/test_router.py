@@ -86,6 +86,13 @@ def test_who_holds_it_but_is_busy_loses_to_who_is_not() -> None:
     assert router.choose(prefix_hashes("0:", PROMPT), len(PROMPT)).replica == "idle"
 
 
+def test_who_has_computed_nothing_yet_is_as_fast_as_others() -> None:
+    router = Router(seed=0)
+    router.update("busy", digest(("0:", PROMPT[:800]), load=Load(running=1, wait_s=0.5, tokens_per_s=10_000.0)))
+    router.update("new", digest())
+    assert router.choose(prefix_hashes("0:", PROMPT), len(PROMPT)).replica == "new"
+
+
 def test_salts_and_adapters_have_nothing_in_common() -> None:
     router = Router(seed=0)
     for name in "ab":

@@ -21,7 +21,7 @@ from itertools import islice
 
 import numpy as np
 
-from windowpane.routing.digest import Digest, Load
+from windowpane.routing.digest import ASSUMED_TOKENS_PER_S, Digest, Load
 from windowpane.routing.hashes import BLOCK_TOKENS, Hashes
 from windowpane.routing.index import HolderIndex
 
@@ -57,9 +57,9 @@ class _Replica:
     free_s: float = 0.0
     open: int = 0
 
-    def expected_s(self, tokens: int, now_s: float) -> float:
+    def expected_s(self, tokens: int, now_s: float, usual_tokens_per_s: float) -> float:
         beside = RUNNING_TOKENS * (self.load.running + self.load.waiting + self.sent)
-        return max(0.0, self.free_s - now_s) + (beside + tokens) / self.load.tokens_per_s
+        return max(0.0, self.free_s - now_s) + (beside + tokens) / (self.load.tokens_per_s or usual_tokens_per_s)
 
 
 class Router:
@@ -70,6 +70,7 @@ class Router:
         self._names: list[str] = []
         self._index = HolderIndex()
         self._expected: deque[tuple[float, str, list[int]]] = deque()
+        self._usual_tokens_per_s = ASSUMED_TOKENS_PER_S
         self._random = random.Random(seed)
         self._clock = clock
 
@@ -92,6 +93,8 @@ class Router:
         replica.held.update(new)
         self._index.put(name, new, worth[is_new].tolist())
         replica.load, replica.hashes = digest.load, digest.hashes
+        # Who has computed nothing yet is taken to be as fast as others: it must not look slow beside who is busy.
+        self._usual_tokens_per_s = digest.load.tokens_per_s or self._usual_tokens_per_s
         replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
 
     def join(self, name: str) -> None:
@@ -124,7 +127,8 @@ class Router:
                 reused[name] = max(reused.get(name, 0), min(holders[name], prompt_tokens - 1))
         now_s = self._clock()
         expected = {
-            name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s) for name, tokens in reused.items()
+            name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s, self._usual_tokens_per_s)
+            for name, tokens in reused.items()
         }
         best = min(expected, key=expected.__getitem__)
         return Choice(best, reused[best], expected[best])
@@ -137,7 +141,7 @@ class Router:
         now_s = self._clock()
         replica.sent += 1
         replica.open += 1
-        left_s = (prompt_tokens - choice.reused_tokens) / replica.load.tokens_per_s
+        left_s = (prompt_tokens - choice.reused_tokens) / (replica.load.tokens_per_s or self._usual_tokens_per_s)
         replica.free_s = max(now_s, replica.free_s) + left_s
         ends = [end for end in {*message_ends, prompt_tokens} if 0 < end // BLOCK_TOKENS <= len(hashes)]
         held = [int(hashes[end // BLOCK_TOKENS - 1]) for end in ends]
