@@ -84,6 +84,15 @@ class Router:
         if replica is None:
             replica = self._replicas[name] = _Replica()
             self._names.append(name)
+        if not np.array_equal(replica.hashes, digest.hashes):
+            self._enter(name, replica, digest)
+        replica.load, replica.hashes = digest.load, digest.hashes
+        # Who has computed nothing yet is taken to be as fast as others: it must not look slow beside who is busy.
+        self._usual_tokens_per_s = digest.load.tokens_per_s or self._usual_tokens_per_s
+        replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
+
+    def _enter(self, name: str, replica: _Replica, digest: Digest) -> None:
+        """The differences to the digest before."""
         gone = np.setdiff1d(replica.hashes, digest.hashes, assume_unique=True).tolist()
         replica.held.difference_update(gone)
         self._index.forget(name, gone)
@@ -92,10 +101,6 @@ class Router:
         new = digest.hashes[is_new].tolist()
         replica.held.update(new)
         self._index.put(name, new, worth[is_new].tolist())
-        replica.load, replica.hashes = digest.load, digest.hashes
-        # Who has computed nothing yet is taken to be as fast as others: it must not look slow beside who is busy.
-        self._usual_tokens_per_s = digest.load.tokens_per_s or self._usual_tokens_per_s
-        replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
 
     def join(self, name: str) -> None:
         """A replica that has published nothing yet can be chosen too."""
@@ -107,9 +112,9 @@ class Router:
         """It is gone, or takes nobody any more."""
         if name not in self._replicas:
             return
-        del self._replicas[name]
+        expected = {hashed for _, holder, hashes in self._expected if holder == name for hashed in hashes}
+        self._index.forget(name, expected | self._replicas.pop(name).held)
         self._names.remove(name)
-        self._index.forget(name, list(self._index.holders))
 
     def choose(self, hashes: Hashes, prompt_tokens: int, among: Collection[str] | None = None) -> Choice:
         """The replica for a prompt with these `prefix_hashes`: one of all, or of those `among` that are known.
