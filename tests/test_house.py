@@ -50,7 +50,7 @@ HOUSE: dict[str, set[str]] = {
     },
     "measure": {"kv", "models", "schedule", "engine"},
     "server": {"kv", "schedule", "routing.events", "drafts", "text", "device.heap", "parallel", "engine"},
-    "cluster": {"kv", "schedule", "routing", "text", "engine", "server"},
+    "cluster": {"kv", "schedule", "routing", "text", "parallel", "engine", "server"},
     "__main__": {"cli"},
     "cli": {
         "models",

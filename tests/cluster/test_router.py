@@ -86,6 +86,13 @@ def test_who_holds_it_but_is_busy_loses_to_who_is_not() -> None:
     assert router.choose(prefix_hashes("0:", PROMPT), len(PROMPT)).replica == "idle"
 
 
+def test_who_has_computed_nothing_yet_is_as_fast_as_others() -> None:
+    router = Router(seed=0)
+    router.update("busy", digest(("0:", PROMPT[:800]), load=Load(running=1, wait_s=0.5, tokens_per_s=10_000.0)))
+    router.update("new", digest())
+    assert router.choose(prefix_hashes("0:", PROMPT), len(PROMPT)).replica == "new"
+
+
 def test_salts_and_adapters_have_nothing_in_common() -> None:
     router = Router(seed=0)
     for name in "ab":
@@ -109,6 +116,23 @@ def test_what_was_sent_is_known_before_the_next_digest_and_forgotten_if_none_con
     assert (later.replica, later.reused_tokens) == (first.replica, 20 * BLOCK_TOKENS)
     now = EXPECTED_S + 1
     assert router.choose(hashes, len(PROMPT)).reused_tokens == 0
+
+
+def test_who_has_answered_all_is_waited_for_no_more() -> None:
+    now = 0.0
+    router = Router(seed=0, clock=lambda: now)
+    for name in "ab":
+        router.join(name)
+    hashes = prefix_hashes("0:", PROMPT)
+    first = router.choose(hashes, len(PROMPT))
+    for _ in range(2):
+        router.sent(first, hashes, len(PROMPT))
+    router.ended(first.replica)
+    assert router.choose(hashes, len(PROMPT)).replica != first.replica, "it still has one to compute"
+    router.ended(first.replica)
+    assert router.choose(hashes, len(PROMPT)).replica == first.replica
+    router.ended(first.replica)  # of a router before this one
+    router.ended("nobody")
 
 
 def test_a_digest_says_what_is_gone() -> None:

@@ -188,7 +188,8 @@ class RemoteLoop(EngineLoop):
         response: Any = self._handle.generate.remote(Order.of(request, hashes, reply_to, channel))
         ended = asyncio.ensure_future(_awaited(response))
         try:
-            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [ended, stopped]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 stopped.result()
             else:

@@ -26,8 +26,6 @@ from windowpane.text import load_tokenizer
 from windowpane.text.answer import Answer
 from windowpane.text.grammar import GrammarError, Grammars
 
-DEFAULT_TOKENS_PER_S = 1000.0  # until the first prompt was computed
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -132,9 +130,9 @@ class Replica:
     def _published(self, engine: Engine) -> dict[str, Any]:
         metrics = self._loop.metrics
         computed = metrics.prompt_tokens - metrics.cached_tokens
-        speed = computed / metrics.prefill_s.total if computed and metrics.prefill_s.total else DEFAULT_TOKENS_PER_S
+        speed = computed / metrics.prefill_s.total if metrics.prefill_s.total else 0.0
         ended = sum(metrics.ended_requests.values())
-        load = Load.of(engine.scheduler, max(speed, 1.0), metrics.request_s.total / ended if ended else 1.0)
+        load = Load.of(engine.scheduler, speed, metrics.request_s.total / ended if ended else 1.0)
         counts = {
             "prompt_tokens": metrics.prompt_tokens,
             "cached_tokens": metrics.cached_tokens,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +26,7 @@ from windowpane.server.service import Service
 APPLICATION = "windowpane"
 ROUTER = "windowpane.cluster.ray_router.RestorePointRouter"
 DIGEST_PERIOD_S = 1.0
+STARTS_S = 1800.0  # large weights from a slow disk, and replicas that are replaced drain for minutes
 MAX_ONGOING_REQUESTS = 4096  # of a replica: its own queue and its memory decide, not Ray's count
 
 
@@ -134,16 +137,33 @@ def replica_deployment(
 
 
 def run_application(deployed: Any, application: str = APPLICATION) -> Any:
-    """A handle to what was started, once all of it is there."""
+    """A handle to what was started, once all of it is there. After `STARTS_S` that is an error; Ray goes on with it."""
     from ray import serve
 
     serve.start(proxy_location="Disabled")
+    started: Future[Any] = Future()
+
+    def start() -> None:
+        try:
+            started.set_result(serve.run(deployed, name=application, route_prefix=None))
+        except Exception as error:
+            started.set_exception(error)
+
+    Thread(target=start, name="deploying", daemon=True).start()
     try:
-        return serve.run(deployed, name=application, route_prefix=None)
+        return started.result(STARTS_S)
+    except TimeoutError:
+        states = {name: dict(each.replica_states) for name, each in _deployments(application).items()}
+        raise ValueError(f"not all replicas are there after {STARTS_S:.0f} s: {states}; see `serve status`") from None
     except RuntimeError:
-        deployments = serve.status().applications[application].deployments.values()
-        told = [line for each in deployments for line in each.message.strip().splitlines()[-1:]]
+        told = [line for each in _deployments(application).values() for line in each.message.strip().splitlines()[-1:]]
         raise ValueError(f"the replicas did not start: {'; '.join(told) or 'see `serve status`'}") from None
+
+
+def _deployments(application: str) -> dict[str, Any]:
+    from ray import serve
+
+    return dict(serve.status().applications[application].deployments)
 
 
 def remote_service(

@@ -25,19 +25,21 @@ MAX_PREFIXES = 16_384  # of a digest: 208 KiB; those entered last are named
 # A point from which every shorter beginning can be resumed too names its first blocks, and then every so many.
 NEAR_BLOCKS, FAR_BLOCKS = 16, 16
 
+ASSUMED_TOKENS_PER_S = 1000.0  # of a prompt, until some replica has computed one
+
 _HEAD = struct.Struct("<IIIddQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy a replica is. `wait_s` is how long a request that comes now waits before its prompt is computed, and
-    `tokens_per_s` how fast prompts are computed then.
+    `tokens_per_s` how fast prompts are computed then; 0 where that is not known yet.
     """
 
     running: int = 0
     waiting: int = 0
     wait_s: float = 0.0
-    tokens_per_s: float = 1000.0
+    tokens_per_s: float = 0.0
     free_kv_bytes: int = 0
 
     @classmethod
@@ -46,7 +48,7 @@ class Load:
         running, waiting, lengths = scheduler.running, scheduler.waiting, scheduler.manager.lengths
         pending = sum(max(0, len(r.prompt) - int(lengths[slot])) for slot, r in running.items())
         pending += sum(len(request.prompt) for request in waiting)
-        wait_s = pending / tokens_per_s
+        wait_s = pending / (tokens_per_s or ASSUMED_TOKENS_PER_S)
         if waiting and running:  # for memory, perhaps, which comes back with every request that ends
             wait_s = max(wait_s, len(waiting) * request_s / len(running))
         return cls(len(running), len(waiting), wait_s, tokens_per_s, scheduler.manager.free_bytes)

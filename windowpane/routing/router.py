@@ -16,12 +16,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 
-from windowpane.routing.digest import Digest, Load
+from windowpane.routing.digest import ASSUMED_TOKENS_PER_S, Digest, Load
 from windowpane.routing.hashes import BLOCK_TOKENS, Hashes
 from windowpane.routing.index import HolderIndex
 
@@ -47,7 +47,7 @@ class Choice:
 @dataclass(slots=True)
 class _Replica:
     """What is known of one. `sent` are requests that its digest does not have yet, and at `free_s` the prompts of all
-    that it has are computed.
+    that it has are computed. `open` are requests of this router that have not ended.
     """
 
     load: Load = field(default_factory=Load)
@@ -55,10 +55,11 @@ class _Replica:
     held: set[int] = field(default_factory=set)
     sent: int = 0
     free_s: float = 0.0
+    open: int = 0
 
-    def expected_s(self, tokens: int, now_s: float) -> float:
+    def expected_s(self, tokens: int, now_s: float, usual_tokens_per_s: float) -> float:
         beside = RUNNING_TOKENS * (self.load.running + self.load.waiting + self.sent)
-        return max(0.0, self.free_s - now_s) + (beside + tokens) / self.load.tokens_per_s
+        return max(0.0, self.free_s - now_s) + (beside + tokens) / (self.load.tokens_per_s or usual_tokens_per_s)
 
 
 class Router:
@@ -69,6 +70,7 @@ class Router:
         self._names: list[str] = []
         self._index = HolderIndex()
         self._expected: deque[tuple[float, str, list[int]]] = deque()
+        self._usual_tokens_per_s = ASSUMED_TOKENS_PER_S
         self._random = random.Random(seed)
         self._clock = clock
 
@@ -82,6 +84,15 @@ class Router:
         if replica is None:
             replica = self._replicas[name] = _Replica()
             self._names.append(name)
+        if not np.array_equal(replica.hashes, digest.hashes):
+            self._enter(name, replica, digest)
+        replica.load, replica.hashes = digest.load, digest.hashes
+        # Who has computed nothing yet is taken to be as fast as others: it must not look slow beside who is busy.
+        self._usual_tokens_per_s = digest.load.tokens_per_s or self._usual_tokens_per_s
+        replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
+
+    def _enter(self, name: str, replica: _Replica, digest: Digest) -> None:
+        """The differences to the digest before."""
         gone = np.setdiff1d(replica.hashes, digest.hashes, assume_unique=True).tolist()
         replica.held.difference_update(gone)
         self._index.forget(name, gone)
@@ -90,8 +101,6 @@ class Router:
         new = digest.hashes[is_new].tolist()
         replica.held.update(new)
         self._index.put(name, new, worth[is_new].tolist())
-        replica.load, replica.hashes = digest.load, digest.hashes
-        replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
 
     def join(self, name: str) -> None:
         """A replica that has published nothing yet can be chosen too."""
@@ -103,9 +112,9 @@ class Router:
         """It is gone, or takes nobody any more."""
         if name not in self._replicas:
             return
-        del self._replicas[name]
+        expected = {hashed for _, holder, hashes in self._expected if holder == name for hashed in hashes}
+        self._index.forget(name, expected | self._replicas.pop(name).held)
         self._names.remove(name)
-        self._index.forget(name, list(self._index.holders))
 
     def choose(self, hashes: Hashes, prompt_tokens: int, among: Collection[str] | None = None) -> Choice:
         """The replica for a prompt with these `prefix_hashes`: one of all, or of those `among` that are known.
@@ -123,7 +132,8 @@ class Router:
                 reused[name] = max(reused.get(name, 0), min(holders[name], prompt_tokens - 1))
         now_s = self._clock()
         expected = {
-            name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s) for name, tokens in reused.items()
+            name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s, self._usual_tokens_per_s)
+            for name, tokens in reused.items()
         }
         best = min(expected, key=expected.__getitem__)
         return Choice(best, reused[best], expected[best])
@@ -135,12 +145,23 @@ class Router:
             return
         now_s = self._clock()
         replica.sent += 1
-        left_s = (prompt_tokens - choice.reused_tokens) / replica.load.tokens_per_s
+        replica.open += 1
+        left_s = (prompt_tokens - choice.reused_tokens) / (replica.load.tokens_per_s or self._usual_tokens_per_s)
         replica.free_s = max(now_s, replica.free_s) + left_s
         ends = [end for end in {*message_ends, prompt_tokens} if 0 < end // BLOCK_TOKENS <= len(hashes)]
         held = [int(hashes[end // BLOCK_TOKENS - 1]) for end in ends]
         self._index.put(choice.replica, held, ends, replace=False)
         self._expected.append((now_s + EXPECTED_S, choice.replica, held))
+
+    def ended(self, name: str) -> None:
+        """A request that was sent there has ended. Who has none left is idle, whatever its last digest said."""
+        replica = self._replicas.get(name)
+        if replica is None or not replica.open:
+            return
+        replica.open -= 1
+        if not replica.open:
+            replica.sent, replica.free_s = 0, 0.0
+            replica.load = replace(replica.load, running=0, waiting=0, wait_s=0.0)
 
     def _some(self, holders: Mapping[str, int], allowed: Collection[str] | None) -> list[str]:
         names = list(holders) if allowed is None else [name for name in holders if name in allowed]

@@ -96,9 +96,9 @@ class _Replica:
 
     def load(self) -> Load:
         result = self.simulation.result
-        speed = result.computed_tokens / result.busy_seconds if result.busy_seconds else 1000.0
-        request_s = result.running_seconds / result.requests if result.requests else 1.0
-        return Load.of(self.simulation.scheduler, max(speed, 1.0), request_s)
+        speed = result.computed_tokens / result.busy_seconds if result.busy_seconds else 0.0
+        request_s = max(1.0, result.running_seconds / max(1, result.requests))  # what still runs counts too
+        return Load.of(self.simulation.scheduler, speed, request_s)
 
 
 class ClusterSimulation:
