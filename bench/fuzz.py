@@ -36,6 +36,7 @@ FLAGS = ["--load-format", "dummy", "--device", "cpu", "--port", "0", "--max-num-
 FLAGS += ["--kv-cache-memory-bytes", "16MiB", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
 FLAGS += ["--reasoning-parser", "qwen3", "--enable-admin", "--admin-key", ADMIN_KEY]
 HANGS_S = 120.0  # many of the requests that came before may each take their few seconds
+LONGEST_STEPS = 1024  # of a request: the model's whole length, and as many before its turn comes
 ALONE_S = 3.0
 LAG = "windowpane:event_loop_lag_seconds"
 
@@ -108,9 +109,12 @@ class Findings:
     late: int = 0
     resident_mib: list[int] = field(default_factory=list)  # of the server alone, before and after
     seconds: float = 0.0
+    slow: int = 0  # requests that were given up though they did not hang: the machine took so long for their steps
 
 
 def send(client: httpx.Client, one: Attack, findings: Findings, what: str) -> None:
+    """The victim gets a piece in every step: a request that is not answered while it got enough of them hangs."""
+    steps_before = len(findings.gaps_s)
     try:
         with client.stream(one.method, one.path, content=one.content, headers=one.headers) as answer:
             findings.statuses[answer.status_code] += 1
@@ -122,7 +126,11 @@ def send(client: httpx.Client, one: Attack, findings: Findings, what: str) -> No
             if answer.status_code >= 500:
                 findings.failures.append(f"{what}: {answer.status_code} {text[:200]} to {one}")
     except httpx.TimeoutException:
-        findings.failures.append(f"{what}: no answer within {HANGS_S} s to {one}")
+        steps = len(findings.gaps_s) - steps_before
+        if steps < LONGEST_STEPS:
+            findings.slow += 1
+        else:
+            findings.failures.append(f"{what}: no answer within {HANGS_S} s, {steps} steps of the victim, to {one}")
     except httpx.TransportError as error:
         findings.failures.append(f"{what}: {type(error).__name__} {error} to {one}")
 
@@ -243,6 +251,7 @@ def report(args: argparse.Namespace, findings: Findings) -> None:
         "victim_gap_max_ms": [round(1e3 * max(gaps, default=0)) for gaps in (findings.alone_gaps_s, findings.gaps_s)],
         "resident_mib": findings.resident_mib,
         "times_late": findings.late,
+        "slow": findings.slow,
         "failures": len(findings.failures),
     }
     table = Table(title=f"{args.clients} hostile clients; gaps alone, and beside them\n{machine_line()}")

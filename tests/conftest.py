@@ -14,8 +14,14 @@ os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "windowpane-tes
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", print_blob=True, deadline=None)
 settings.load_profile("searching" if os.environ.get("WINDOWPANE_LONG") else "repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one worker runs in a row comes first: at the end, the others would wait for it."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)

@@ -133,7 +133,7 @@ TINY |= {
     "lfm2": {**CONFIGS["lfm2"], **_TINY, "layer_types": ["conv", FULL]},
 }
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
-LENGTHS, NEW_TOKENS, CHUNK_TOKENS = (1, 2, 13), 5, 10
+LENGTHS, NEW_TOKENS, DRAFTED_TOKENS, CHUNK_TOKENS = (1, 2, 13), 3, 5, 10
 CHAINED, UNCHAINED, ROUTED, DRAFTED, ADAPTED = " chained", " unchained", " routed", " drafted", " adapted"
 DRAFTING = {" assisted": engine.ASSISTANT, " drafting": engine.ITSELF, " layered": engine.OWN_LAYER}
 
@@ -166,9 +166,10 @@ def check(name: str, kv_cache_dtype: str) -> None:
         Setting(fused, False, False, CHUNK_TOKENS, kv_cache_dtype, routes, adapters=2 * adapted)
         for fused in (False, True)
     ]
-    found = [run(name, settings[0], "cpu", LENGTHS, NEW_TOKENS)]
+    new_tokens = DRAFTED_TOKENS if drafts else NEW_TOKENS
+    found = [run(name, settings[0], "cpu", LENGTHS, new_tokens)]
     fused = replace(settings[1], drafts=3) if drafts else settings[1]
-    found.append(run(name, fused, "cpu", LENGTHS, NEW_TOKENS, answers=found[0]))
+    found.append(run(name, fused, "cpu", LENGTHS, new_tokens, answers=found[0]))
     if found[0] != found[1]:
         sys.exit(f"{name}: plain torch has {found[0]}, the kernels have {found[1]}")
     if is_unchained and chains:

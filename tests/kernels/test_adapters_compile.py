@@ -15,7 +15,7 @@ from windowpane.lowering.gpu.kernels.adapters import RowTiles, adapted_gated, em
 BF16, SLOTS = torch.bfloat16, 16
 
 
-@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (256, 16), (256, 64), (8192, 16), (8192, 64)])
+@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (256, 16), (8192, 64)])
 def test_projections_of_gemma_4_e4b(rows, rank, monkeypatch, tmp_path):
     names = ("shrink_kernel", "expand_kernel", "adapted_gated_kernel")
     kernels = [record(monkeypatch, adapters, name) for name in names]

@@ -24,9 +24,7 @@ DRAFTED = (
 ADAPTED = ("gemma4 int4 adapted", "gpt-oss adapted")  # a latent and packed weights; experts
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma4", "llama int4", "gemma4 int4", *CHAINED, *EXPERTS, *DRAFTED, *ADAPTED]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma4", "llama int4", *CHAINED, *EXPERTS, *DRAFTED, *ADAPTED])
 def test_greedy_tokens_equal_the_plain_decoders(name):
     run_interpreted("tests.kernels.interpreted_decoder", name)
 

@@ -8,7 +8,7 @@ from tests.running.small_models import CONFIGS, TEXT_PARTS, WINDOW, reference
 from windowpane.native import build
 
 PROMPT_TOKENS = 3 * WINDOW + 5
-NEW_TOKENS = 40
+NEW_TOKENS = 64
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
