@@ -118,23 +118,6 @@ def test_what_was_sent_is_known_before_the_next_digest_and_forgotten_if_none_con
     assert router.choose(hashes, len(PROMPT)).reused_tokens == 0
 
 
-def test_who_has_answered_all_is_waited_for_no_more() -> None:
-    now = 0.0
-    router = Router(seed=0, clock=lambda: now)
-    for name in "ab":
-        router.join(name)
-    hashes = prefix_hashes("0:", PROMPT)
-    first = router.choose(hashes, len(PROMPT))
-    for _ in range(2):
-        router.sent(first, hashes, len(PROMPT))
-    router.ended(first.replica)
-    assert router.choose(hashes, len(PROMPT)).replica != first.replica, "it still has one to compute"
-    router.ended(first.replica)
-    assert router.choose(hashes, len(PROMPT)).replica == first.replica
-    router.ended(first.replica)  # of a router before this one
-    router.ended("nobody")
-
-
 def test_a_digest_says_what_is_gone() -> None:
     router = Router(seed=0)
     router.update("a", digest(("0:", PROMPT[:400]), ("0:", PROMPT[:800])))

@@ -19,7 +19,6 @@ class RestorePointRouter(RequestRouter):
         self._router = Router()
         self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
         self._choices: dict[str, Choice] = {}  # of requests that are not sent yet
-        self._sent: set[str] = set()  # orders that have not ended
         self._published = published.LATEST[self._deployment_id.name]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -50,12 +49,6 @@ class RestorePointRouter(RequestRouter):
             if replica_id.unique_id != choice.replica:  # that one's queue was full
                 choice = Choice(replica_id.unique_id, 0, choice.expected_s)
             self._router.sent(choice, order.hashes, len(order.prompt), order.message_ends)
-            self._sent.add(pending_request.metadata.internal_request_id)
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        if internal_request_id in self._sent:
-            self._sent.discard(internal_request_id)
-            self._router.ended(replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -16,7 +16,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -47,7 +47,7 @@ class Choice:
 @dataclass(slots=True)
 class _Replica:
     """What is known of one. `sent` are requests that its digest does not have yet, and at `free_s` the prompts of all
-    that it has are computed. `open` are requests of this router that have not ended.
+    that it has are computed.
     """
 
     load: Load = field(default_factory=Load)
@@ -55,7 +55,6 @@ class _Replica:
     held: set[int] = field(default_factory=set)
     sent: int = 0
     free_s: float = 0.0
-    open: int = 0
 
     def expected_s(self, tokens: int, now_s: float, usual_tokens_per_s: float) -> float:
         beside = RUNNING_TOKENS * (self.load.running + self.load.waiting + self.sent)
@@ -145,23 +144,12 @@ class Router:
             return
         now_s = self._clock()
         replica.sent += 1
-        replica.open += 1
         left_s = (prompt_tokens - choice.reused_tokens) / (replica.load.tokens_per_s or self._usual_tokens_per_s)
         replica.free_s = max(now_s, replica.free_s) + left_s
         ends = [end for end in {*message_ends, prompt_tokens} if 0 < end // BLOCK_TOKENS <= len(hashes)]
         held = [int(hashes[end // BLOCK_TOKENS - 1]) for end in ends]
         self._index.put(choice.replica, held, ends, replace=False)
         self._expected.append((now_s + EXPECTED_S, choice.replica, held))
-
-    def ended(self, name: str) -> None:
-        """A request that was sent there has ended. Who has none left is idle, whatever its last digest said."""
-        replica = self._replicas.get(name)
-        if replica is None or not replica.open:
-            return
-        replica.open -= 1
-        if not replica.open:
-            replica.sent, replica.free_s = 0, 0.0
-            replica.load = replace(replica.load, running=0, waiting=0, wait_s=0.0)
 
     def _some(self, holders: Mapping[str, int], allowed: Collection[str] | None) -> list[str]:
         names = list(holders) if allowed is None else [name for name in holders if name in allowed]
