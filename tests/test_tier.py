@@ -356,6 +356,23 @@ def test_the_host_gives_up_what_is_cheapest_to_lose():
     assert ask(engine, [*tokens(9, 300), 5]).cached_tokens == 300
 
 
+def test_what_the_host_gives_up_while_others_are_spilled_is_not_fetched():
+    """Room is made on the host point by point, until one is worth more than what comes: those before it are gone."""
+    engine = engine_for(FULL_AND_WINDOW, sequences=2.5, host=16, ahead=0.0)
+    sessions = [ask(engine, tokens(seed, 300)) for seed in range(6)]
+    tier, dropped = engine.scheduler.tier, []
+
+    def give_up(pages, score):
+        dropped.extend(point for point in tier.books.points if not point.pending)
+        tier.drop_points()
+        return False
+
+    tier._make_room = give_up
+    again = ask(engine, [*sessions[0].prompt.tolist(), *sessions[0].output, 5])
+    assert dropped and again.cached_tokens == 0
+    assert again.output == solo_output(again)
+
+
 def test_an_engine_without_requests_works_until_nothing_is_on_its_way():
     engine = engine_for(FULL_AND_WINDOW, sequences=8, host=16, ahead=1.0)
     ask(engine, tokens(0, 300))

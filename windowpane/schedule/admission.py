@@ -44,14 +44,14 @@ class Admission:
             return None
         if hit.on_host is not None:
             if (demand := self._fetch_demand(request, tokens, hit)) is not None:
-                return self._unless_lossy(hit, demand)
+                return self._unless_lossy(request, tokens, hit, demand)
             if self._is_worth_waiting(manager.demand(tokens)):
                 return None
             hit = self._restoring.look_up(request, on_host=False)
         if hit.point is not None:
             demand = manager.start_demand(tokens, hit.point, hit.length)
             if manager.can_reserve(demand):
-                return self._unless_lossy(hit, demand)
+                return self._unless_lossy(request, tokens, hit, demand)
             manager.give_way(demand)
             if hit.point in manager.books.points and manager.can_reserve(
                 manager.start_demand(tokens, hit.point, hit.length)
@@ -61,7 +61,9 @@ class Admission:
                 return None
             hit = Hit(branch=hit.branch, miss=f"{hit.length} tokens are kept, but there is no room to resume them")
         demand = manager.start_demand(tokens)
-        return self._unless_lossy(hit, demand) if manager.can_reserve(demand) or manager.give_way(demand) else None
+        if manager.can_reserve(demand) or manager.give_way(demand):
+            return self._unless_lossy(request, tokens, hit, demand)
+        return None
 
     def start(self, slot: int, request: Request, tokens: int, hit: Hit) -> bool:
         """Take what `fit` has found; False where the sequence begins only when its pages have arrived."""
@@ -118,5 +120,11 @@ class Admission:
         slabs = sum(-(-pages // per) for pages, per in zip(demand, per_slab, strict=True))
         return any(self._manager.live_pages) and slabs <= self._manager.arena.num_slabs
 
-    def _unless_lossy(self, hit: Hit, demand: list[int]) -> Hit | None:
-        return None if self._tier is not None and self._tier.should_wait(demand) else hit
+    def _unless_lossy(self, request: Request, tokens: int, hit: Hit, demand: list[int]) -> Hit | None:
+        if self._tier is None:
+            return hit
+        if self._tier.should_wait(demand):
+            return None
+        if hit.on_host is not None and hit.on_host not in self._tier.books.points:
+            return self.fit(request, tokens)  # the host gave it up for what was to be spilled
+        return hit
