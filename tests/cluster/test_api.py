@@ -1,4 +1,7 @@
-"""The suites of the API, as they run against one server, against three replicas."""
+"""The suites of the API, as they run against one server, against three replicas.
+
+What a chat finds again is tested in `test_replicas`: the router hears of restore points a moment after they are there.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,6 @@ def thinking(replicas: Replicas) -> Iterator[Running]:
     with replicas.served(chat_template=TEMPLATE, parsers=Parsers("deepseek_r1")) as running:
         yield running
         running.wait_until_idle()
-
-
-class TestChatPrefixes(test_chat.TestPrefixes): ...
 
 
 class TestChatAnswers(test_chat.TestAnswers): ...
