@@ -1,10 +1,8 @@
-"""`windowpane deploy`: the file, the policy that scales, several models behind one address, ranks that Ray places."""
+"""`windowpane deploy`: the file, the policy that scales, and several models behind one address."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +14,16 @@ import openai
 import pytest
 import yaml
 
-from tests.cluster.conftest import SEEDED
-from tests.server.harness import FLAGS, PATIENCE_S, Running, serving
+from tests.server.harness import FLAGS, Running, serving
 from tests.tiny_model import make_model
 from windowpane.cli.deploy import read_deployment
 from windowpane.cli.errors import UserError
 from windowpane.cluster.autoscaling import Autoscaling, ByQueueAndMemory, stats_of
 from windowpane.cluster.front import make_front
-from windowpane.cluster.ingress import Served, application
-from windowpane.cluster.serve import run_application
+from windowpane.cluster.ingress import Served
 from windowpane.engine.start import start
 from windowpane.server.auth import Access
 from windowpane.server.run import ServerOptions, make_service
-
-RAY = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ray")]
 
 
 class TestTheFile:
@@ -151,55 +145,3 @@ class TestOneAddress:
         assert set(re.findall(r'^windowpane:prompt_tokens_total\{model_name="(.*)"\}', shown, re.MULTILINE)) == {
             "one", "two/b",
         }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def deployed(local_ray: None, tiny: Path) -> str:
-    """Two models: one of two ranks, and one that scales."""
-    options = {name: ServerOptions(port=0, served_model_names=(name,)) for name in ("ranks", "scaled")}
-    quick = Autoscaling(1, 2, upscale_delay_s=0.1, downscale_delay_s=600.0, look_back_period_s=2.0)
-    models = [
-        Served(str(tiny), {**SEEDED, "tensor_parallel_size": 2}, options["ranks"], 1),
-        Served(str(tiny), SEEDED, options["scaled"], quick),
-    ]
-    host, port = run_application(application(models), "several").address.remote().result(timeout_s=PATIENCE_S)
-    return f"http://{host}:{port}/v1"
-
-
-class TestDeployed:
-    pytestmark = RAY
-
-    def test_ranks_that_ray_places_say_what_one_says(self, deployed: str) -> None:
-        client = openai.OpenAI(base_url=deployed, api_key="none", max_retries=0, timeout=PATIENCE_S)
-        said = [
-            client.completions.create(model=name, prompt="The window", max_tokens=8, temperature=0).choices[0].text
-            for name in ("ranks", "scaled")
-        ]
-        assert said[0] == said[1] != ""
-
-    def test_a_queue_brings_another_replica(self, deployed: str) -> None:
-        from ray import serve
-
-        client = openai.OpenAI(base_url=deployed, api_key="none", max_retries=0, timeout=PATIENCE_S)
-        over = threading.Event()
-
-        def ask() -> None:
-            while not over.is_set():
-                client.completions.create(model="scaled", prompt="On", max_tokens=400, logit_bias={"257": -100})
-
-        asking = [threading.Thread(target=ask, daemon=True) for _ in range(24)]
-        for one in asking:
-            one.start()
-
-        def states() -> dict[str, int]:
-            return dict(serve.status().applications["several"].deployments["scaled"].replica_states)
-
-        try:
-            give_up = time.monotonic() + 2 * PATIENCE_S
-            while states().get("RUNNING") != 2:
-                assert time.monotonic() < give_up, states()
-                time.sleep(0.5)
-        finally:
-            over.set()
-            for one in asking:
-                one.join(PATIENCE_S)
