@@ -9,6 +9,8 @@ import pytest
 
 from windowpane.cli import main as cli
 
+PUBLISHING = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
+
 
 def test_a_plain_server_imports_neither_ray_nor_zeromq() -> None:
     names = (
@@ -24,7 +26,7 @@ def test_a_plain_server_imports_neither_ray_nor_zeromq() -> None:
     [
         (["--ray-address", "auto"], "--ray-address auto is for --replicas; add that too"),
         (["--replicas", "2", "--enable-lora"], "--replicas serves models without adapters so far"),
-        (["--replicas", "2", "--enable-admin", "--admin-key", "k"], "--replicas goes without --enable-admin"),
+        (["--replicas", "2", "--kv-events-config", PUBLISHING], "--replicas goes without --kv-events-config so far"),
         (["--kv-events-config", "{"], "--kv-events-config is no JSON"),
     ],
 )
