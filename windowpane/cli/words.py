@@ -43,20 +43,28 @@ def _model(words: list[str]) -> str | None:
     return words[1] if len(words) > 1 and not words[1].startswith("-") else None
 
 
+def _taken_out(flag: str, words: list[str]) -> tuple[str, list[str]] | None:
+    """The first value of a flag, and the words without both; None where it is not given, or nothing follows it."""
+    for at, word in enumerate(words):
+        name, has_value, value = word.partition("=")
+        if name == flag and has_value:
+            return value, words[:at] + words[at + 1 :]
+        if name == flag:
+            return None if at + 1 == len(words) else (words[at + 1], words[:at] + words[at + 2 :])
+    return None
+
+
 def _with_model_in_front(words: list[str]) -> list[str]:
     """`--model MODEL` as `MODEL`."""
-    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--model"), None)
-    if at is None:
-        return words
-    _, has_value, model = words[at].partition("=")
-    if not has_value:
-        if at + 1 == len(words):
+    if (taken := _taken_out("--model", words)) is None:
+        if words[-1] == "--model":
             raise UserError("--model is given without a model")
-        model = words[at + 1]
-    if _model(words) not in (None, model):
-        raise UserError(f"the model is {words[1]} and --model {model}; leave one out")
-    others = words[1:at] + words[at + (1 if has_value else 2) :]
-    return ["serve", model, *(others[1:] if _model(words) is not None else others)]
+        return words
+    model, others = taken
+    named = _model(words)
+    if named not in (None, model):
+        raise UserError(f"the model is {named} and --model {model}; leave one out")
+    return ["serve", model, *others[1 if named is None else 2 :]]
 
 
 def _without_what_holds(words: list[str]) -> list[str]:
@@ -109,20 +117,14 @@ def _repeated(words: list[str]) -> list[str]:
 
 
 def _with_config(words: list[str]) -> list[str]:
-    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
-    if at is None:
-        return words
-    _, has_value, file = words[at].partition("=")
-    if not has_value:
-        if at + 1 == len(words):
-            return words  # the parser says what is missing
-        file = words[at + 1]
-    others = words[1:at] + words[at + (1 if has_value else 2) :]
+    if (taken := _taken_out("--config", words)) is None:
+        return words  # where nothing follows it, the parser says what is missing
+    file, others = taken
     given = {word.partition("=")[0] for word in others}
     model, flags = _read(file, given)
-    named = bool(others) and not others[0].startswith("-")
+    named = _model(others) is not None
     model = [] if "--model" in given else model
-    return ["serve", *(others[:1] if named else model), *flags, *(others[1:] if named else others)]
+    return ["serve", *(others[1:2] if named else model), *flags, *others[2 if named else 1 :]]
 
 
 def _read(file: str, given: set[str]) -> tuple[list[str], list[str]]:
