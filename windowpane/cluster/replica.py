@@ -129,10 +129,9 @@ class Replica:
 
     def _published(self, engine: Engine) -> dict[str, Any]:
         metrics = self._loop.metrics
-        computed = metrics.prompt_tokens - metrics.cached_tokens
-        speed = computed / metrics.prefill_s.total if metrics.prefill_s.total else 0.0
         ended = sum(metrics.ended_requests.values())
-        load = Load.of(engine.scheduler, speed, metrics.request_s.total / ended if ended else 1.0)
+        found_share = metrics.cached_tokens / max(1, metrics.prompt_tokens)
+        load = Load.of(engine.scheduler, metrics.request_s.total / ended if ended else 1.0, found_share)
         counts = {
             "prompt_tokens": metrics.prompt_tokens,
             "cached_tokens": metrics.cached_tokens,

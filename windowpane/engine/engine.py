@@ -397,13 +397,12 @@ class Engine:
     def _take_time(self, sent: SentStep) -> None:
         """Tell the pace how long this step took; one that samples nothing is not waited for, so that is not known."""
         before, self._ended = self._ended, sent.ended
-        pace, tier = self.scheduler.pace, self.scheduler.tier
-        if sent.tokens is not None and (pace is not None or tier is not None):
+        pace = self.scheduler.pace
+        if sent.tokens is not None and (pace is not None or sent.prompt_tokens):
             seconds = sent.seconds(before)
+            self.scheduler.speeds.computed(sent.prompt_tokens, seconds)
             if pace is not None:
                 pace.observe(sent.decoding, sent.prompt_tokens, seconds)
-            if tier is not None:
-                tier.speeds.computed(sent.prompt_tokens, seconds)
         if self.speculator is not None:
             now, landed = time.perf_counter(), self._decoded_at
             self._decoded_at = None if sent.prompt_tokens or not sent.decoding else now

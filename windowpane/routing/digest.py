@@ -43,11 +43,14 @@ class Load:
     free_kv_bytes: int = 0
 
     @classmethod
-    def of(cls, scheduler: Scheduler, tokens_per_s: float, request_s: float) -> Load:
-        """By what the scheduler has before it. `request_s` is how long a request runs, on average."""
+    def of(cls, scheduler: Scheduler, request_s: float, found_share: float) -> Load:
+        """By what the scheduler has before it. On average, a request runs `request_s`, and `found_share` of its prompt
+        is not computed: how much that is of those who wait, nobody has looked up yet.
+        """
         running, waiting, lengths = scheduler.running, scheduler.waiting, scheduler.manager.lengths
         pending = sum(max(0, len(r.prompt) - int(lengths[slot])) for slot, r in running.items())
-        pending += sum(len(request.prompt) for request in waiting)
+        pending += int((1 - found_share) * sum(len(request.prompt) for request in waiting))
+        tokens_per_s = scheduler.speeds.prompt_tokens_per_second or 0.0
         wait_s = pending / (tokens_per_s or ASSUMED_TOKENS_PER_S)
         if waiting and running:  # for memory, perhaps, which comes back with every request that ends
             wait_s = max(wait_s, len(waiting) * request_s / len(running))

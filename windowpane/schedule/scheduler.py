@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import CacheStats, Hit, RestorePoints
+from windowpane.kv.speeds import Speeds
 from windowpane.kv.tier import HostTier
 from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.admission import Admission
@@ -104,6 +105,7 @@ class Scheduler:
         self.draft_tokens = draft_tokens
         self.restoring = RestorePlanner(restore_points, tier) if restore_points else NoRestorePlanner(manager)
         self.tier = tier
+        self.speeds = Speeds() if tier is None else tier.speeds
         self._admission = Admission(manager, self.restoring, tier)
         self.adapters = adapter_slots  # None: no request has one
         self._adapter_of = np.zeros(slots, dtype=np.int32)  # the slot of each sequence's adapter

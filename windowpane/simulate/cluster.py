@@ -96,9 +96,8 @@ class _Replica:
 
     def load(self) -> Load:
         result = self.simulation.result
-        speed = result.computed_tokens / result.busy_seconds if result.busy_seconds else 0.0
         request_s = max(1.0, result.running_seconds / max(1, result.requests))  # what still runs counts too
-        return Load.of(self.simulation.scheduler, speed, request_s)
+        return Load.of(self.simulation.scheduler, request_s, result.hit_rate)
 
 
 class ClusterSimulation:

@@ -308,8 +308,7 @@ class Simulation:
         """Let the time of one step pass, and count it."""
         seconds = float(self.cost.seconds(decoding, prefilling, sampled, kv_bytes, kv_flops))
         self._now_s += seconds
-        if self.scheduler.tier is not None:
-            self.scheduler.tier.speeds.computed(prefilling, seconds)
+        self.scheduler.speeds.computed(prefilling, seconds)
         self.result.computed_tokens += prefilling
         self.result.output_tokens += sampled - decoding
         self._count(seconds, decoding, [seconds])
