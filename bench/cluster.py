@@ -4,7 +4,8 @@
 replicas of a small model with random weights: routed by restore points, in rotation, by Ray's own
 `PrefixCacheAffinityRouter`, and on one replica alone with the memory of all three. Every prompt counts, the first
 ones too. *Streaming*: processor time per token of the server and of the replica, for the same streams of one replica
-behind Ray and of a plain server; a thread each. Only ratios within a run count.
+behind Ray and of a plain server; a thread each. Only ratios within a run count, and because a machine's speed changes,
+everything that is compared runs twice, early and late.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,10 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 SYSTEM = {"role": "system", "content": "You answer briefly and to the point. " * 20}
 NO_END = {"257": -100}  # the model's stop token
+ROUTERS = {
+    "in rotation": "bench.cluster.Rotation", "Ray's prefix affinity": "bench.cluster.Affinity",
+    "by restore points": ROUTER,
+}  # fmt: skip
 
 
 class Rotation(RequestRouter):
@@ -68,9 +75,8 @@ class Affinity(PrefixCacheAffinityRouter):  # type: ignore[misc]
 
 
 @contextmanager
-def cluster(model: Path, router: str, replicas: int = REPLICAS) -> Iterator[Running]:
+def cluster(model: Path, router: str, application: str, replicas: int = REPLICAS) -> Iterator[Running]:
     """Replicas that know nothing yet. Ray keeps handles, and a handle its router, so each has its own application."""
-    application = f"{router.rpartition('.')[2]}-{replicas}"
     flags, options = {**FLAGS, "kv_cache_memory_bytes": KV_BYTES}, ServerOptions(served_model_names=("tiny",))
     handle, facts = deploy(str(model), flags, replicas, router=router, application=application)
     with serving(remote_service(str(model), flags, options, handle, facts), options) as server:
@@ -131,6 +137,12 @@ def streaming_cpu_us(server: Running, pids: list[int], streams: int = 4, tokens:
     return 1e6 * statistics.median(spent) / (streams * tokens)
 
 
+def through_ray(model: Path, application: str) -> float:
+    with cluster(model, ROUTER, application, replicas=1) as server:
+        server.wait_until(lambda: LATEST["Replica"], "the replica has published")
+        return streaming_cpu_us(server, [stats["process_id"] for stats in LATEST["Replica"].values()])
+
+
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -140,32 +152,30 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     torch.set_num_threads(1)  # as Ray has it in replicas
     logging.getLogger().setLevel(logging.WARNING)  # importing `ray.llm` turns on everybody's
-    rows: dict[str, dict[str, float]] = {}
-    streamed: dict[str, float] = {}
+    runs: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    streamed: defaultdict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as place:
         tiny = make_model(Path(place) / "tiny", max_position_embeddings=8192)
         small = make_model(Path(place) / "small", max_position_embeddings=8192, hidden_size=256, intermediate_size=1024)
-        with running(tiny, flags={**FLAGS, "kv_cache_memory_bytes": KV_BYTES}) as one:
-            streamed["plain"] = streaming_cpu_us(one, [])
+        plain = partial(running, tiny, flags={**FLAGS, "kv_cache_memory_bytes": KV_BYTES})
+        with plain() as one:
+            streamed["plain"].append(streaming_cpu_us(one, []))
         names = {"served_model_names": ("tiny",)}
         with running(small, flags={**FLAGS, "kv_cache_memory_bytes": REPLICAS * KV_BYTES}, **names) as one:
-            rows["one replica, all the memory"] = chats(one)
+            runs["one replica, all the memory"].append(chats(one))
         connect(REPLICAS, None)
         try:
-            with cluster(tiny, ROUTER, replicas=1) as server:
-                server.wait_until(lambda: LATEST["Replica"], "the replica has published")
-                pids = [stats["process_id"] for stats in LATEST["Replica"].values()]
-                streamed["through Ray"] = streaming_cpu_us(server, pids)
-            for name, router in (
-                ("in rotation", "bench.cluster.Rotation"),
-                ("Ray's prefix affinity", "bench.cluster.Affinity"),
-                ("by restore points", ROUTER),
-            ):
-                with cluster(small, router) as server:
-                    rows[name] = chats(server)
+            streamed["through Ray"].append(through_ray(tiny, "streams-early"))
+            for number, (name, router) in enumerate([*ROUTERS.items(), *reversed(ROUTERS.items())]):
+                with cluster(small, router, f"chats-{number}") as server:
+                    runs[name].append(chats(server))
+            streamed["through Ray"].append(through_ray(tiny, "streams-late"))
         finally:
             shut_down(is_ours=True)
-    report(rows, streamed)
+        with plain() as one:
+            streamed["plain"].append(streaming_cpu_us(one, []))
+    rows = {name: {key: statistics.mean(run[key] for run in of) for key in of[0]} for name, of in runs.items()}
+    report(rows, {name: statistics.mean(of) for name, of in streamed.items()})
 
 
 def report(rows: dict[str, dict[str, float]], streamed: dict[str, float]) -> None:

@@ -11,6 +11,8 @@ from windowpane.cluster.order import Order, To
 from windowpane.routing.digest import Digest
 from windowpane.routing.router import Choice, Router
 
+MOST_CHOICES = 16_384  # that are remembered
+
 
 class RestorePointRouter(RequestRouter):
     """Sends an `Order` where its first token comes soonest, what is `To` a replica there, and the rest by queues."""
@@ -18,7 +20,7 @@ class RestorePointRouter(RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         self._router = Router()
         self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
-        self._choices: dict[str, Choice] = {}  # of requests that are not sent yet
+        self._choices: dict[str, Choice] = {}  # of requests that Ray has not sent yet, oldest first
         self._published = published.LATEST[self._deployment_id.name]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -38,16 +40,23 @@ class RestorePointRouter(RequestRouter):
             return [candidate_replicas]
         available = {r.replica_id.unique_id for r in self.select_available_replicas(candidate_replicas)} & known
         choice = self._router.choose(order.hashes, len(order.prompt), available or known)
-        self._choices[pending_request.metadata.internal_request_id] = choice
+        request = pending_request.metadata.internal_request_id
+        if request not in self._choices:  # else Ray asks again, for no replica took it
+            # Counted before it is sent: others are chosen for meanwhile, and should not all go to the same replica.
+            self._router.sent(choice, order.hashes, len(order.prompt), order.message_ends)
+        self._choices[request] = choice
+        if len(self._choices) > MOST_CHOICES:  # who was cancelled is never sent
+            del self._choices[next(iter(self._choices))]
         chosen = by_name[choice.replica]
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         choice = self._choices.pop(pending_request.metadata.internal_request_id, None)
         order = pending_request.args[0] if pending_request.args else None
-        if choice is not None and isinstance(order, Order):
-            if replica_id.unique_id != choice.replica:  # that one's queue was full
-                choice = Choice(replica_id.unique_id, 0, choice.expected_s)
+        if (
+            choice is not None and isinstance(order, Order) and replica_id.unique_id != choice.replica
+        ):  # whose queue was full
+            choice = Choice(replica_id.unique_id, 0, choice.expected_s)
             self._router.sent(choice, order.hashes, len(order.prompt), order.message_ends)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
