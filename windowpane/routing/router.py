@@ -4,8 +4,9 @@
 
 The router looks at replicas that hold the longest beginnings of the prompt (a few of each length, by chance, where many
 do), and at two that it takes at random from all: so what nobody knows is balanced by the power of two choices, and a
-holder that is busy loses to somebody who is not. A decision costs a lookup per block of the prompt and a few replicas,
-however many there are.
+holder that is busy loses to somebody who is not. Where much is left to compute it looks at more, because to wait behind
+another long prompt costs seconds. A decision costs a lookup per block of the prompt and a few replicas, however many
+there are.
 
 What a router has sent is remembered for a while: a digest comes a second later, and a chat may not wait for it.
 """
@@ -27,6 +28,7 @@ from windowpane.routing.index import HolderIndex
 
 HOLDERS_LOOKED_AT = 8  # of each length
 LENGTHS_LOOKED_AT = 8  # the longest
+TOKENS_A_LOOK = 1024  # so many to compute are worth looking at one more replica
 EXPECTED_S = 10.0  # what was sent counts as held for so long, unless digests say so by then
 # The share of computing that is saved where a beginning lies on the device, on the host and on disk.
 TIER_WORTH = np.array([1.0, 0.9, 0.7])
@@ -124,11 +126,14 @@ class Router:
         names = self._names if among is None else [name for name in among if name in self._replicas]
         if not names:
             raise LookupError("no replica is there to take the request")
-        reused = dict.fromkeys(self._random.sample(names, min(2, len(names))), 0)
+        reused: dict[str, int] = {}
         allowed = None if among is None else set(names)
         for holders in islice(self._index.longest_first(hashes), LENGTHS_LOOKED_AT):
             for name in self._some(holders, allowed):
                 reused[name] = max(reused.get(name, 0), min(holders[name], prompt_tokens - 1))
+        left = prompt_tokens - max(reused.values(), default=0)
+        for name in self._random.sample(names, min(2 + left // TOKENS_A_LOOK, len(names))):
+            reused.setdefault(name, 0)
         now_s = self._clock()
         expected = {
             name: self._replicas[name].expected_s(prompt_tokens - tokens, now_s, self._usual_tokens_per_s)
