@@ -15,8 +15,10 @@ from typing import Any
 
 import openai
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from tests.cluster.conftest import REPLICAS, SEEDED, Replicas
+from tests.server.browser import CHROMIUM_FLAGS, chromium_path
 from tests.server.harness import Running, running
 from windowpane.cluster import published
 from windowpane.cluster.serve import deploy
@@ -32,6 +34,7 @@ STARTS_S = 300.0  # a replica imports torch, and other tests take the cores
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 8}
 LATEST = published.LATEST["Replica"]
 ADMIN = "for tests alone"
+PAGE_MS = 20_000  # a browser beside Ray takes its time
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,28 @@ def test_memory_is_told_by_replica_and_in_sum_and_caches_are_dropped_everywhere(
     cluster.wait_until(lambda: not shown()["arena"]["cached_bytes"], "nothing is kept")
     refused = cluster.http.post("/sleep", headers=headers)
     assert refused.status_code == 400 and "windowpane deploy" in refused.json()["error"]["message"]
+
+
+def test_the_page_lists_replicas_and_leads_to_each(cluster: Running) -> None:
+    cluster.wait_until(lambda: len(LATEST) == REPLICAS, "every replica has published")
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=chromium_path(), args=CHROMIUM_FLAGS) as browser,
+    ):
+        page = browser.new_page()
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(cluster.url)
+        rows, status = page.locator("#replica-rows tr"), page.get_by_role("status")
+        expect(rows).to_have_count(REPLICAS, timeout=PAGE_MS)
+        assert {row.get_attribute("data-id") for row in rows.all()} == set(LATEST)
+        link = rows.first.get_by_role("link")
+        name = link.inner_text()
+        link.click()
+        expect(page.locator("#model")).to_have_text(f"tiny, replica {name}", timeout=PAGE_MS)
+        expect(status).to_have_text("Live", timeout=PAGE_MS)
+        expect(page.locator("#replicas")).to_be_hidden()
+        assert wrong == []
 
 
 def test_a_client_that_leaves_ends_its_request(cluster: Running) -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windowpane.kv.speeds import Speeds
 from windowpane.routing.digest import Digest, Load
 from windowpane.routing.hashes import BLOCK_TOKENS, prefix_hashes
-from windowpane.routing.router import EXPECTED_S, Router
+from windowpane.routing.router import EXPECTED_S, TOKENS_A_LOOK, Router
 
 PROMPT = np.arange(1000, dtype=np.int32)
 
@@ -137,6 +138,29 @@ def test_unknown_prompts_are_spread_evenly() -> None:
         router.sent(choice, hashes, 200)
         taken[choice.replica] += 1
     assert len(taken) == 32 and max(taken.values()) <= 13  # 10 each; one at random would give some 18 and others 3
+
+
+def test_a_long_prompt_that_nobody_holds_finds_the_one_who_is_idle() -> None:
+    router = Router(seed=0)
+    names = [f"replica-{number}" for number in range(40)]
+    for name in names:
+        router.update(name, digest(load=Load(1, 0, 0.0 if name == "replica-17" else 9.0, 8000.0)))
+    tokens = np.arange(40 * TOKENS_A_LOOK, dtype=np.int32)
+    for number in range(8):
+        assert router.choose(prefix_hashes(f"{number}:", tokens), len(tokens)).replica == "replica-17"
+
+
+def test_the_speed_of_prompts_is_that_of_steps_with_many_of_their_tokens() -> None:
+    speeds = Speeds()
+    assert speeds.prompt_tokens_per_second is None
+    for _ in range(20):
+        speeds.computed(8192, seconds=1.0)
+        speeds.computed(16, seconds=0.01)  # others decoded meanwhile
+        speeds.computed(1, seconds=0.5)  # of which only the last token was missing
+    assert speeds.prompt_tokens_per_second == pytest.approx(8192, rel=0.02)
+    for _ in range(60):
+        speeds.computed(8192, seconds=2.0)
+    assert speeds.prompt_tokens_per_second == pytest.approx(4096, rel=0.02)
 
 
 def test_nobody_is_there() -> None:

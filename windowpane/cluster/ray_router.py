@@ -53,11 +53,10 @@ class RestorePointRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         choice = self._choices.pop(pending_request.metadata.internal_request_id, None)
         order = pending_request.args[0] if pending_request.args else None
-        if (
-            choice is not None and isinstance(order, Order) and replica_id.unique_id != choice.replica
-        ):  # whose queue was full
-            choice = Choice(replica_id.unique_id, 0, choice.expected_s)
-            self._router.sent(choice, order.hashes, len(order.prompt), order.message_ends)
+        if choice is not None and isinstance(order, Order) and choice.replica != (taker := replica_id.unique_id):
+            # The queue of the one that was chosen is full.
+            taken = Choice(taker, 0, choice.expected_s)
+            self._router.sent(taken, order.hashes, len(order.prompt), order.message_ends)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
