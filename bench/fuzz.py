@@ -3,7 +3,8 @@
 Starts `windowpane serve` on a tiny random model in a process of its own. Clients send what tests/server/hostile.py
 makes up. A victim streams answers all the time; how long it waits between two pieces is compared with the time before
 the others came. Fails on an answer of 5xx, a request that hangs, a server that ends, an event loop that is late by more
-than it may, or memory that is still live when all have gone.
+than it may, or memory that is still live when all have gone. A process that only sleeps says how often the machine
+itself was late by as much.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ FLAGS += ["--reasoning-parser", "qwen3", "--enable-admin", "--admin-key", ADMIN_
 HANGS_S = 120.0  # many of the requests that came before may each take their few seconds
 LONGEST_STEPS = 1024  # of a request: the model's whole length, and as many before its turn comes
 ALONE_S = 3.0
+# Sleeps until its input ends, then prints how often it woke up too late, and by how much at most.
+BYSTANDER = """
+import select, sys, time
+late, longest_s, limit_s = 0, 0.0, float(sys.argv[1])
+while True:
+    due = time.monotonic() + 0.05
+    if select.select([sys.stdin], [], [], 0.05)[0]:
+        break
+    by_s = time.monotonic() - due
+    late, longest_s = late + (by_s > limit_s), max(longest_s, by_s)
+print(late, longest_s)
+"""
 LAG = "windowpane:event_loop_lag_seconds"
 
 
@@ -107,6 +120,8 @@ class Findings:
     alone_gaps_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     late: int = 0
+    bystander_late: int = 0
+    bystander_longest_s: float = 0.0
     resident_mib: list[int] = field(default_factory=list)  # of the server alone, before and after
     seconds: float = 0.0
     slow: int = 0  # requests that were given up though they did not hang: the machine took so long for their steps
@@ -169,6 +184,8 @@ def fuzz(served: Served, seconds: float, clients: int, seed: int, lag_limit_s: f
     _watch(served, findings.alone_gaps_s, findings, lambda: time.sleep(ALONE_S))
     late_before = served.late(lag_limit_s)
     findings.resident_mib.append(served.resident_mib())
+    command = [sys.executable, "-c", BYSTANDER, str(lag_limit_s)]
+    bystander = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     began = time.monotonic()
 
     def attack_all() -> None:
@@ -183,6 +200,8 @@ def fuzz(served: Served, seconds: float, clients: int, seed: int, lag_limit_s: f
 
     _watch(served, findings.gaps_s, findings, attack_all)
     findings.seconds = time.monotonic() - began
+    late, longest_s = bystander.communicate()[0].split()
+    findings.bystander_late, findings.bystander_longest_s = int(late), float(longest_s)
     _look_back(served, findings, late_before, lag_limit_s)
     return findings
 
@@ -251,6 +270,8 @@ def report(args: argparse.Namespace, findings: Findings) -> None:
         "victim_gap_max_ms": [round(1e3 * max(gaps, default=0)) for gaps in (findings.alone_gaps_s, findings.gaps_s)],
         "resident_mib": findings.resident_mib,
         "times_late": findings.late,
+        "bystander_times_late": findings.bystander_late,
+        "bystander_longest_ms": round(1e3 * findings.bystander_longest_s),
         "slow": findings.slow,
         "failures": len(findings.failures),
     }

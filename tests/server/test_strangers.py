@@ -213,6 +213,20 @@ class TestLimits:
                 client.sendall(sent)
                 assert reads_to_the_end(client), sent[:60]
 
+    def test_a_connection_stays_between_requests_and_is_closed_when_none_comes(self, model: Path) -> None:
+        """Clients give theirs up after 5 s and proxies after 60: the server waits longer, or requests are lost."""
+        assert Patience().idle_s > 60
+        with (
+            running(model, patience=Patience(idle_s=2.0)) as server,
+            socket.create_connection(("127.0.0.1", server.port)) as client,
+        ):
+            client.settimeout(20)
+            for _ in range(2):
+                client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+                time.sleep(0.2)
+            assert reads_to_the_end(client)
+
     def test_a_client_that_does_not_read_is_cut_off(self, server: Running) -> None:
         body = {"prompt": "x" * 400, "echo": True, "logprobs": 20, "n": 64, "stream": True, "max_tokens": 64}
         client = connect(server, body, receive_bytes=1024)

@@ -11,16 +11,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a client may take for its headers, for its body after them, and for reading what was sent to it."""
+    """How long a client may take for its headers, for its body after them, for reading what was sent to it, and between
+    two requests. That last one is longer than clients and proxies keep a connection: who sends on one that is just
+    being closed gets no answer.
+    """
 
     headers_s: float = 20.0
     body_s: float = 60.0
     reading_s: float = 60.0
+    idle_s: float = 75.0
     max_header_bytes: int = 64 * 2**10
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, cut off when it does not get on. Between requests its own keep-alive limit holds."""
+    """uvicorn's, cut off when it does not get on."""
 
     patience = Patience()
     _timer: asyncio.TimerHandle | None = None
@@ -28,6 +32,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.timeout_keep_alive = self.patience.idle_s  # type: ignore[assignment]
         self._expect(self.patience.headers_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
