@@ -5,7 +5,7 @@ replicas of a small model with random weights: routed by restore points, in rota
 `PrefixCacheAffinityRouter`, and on one replica alone with the memory of all three. Every prompt counts, the first
 ones too. *Streaming*: processor time per token of the server and of the replica, for the same streams of one replica
 behind Ray and of a plain server; a thread each. Only ratios within a run count, and because a machine's speed changes,
-everything that is compared runs twice, early and late.
+whatever is compared by time runs twice, early and late.
 """
 
 from __future__ import annotations

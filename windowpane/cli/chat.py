@@ -13,7 +13,7 @@ import typer
 from windowpane.cli.answer import show
 from windowpane.cli.errors import UserError, user_errors
 from windowpane.cli.flags import EngineFlags, MaxTokensOrNone, ModelToRun, SamplingFlags, Temperature, TopP
-from windowpane.cli.garbage import uncollected
+from windowpane.garbage import uncollected
 
 if TYPE_CHECKING:
     from windowpane.engine.llm import LLM
@@ -31,7 +31,7 @@ def chat(
     flags: EngineFlags,
 ) -> None:
     """Talk to a model, message by message. Piped in, each line is a message and only answers are printed."""
-    with user_errors(), uncollected():
+    with user_errors(), uncollected(freeze=True):
         from windowpane.engine.llm import LLM
         from windowpane.models.embedded import DEFAULT_CHAT
         from windowpane.schedule.request import SamplingParams

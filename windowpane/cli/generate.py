@@ -11,7 +11,7 @@ import typer
 from windowpane.cli.answer import show
 from windowpane.cli.errors import UserError, user_errors
 from windowpane.cli.flags import SAMPLING, EngineFlags, MaxTokens, ModelToRun, SamplingFlags, Temperature, TopP
-from windowpane.cli.garbage import uncollected
+from windowpane.garbage import uncollected
 
 
 def generate(
@@ -32,7 +32,7 @@ def generate(
         if sys.stdin.isatty():
             raise UserError('no prompt; add --prompt "Once upon a time", or pipe one in')
         prompt = sys.stdin.read()
-    with user_errors(), uncollected():
+    with user_errors(), uncollected(freeze=True):
         from windowpane.engine.llm import LLM
         from windowpane.schedule.request import SamplingParams
 

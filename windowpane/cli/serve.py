@@ -13,7 +13,7 @@ import typer
 
 from windowpane.cli.errors import UserError, user_errors
 from windowpane.cli.flags import SAMPLING, SERVER, TEXT, EngineFlags, ModelToRun, Seed
-from windowpane.cli.garbage import uncollected
+from windowpane.garbage import uncollected
 
 if TYPE_CHECKING:
     from windowpane.server.run import ServerOptions, Tls
@@ -281,7 +281,7 @@ def serve(**given: Any) -> int:
             from windowpane.cluster.serve import serve_replicas
 
             return serve_replicas(asked.model, asked.flags, asked.options, asked.replicas, asked.ray_address)
-        with uncollected():
+        with uncollected(freeze=True):
             from windowpane.server.run import serve as run_server
 
         return run_server(asked.model, asked.flags, asked.options)

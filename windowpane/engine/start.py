@@ -6,11 +6,9 @@ was really taken is printed beside it.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from windowpane.engine.options import StartOptions, read_flags
 from windowpane.engine.progress import busy
 from windowpane.engine.ranks import StartedRanks, start_ranks
 from windowpane.engine.sleep import Sleeper
+from windowpane.garbage import uncollected
 from windowpane.kv.disk import DiskStore
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
@@ -93,20 +92,8 @@ def start(
 
     Ranks that `make_launcher` runs elsewhere have a device each that is called as this one's own.
     """
-    with _uncollected():
+    with uncollected():
         return _start(model, flags, console, make_launcher)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nearly all that starting makes stays, and looking for garbage in it takes a tenth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _start(
