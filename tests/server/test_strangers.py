@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -216,16 +217,17 @@ class TestLimits:
     def test_a_connection_stays_between_requests_and_is_closed_when_none_comes(self, model: Path) -> None:
         """Clients give theirs up after 5 s and proxies after 60: the server waits longer, or requests are lost."""
         assert Patience().idle_s > 60
-        with (
-            running(model, patience=Patience(idle_s=2.0)) as server,
-            socket.create_connection(("127.0.0.1", server.port)) as client,
-        ):
-            client.settimeout(20)
+        with running(model, patience=Patience(idle_s=2.0)) as server:
+            client = HTTPConnection("127.0.0.1", server.port, timeout=20)
+            client.connect()
+            connection = client.sock
             for _ in range(2):
-                client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+                client.request("GET", "/ping")
+                assert client.getresponse().read()
+                assert client.sock is connection
                 time.sleep(0.2)
-            assert reads_to_the_end(client)
+            assert reads_to_the_end(connection)
+            client.close()
 
     def test_a_client_that_does_not_read_is_cut_off(self, server: Running) -> None:
         body = {"prompt": "x" * 400, "echo": True, "logprobs": 20, "n": 64, "stream": True, "max_tokens": 64}
