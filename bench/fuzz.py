@@ -1,10 +1,10 @@
 """Clients that mean harm against a real server, beside one that only reads a stream.
 
 Starts `windowpane serve` on a tiny random model in a process of its own. Clients send what tests/server/hostile.py
-makes up. A victim streams answers all the time; how long it waits between two pieces is compared with the time before
-the others came. Fails on an answer of 5xx, a request that hangs, a server that ends, an event loop that is late by more
-than it may, or memory that is still live when all have gone. A process that only sleeps says how often the machine
-itself was late by as much.
+makes up. A victim streams answers all the time, in a process of its own too, so that it never waits for what the
+clients make up; how long it waits between two pieces is compared with the time before the others came. Fails on an
+answer of 5xx, a request that hangs, a server that ends, an event loop that is late by more than it may, or memory that
+is still live when all have gone. A process that only sleeps says how often the machine itself was late by as much.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -159,8 +164,8 @@ def harm(url: str, seed: int, until: float, findings: Findings) -> None:
             number += 1
 
 
-def read_streams(url: str, done: threading.Event, gaps_s: list[float], findings: Findings) -> None:
-    """The victim: one stream after the other, and how long it waits between two pieces of each."""
+def read_streams(url: str, done: Event, told: Connection) -> None:
+    """The victim: one stream after the other. Tells how long it waits between two pieces of each, or why it cannot."""
     body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True, "seed": 1}
     with httpx.Client(base_url=url, timeout=HANGS_S) as client:
         while not done.is_set():
@@ -170,12 +175,12 @@ def read_streams(url: str, done: threading.Event, gaps_s: list[float], findings:
                     for _ in answer.iter_raw():
                         now = time.monotonic()
                         if last is not None:
-                            gaps_s.append(now - last)
+                            told.send(now - last)
                         last = now
                         if done.is_set():
                             break
             except httpx.TransportError as error:
-                findings.failures.append(f"the victim: {type(error).__name__} {error}")
+                told.send(f"the victim: {type(error).__name__} {error}")
                 return
 
 
@@ -206,13 +211,30 @@ def fuzz(served: Served, seconds: float, clients: int, seed: int, lag_limit_s: f
     return findings
 
 
-def _watch(served: Served, gaps_s: list[float], findings: Findings, work: Any) -> None:
-    done = threading.Event()
-    victim = threading.Thread(target=read_streams, args=(served.url, done, gaps_s, findings))
+def _watch(served: Served, gaps_s: list[float], findings: Findings, work: Callable[[], None]) -> None:
+    """Do the work while the victim reads."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    done = context.Event()
+    victim = context.Process(target=read_streams, args=(served.url, done, theirs))
     victim.start()
+    theirs.close()
+    listener = threading.Thread(target=_listen, args=(ours, gaps_s, findings.failures))
+    listener.start()
     work()
     done.set()
     victim.join()
+    listener.join()
+
+
+def _listen(told: Connection, gaps_s: list[float], failures: list[str]) -> None:
+    with suppress(EOFError):
+        while True:
+            gap_s = told.recv()
+            if isinstance(gap_s, str):
+                failures.append(gap_s)
+            else:
+                gaps_s.append(gap_s)
 
 
 def _look_back(served: Served, findings: Findings, late_before: int, lag_limit_s: float) -> None:
