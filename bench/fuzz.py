@@ -172,7 +172,9 @@ def read_streams(url: str, done: Event, told: Connection) -> None:
             try:
                 with client.stream("POST", "/v1/completions", json=body) as answer:
                     last = None
-                    for _ in answer.iter_raw():
+                    for piece in answer.iter_raw():
+                        if piece.startswith(b":"):  # a sign of life: it waits for its turn
+                            continue
                         now = time.monotonic()
                         if last is not None:
                             told.send(now - last)

@@ -5,6 +5,7 @@ Each is answered in its own right, and a stream beside it goes on.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -28,6 +29,7 @@ from tests.tiny_model import TEMPLATE as PLAIN_TEMPLATE
 from windowpane.engine.start import start
 from windowpane.server import log as server_log
 from windowpane.server.connections import Patience
+from windowpane.server.json_body import LARGE_BYTES, let_others_run
 from windowpane.server.run import ServerOptions, make_service
 from windowpane.text.parsers import Parsers
 
@@ -205,6 +207,30 @@ class TestLimits:
         ]
         late = watch_lag(server, lambda: [server.complete(**body) for body in bodies])
         assert late < 4
+
+    def test_large_bodies_take_turns(self) -> None:
+        """One in each turn of the event loop, whoever else is ready."""
+
+        async def turns() -> list[int]:
+            loop, lock, turn = asyncio.get_running_loop(), asyncio.Lock(), 0
+            began: list[int] = []
+
+            def count() -> None:
+                nonlocal turn
+                turn += 1
+                loop.call_soon(count)
+
+            async def read(body: bytes) -> None:
+                await let_others_run(body, lock)
+                began.append(turn)
+
+            count()
+            await asyncio.gather(*(read(b" " * LARGE_BYTES) for _ in range(3)), *(read(b" " * 10**6) for _ in range(5)))
+            return began
+
+        began = asyncio.run(turns())
+        assert len(set(began[:3])) == 1
+        assert len(set(began[3:])) == 5
 
     def test_a_client_that_does_not_get_on_is_cut_off(self, server: Running) -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -78,6 +78,7 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     app.router.route_class = JsonRoute
     app.state.max_body_values = max(MIN_BODY_VALUES, 2 * service.max_model_len)
     app.state.max_body_names = max(MIN_BODY_NAMES, service.max_model_len // 8)
+    app.state.large_bodies = asyncio.Lock()  # whose turn it is to be read
     errors.install(app, service.note_refused)
     _add_api(app, service)
     _add_responses(app, service)

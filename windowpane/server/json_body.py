@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from windowpane.server.errors import bad_request
 
 COUNTED_BYTES = 2**20  # at once, in a millisecond or a few
+LARGE_BYTES = 2**14  # beyond which a body may take milliseconds to read, and again to check
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -30,15 +31,16 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
-        await _check_size(body, self.app.state.max_body_values, self.app.state.max_body_names)
+        turns: asyncio.Lock = self.app.state.large_bodies
+        await _check_size(body, self.app.state.max_body_values, self.app.state.max_body_names, turns)
         document = _read(body)
-        await _let_others_run(body)
         if _may_have_lone_surrogates(body):
             await asyncio.to_thread(_check_surrogates, document)
+        await let_others_run(body, turns)
         return document
 
 
-async def _check_size(body: bytes, most: int, most_names: int) -> None:
+async def _check_size(body: bytes, most: int, most_names: int, turns: asyncio.Lock) -> None:
     """Reading holds the interpreter's lock, so the event loop: how long depends on the number of parts alone.
 
     So does counting them, so it is done piece by piece.
@@ -53,7 +55,7 @@ async def _check_size(body: bytes, most: int, most_names: int) -> None:
             raise bad_request(
                 f"the body has more than {most:,} values or escapes; send fewer or shorter prompts at once"
             )
-        await _let_others_run(body)
+        await let_others_run(body, turns)
     # Objects are read, and then checked against their fields, in microseconds each: 100 times as long as numbers.
     if colons > most_names and _names(body) > most_names:
         raise bad_request(
@@ -66,10 +68,13 @@ def _names(body: bytes) -> int:
     return body.translate(None, b" \t\r\n").replace(b"\\\\", b"").replace(b'\\"', b"").count(b'":')
 
 
-async def _let_others_run(body: bytes) -> None:
-    """Between two things that each take milliseconds for a large body."""
-    if len(body) > 2**18:
-        await asyncio.sleep(0)
+async def let_others_run(body: bytes, turns: asyncio.Lock) -> None:
+    """Before something that takes a while for a large body. Of all such bodies one is worked on in a turn of the event
+    loop, which does everything that is ready before it looks at anything else.
+    """
+    if len(body) > LARGE_BYTES:
+        async with turns:
+            await asyncio.sleep(0)
 
 
 def slow_json(document: Any) -> bytes:
