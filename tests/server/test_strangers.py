@@ -249,7 +249,8 @@ class TestLimits:
             connection = client.sock
             for _ in range(2):
                 client.request("GET", "/ping")
-                assert client.getresponse().read()
+                answer = client.getresponse()
+                assert answer.status == 200 and answer.read()
                 assert client.sock is connection
                 time.sleep(0.2)
             assert reads_to_the_end(connection)
