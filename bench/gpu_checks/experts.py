@@ -380,6 +380,7 @@ class Products:
 
 def _boxed_arguments(turn: tuple[torch.Tensor, Sorted], weight: Any, out: torch.Tensor) -> tuple[Any, ...]:
     rows, by_expert = turn
+    by_expert.count[1:].zero_()  # as sorting does
     return rows, weight, None, by_expert, out
 
 

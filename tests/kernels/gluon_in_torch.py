@@ -305,7 +305,7 @@ LANGUAGE = SimpleNamespace(
     static_range=range,
     thread_barrier=lambda: None,
     arange=lambda first, last, layout=None: Tensor(torch.arange(first, last, dtype=torch.int32)),
-    full=lambda shape, value, dtype, layout=None: Tensor(torch.full(list(shape), value, dtype=dtype)),
+    full=lambda shape, value, dtype, layout=None: Tensor(torch.full(list(shape), values_of(value), dtype=dtype)),
     zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(list(shape), dtype=dtype)),
     zeros_like=lambda x: Tensor(torch.zeros_like(x.values)),
     where=_where,

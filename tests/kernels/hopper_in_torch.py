@@ -114,13 +114,15 @@ def _multiply(a: Tensor | Shared, b: Shared, sums: Tensor | Product, *, is_async
     return program.products[-1]
 
 
-def _wait_for_products(most_in_flight: int, deps: list[Any]) -> tuple[Any, ...]:
+def _wait_for_products(most_in_flight: int, deps: list[Any]) -> Any:
+    """One result for one dependency, and a tuple for several."""
     time.sleep(1e-3)  # in which a copy that nothing holds back spoils an operand
     done = program.products[: len(program.products) - most_in_flight]
     program.products = program.products[len(done) :]
     for product in done:
         product.finish()
-    return tuple(x.result() if isinstance(x, Product) and x.is_done else x for x in deps)
+    found = tuple(x.result() if isinstance(x, Product) and x.is_done else x for x in deps)
+    return found[0] if len(found) == 1 else found
 
 
 def _bring(tensor: Described, at: list[Any], barrier: Barrier, to: Shared) -> None:

@@ -43,7 +43,7 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activa
     monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", recorder)
     outputs = 5760 if activation != NO_ACTIVATION else 2880
     weight = PackedWeight.empty(PackedForm("mxfp4", 2 * outputs, 2880, 32), BF16, CPU)
-    by_expert = Sorted(*(torch.zeros(shape, dtype=torch.int32) for shape in (1000, (40, 3), 1, 1000)))
+    by_expert = Sorted(*(torch.zeros(shape, dtype=torch.int32) for shape in (1000, (40, 3), 3, 1000)))
     boxed_product(
         torch.zeros(1000, 2880, dtype=BF16), weight, torch.zeros(2, outputs, dtype=BF16), by_expert,
         torch.zeros(1000, 2880, dtype=BF16), local=2, activation=activation.value, limit=7.0, alpha=1.702,
@@ -63,7 +63,7 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activa
 def test_plain_weights_compile_for_hopper(monkeypatch, tmp_path):
     recorder = Recorder(PLAIN_KERNEL)
     monkeypatch.setattr(experts_hopper, "plain_experts_kernel", recorder)
-    by_expert = Sorted(*(torch.zeros(shape, dtype=torch.int32) for shape in (1000, (40, 3), 1, 1000)))
+    by_expert = Sorted(*(torch.zeros(shape, dtype=torch.int32) for shape in (1000, (40, 3), 3, 1000)))
     boxed_product(
         torch.zeros(1000, 2816, dtype=BF16), torch.zeros(2 * 1408, 2816, dtype=BF16), None, by_expert,
         torch.zeros(1000, 704, dtype=BF16), local=2, activation=GELU.value, limit=0.0, alpha=0.0, launch=Boxed(128),
@@ -73,7 +73,8 @@ def test_plain_weights_compile_for_hopper(monkeypatch, tmp_path):
     assert recorder.launched["tiles"] == 6 and recorder.launched["blocks"] == 44
     assert compiled.metadata.shared <= SHARED_BYTES
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
-    assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 2 * 4 * 2
+    # Whole and half tiles in each warp group, four steps of a product.
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 2 * 4
 
 
 def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
@@ -84,7 +85,7 @@ def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
         blocks += [[expert, at, begin + count] for at in range(begin, begin + count, block_rows)]
         begin += count
     room = [[9999, 9999, 9999]] * 2  # as there is where experts have more blocks than these
-    numbers = (torch.tensor(x, dtype=torch.int32) for x in (blocks + room, [len(blocks)]))
+    numbers = (torch.tensor(x, dtype=torch.int32) for x in (blocks + room, [len(blocks), 0, 0]))
     return Sorted(pairs, *numbers, torch.where(experts < local, pairs.argsort().int(), -1))
 
 

@@ -76,7 +76,7 @@ def boxed_product(
         )  # fmt: skip
         return
     plain_experts_kernel[(programs,)](
-        described(x, [launch.rows, PLAIN_INPUTS], 128), described(weight, [HALF_OUTPUTS, PLAIN_INPUTS], 128), out, bias,
+        described(x, [launch.rows, PLAIN_INPUTS], 128), described(weight, [64, PLAIN_INPUTS], 128), out, bias,
         *by_expert[:3], tiles, ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, STAGES=PLAIN_STAGES, **common,
     )  # fmt: skip
 

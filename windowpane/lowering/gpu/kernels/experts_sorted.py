@@ -27,7 +27,8 @@ _ADDED = tl.constexpr(8)
 
 
 class Sorted(NamedTuple):
-    """Pairs by expert, int32 [pairs]; blocks [most, 3]: expert, first pair and the end of pairs; how many, [1].
+    """Pairs by expert, int32 [pairs]; blocks [most, 3]: expert, first pair and the end of pairs; how many, and two
+    zeros for the kernels that count the tiles that are taken of both products, [3].
 
     `places`, [pairs]: where among `pairs` each one is; -1 where its expert is another rank's.
     """
@@ -43,8 +44,8 @@ def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl
     pairs = routing.ids.numel()
     # Every block has a pair, and every expert at most one block that is not full.
     most = min(pairs, pairs // block_rows + local)
-    made = torch.empty(2 * pairs + 3 * most + 1, dtype=torch.int32, device=routing.ids.device)
-    by_expert, blocks, count, places = made.split((pairs, 3 * most, 1, pairs))
+    made = torch.empty(2 * pairs + 3 * most + 3, dtype=torch.int32, device=routing.ids.device)
+    by_expert, blocks, count, places = made.split((pairs, 3 * most, 3, pairs))
     found = Sorted(by_expert, blocks.view(most, 3), count, places)
     chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
     chunks, bins = ceil_div(pairs, chunk), max(32, triton.next_power_of_2(local + 1))
@@ -101,6 +102,8 @@ def place_kernel(
         blocks = tl.where(bins < LOCAL, (totals + ROWS - 1) // ROWS, 0)
         at = BLOCKS + (tl.cumsum(blocks, 0) - blocks) * 3
         tl.store(COUNT, tl.sum(blocks, 0))
+        tl.store(COUNT + 1, 0)
+        tl.store(COUNT + 2, 0)
         for n in tl.range(0, tl.max(blocks, 0)):
             tl.store(at + n * 3, bins, mask=n < blocks)
             tl.store(at + n * 3 + 1, begins + n * ROWS, mask=n < blocks)

@@ -1,9 +1,11 @@
 """Experts of many rows on Hopper (Gluon): MXFP4 weights, and bf16 ones where rows are many.
 
-A tile is 256 outputs of one expert by a block of its pairs, 128 of the outputs to each of two warp groups: 64 of a gate
-and the 64 that it gates, so that both are in the same thread's registers. One warp brings weights by TMA, another one
-the inputs, which lie by expert. There is one program to a multiprocessor; program p takes tiles p, p + programs and so
-on, and what it needs for the next one is brought while it ends the last.
+A tile is 256 outputs of one expert by a block of its pairs: 128 outputs and the 128 that they gate, or 256 in a row.
+Two warp groups share it, so that a gate and what it gates are in the same thread's registers: of MXFP4, each has 64
+outputs of either half, of bf16 each has half the pairs. A further warp brings weights and inputs, which lie by expert,
+by TMA. There is one program to a multiprocessor, and whichever is free takes the next tile: tiles differ in time, and
+those that run side by side read the same weights. What a program needs for its next tile is brought while it ends the
+last.
 
 Of MXFP4, a warp group turns the units of 64 outputs into an operand in registers while the tensor cores multiply the
 one before it. Scales are read by the threads that need them, a step ahead: a word has those of a block for one output,
@@ -29,7 +31,7 @@ from windowpane.lowering.gpu.kernels.unpacking import TAKE_MXFP4_BFLOAT16, four_
 
 # The second half of a tile, where it is not what the first one gates.
 _HALF = gl.constexpr(128)
-# How a warp group stores [pairs, 64 outputs]: each thread 8 outputs of a pair.
+# How a warp group stores [pairs, outputs]: each thread 8 outputs of a pair.
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # A product with the scale is exact: it is a power of two.
 _DECODE = gl.constexpr(TAKE_MXFP4_BFLOAT16)
@@ -63,53 +65,90 @@ def _fresh(at):
 
 
 @gluon.jit
-def _bring_weights(weights, w_tiles, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
-    """Both halves of each tile, [128, columns] at a time."""
+def _bring(x, weights, tiles_of, items, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
+    """Takes tiles and says which, and brings their weights, both halves, and inputs.
+
+    Items are told before the first block of inputs is there, and read before it is given back. Each has at least one
+    block, so as many items as there are stages, and one, are never told without having been read.
+    """
+    w_tiles, x_tiles, _staged = tiles_of
     full, empty, tiles, blocks, BLOCKS, COUNT = share
     outputs, width = shape
-    STAGES: gl.constexpr = w_tiles.type.shape[0] // 2
-    COLUMNS: gl.constexpr = w_tiles.type.shape[2]
+    STAGES: gl.constexpr = x_tiles.type.shape[0]
+    INPUTS: gl.constexpr = x_tiles.type.shape[2]
+    BOXES: gl.constexpr = w_tiles.type.shape[0] // STAGES
+    BOX: gl.constexpr = w_tiles.type.shape[1]
+    UNITS: gl.constexpr = w_tiles.type.shape[2]
+    X_BYTES: gl.constexpr = x_tiles.type.shape[1] * INPUTS * 2
+    W_BYTES: gl.constexpr = BOXES * BOX * UNITS * 2
     if PDL:
         gdc_wait()
-    count = _fresh(COUNT)
+    items_in_all = _fresh(COUNT) * tiles
     item = gl.program_id(0)
     i = 0
-    while item < count * tiles:
-        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
-        first = _fresh(BLOCKS + block * 3) * outputs + tile * (_HALF if GATED else 2 * _HALF)
-        second = first + (width if GATED else _HALF)
+    n = 0
+    while item < items_in_all:
+        following = gl.atomic_add(COUNT + (1 if GATED else 2), 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
+        block, tile = _place(item, items_in_all // tiles, tiles, GROUP_BLOCKS)
+        expert, begin, end = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
+        _tell(items, n % (STAGES + 1), expert, begin, end, tile)
+        is_half = _is_half(tile, width, GATED) & (BOXES == 4)
+        first = expert * outputs + tile * (_HALF if GATED else 2 * _HALF)
+        second = first + (width if GATED else gl.where(is_half, _HALF // 2, _HALF))
         for step in range(blocks):
             buf = i % STAGES
+            bar = full.index(buf)
             mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
-            mbarrier.expect(full.index(buf), 256 * COLUMNS * 2)
-            column = step * COLUMNS
-            tma.async_copy_global_to_shared(weights, [first, column], full.index(buf), w_tiles.index(2 * buf))
-            tma.async_copy_global_to_shared(weights, [second, column], full.index(buf), w_tiles.index(2 * buf + 1))
+            if is_half:
+                mbarrier.expect(bar, X_BYTES + W_BYTES // 2)
+                tma.async_copy_global_to_shared(weights, [first, step * UNITS], bar, w_tiles.index(BOXES * buf))
+                tma.async_copy_global_to_shared(weights, [second, step * UNITS], bar, w_tiles.index(BOXES * buf + 1))
+            else:
+                mbarrier.expect(bar, X_BYTES + W_BYTES)
+                for box in gl.static_range(BOXES // 2):
+                    at = w_tiles.index(BOXES * buf + box), w_tiles.index(BOXES * buf + BOXES // 2 + box)
+                    tma.async_copy_global_to_shared(weights, [first + box * BOX, step * UNITS], bar, at[0])
+                    tma.async_copy_global_to_shared(weights, [second + box * BOX, step * UNITS], bar, at[1])
+            tma.async_copy_global_to_shared(x, [begin, step * INPUTS], bar, x_tiles.index(buf))
             i += 1
-        item += gl.num_programs(0)
+        item = following
+        n += 1
+    mbarrier.wait(empty.index(i % STAGES), i // STAGES % 2 ^ 1)
+    _tell(items, n % (STAGES + 1), -1, 0, 0, 0)
+    mbarrier.arrive(full.index(i % STAGES), count=1)
 
 
 @gluon.jit
-def _bring_inputs(x, x_tiles, share, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
-    full, empty, tiles, blocks, BLOCKS, COUNT = share
-    STAGES: gl.constexpr = x_tiles.type.shape[0]
-    ROWS: gl.constexpr = x_tiles.type.shape[1]
-    COLUMNS: gl.constexpr = x_tiles.type.shape[2]
-    if PDL:
-        gdc_wait()
-    count = _fresh(COUNT)
-    item = gl.program_id(0)
-    i = 0
-    while item < count * tiles:
-        block, _tile = _place(item, count, tiles, GROUP_BLOCKS)
-        row = _fresh(BLOCKS + block * 3 + 1)
-        for step in range(blocks):
-            buf = i % STAGES
-            mbarrier.wait(empty.index(buf), i // STAGES % 2 ^ 1)
-            mbarrier.expect(full.index(buf), ROWS * COLUMNS * 2)
-            tma.async_copy_global_to_shared(x, [row, step * COLUMNS], full.index(buf), x_tiles.index(buf))
-            i += 1
-        item += gl.num_programs(0)
+def _tell(items, at, expert, begin, end, tile):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    items.index(at * 4).store(gl.full([1], expert, gl.int32, layout))
+    items.index(at * 4 + 1).store(gl.full([1], begin, gl.int32, layout))
+    items.index(at * 4 + 2).store(gl.full([1], end, gl.int32, layout))
+    items.index(at * 4 + 3).store(gl.full([1], tile, gl.int32, layout))
+
+
+@gluon.jit
+def _told(items, n, i, full, STAGES: gl.constexpr):
+    """Item `n` of this program, where `i` blocks of inputs came before: the expert, or -1 behind the last item, the
+    first pair and the end of the expert's pairs, and the tile.
+    """
+    mbarrier.wait(full.index(i % STAGES), i // STAGES % 2)
+    at = n % (STAGES + 1) * 4
+    return _scalar(items, at), _scalar(items, at + 1), _scalar(items, at + 2), _scalar(items, at + 3)
+
+
+@gluon.jit
+def _scalar(items, at):
+    return gl.sum(items.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _is_half(tile, width, GATED: gl.constexpr):
+    """Whether a tile, the last one, has at most half the outputs of others."""
+    if GATED:
+        return width - tile * _HALF <= _HALF // 2
+    else:  # noqa: RET505 - all branches are compiled unless one is chosen here
+        return width - tile * (2 * _HALF) <= _HALF
 
 
 @gluon.jit
@@ -147,48 +186,58 @@ def _gated(gate, up, limit, alpha, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _store(OUT, sums, staged, first, width, row, is_pair, out_stride):
+def _store(OUT, values, staged, first, width, row, is_pair, out_stride):
     """Through shared memory, where outputs of a pair come to lie side by side."""
-    staged.permute((1, 0)).store(sums.to(OUT.dtype.element_ty))
-    m = first + gl.arange(0, 64, gl.SliceLayout(0, _STORED))
+    OUTPUTS: gl.constexpr = values.type.shape[1]
+    staging = staged.slice(0, OUTPUTS, 1)
+    staging.store(values.to(OUT.dtype.element_ty))
+    m = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, _STORED))
     to = OUT + row.to(gl.int64)[:, None] * out_stride + m[None, :]
-    gl.store(to, staged.load(_STORED), mask=is_pair[:, None] & (m < width)[None, :])
+    gl.store(to, staging.load(_STORED), mask=is_pair[:, None] & (m < width)[None, :])
 
 
 @gluon.jit
-def _finish(results, sums0, sums1, staged, place, first, shape, numbers, ACTIVATION: gl.constexpr):
-    """Adds the biases of outputs from `first` on and of those half a tile on, applies the activation, and stores."""
-    OUT, BIAS, PAIRS = results
-    expert, begin, end = place
-    outputs, width = shape
-    out_stride, limit, alpha = numbers
-    layout: gl.constexpr = sums0.type.layout
-    GATED: gl.constexpr = is_gated(ACTIVATION)
-    SECOND = width if GATED else _HALF
-    if BIAS is not None:
-        m = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        biases = BIAS + expert * outputs
-        sums0 += gl.load(biases + m, mask=m < width, other=0.0).to(gl.float32)[:, None]
-        sums1 += gl.load(biases + m + SECOND, mask=m + SECOND < outputs, other=0.0).to(gl.float32)[:, None]
-    at = begin + gl.arange(0, sums0.type.shape[1], gl.SliceLayout(1, _STORED))
+def _rows_of(PAIRS, begin, end, COUNT: gl.constexpr, GATED: gl.constexpr):
+    """Where the results of so many pairs go, and which of them there are."""
+    at = begin + gl.arange(0, COUNT, gl.SliceLayout(1, _STORED))
     is_pair = at < end
     if GATED:
+        return at, is_pair
+    else:  # noqa: RET505 - all branches are compiled unless one is chosen here
+        return gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg"), is_pair
+
+
+@gluon.jit
+def _finish(results, sums0, sums1, staged, expert, rows, first, distance, shape, numbers, ACTIVATION: gl.constexpr):
+    """Adds the biases of outputs from `first` on and of those `distance` behind, applies the activation, and stores.
+
+    Both sums are [pairs, outputs].
+    """
+    OUT, BIAS, _PAIRS = results
+    row, is_pair = rows
+    outputs, width = shape
+    out_stride, limit, alpha = numbers
+    if BIAS is not None:
+        m = first + gl.arange(0, sums0.type.shape[1], gl.SliceLayout(0, sums0.type.layout))
+        biases = BIAS + expert * outputs
+        sums0 += gl.load(biases + m, mask=m < width, other=0.0).to(gl.float32)[None, :]
+        sums1 += gl.load(biases + m + distance, mask=m + distance < outputs, other=0.0).to(gl.float32)[None, :]
+    if is_gated(ACTIVATION):
         gated = _gated(sums0, sums1, limit, alpha, ACTIVATION)
-        _store(OUT, gated, staged, first, width, at, is_pair, out_stride)
+        _store(OUT, gated, staged, first, width, row, is_pair, out_stride)
     else:
-        row = gl.load(PAIRS + at, mask=is_pair, other=0, cache_modifier=".cg")
         _store(OUT, sums0, staged, first, outputs, row, is_pair, out_stride)
-        _store(OUT, sums1, staged, first + _HALF, outputs, row, is_pair, out_stride)
+        _store(OUT, sums1, staged, first + distance, outputs, row, is_pair, out_stride)
 
 
 @gluon.jit
 def _multiply_units(
-    which: gl.constexpr, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
-    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    which: gl.constexpr, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """64 outputs of either half of the program's tiles."""
     unit_tiles, x_tiles, staged = tiles_of
-    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
     outputs, width = shape
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
@@ -198,15 +247,12 @@ def _multiply_units(
     units = unit_tiles._reinterpret(gl.int16, [STAGES * 4, 64, 32], gl.NVMMASharedLayout(64, 16, rank=2))
     if PDL:
         gdc_wait()
-    count = _fresh(COUNT)
-    item = gl.program_id(0)
     i = 0
+    n = 0
     zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
     of_word = which * 64 + gl.arange(0, 64, of_words)
-    while item < count * tiles:
-        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
-        place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
-        expert = place[0]
+    expert, begin, end, tile = _told(items, n, i, full, STAGES)
+    while expert >= 0:
         tile_first = tile * (_HALF if GATED else 2 * _HALF)
         SECOND = width if GATED else _HALF
         # Beyond the last output the last one's are read, and what they give is not stored.
@@ -218,7 +264,6 @@ def _multiply_units(
         s1 = gl.load(at1)
         sums0 = zero
         sums1 = zero
-        mbarrier.wait(full.index(i % STAGES), i // STAGES % 2)
         w0 = _operand(units, i % STAGES * 4 + which, s0, ROWS)
         for step in range(blocks):
             # One product is in flight while the operand of the next is made ready.
@@ -238,72 +283,87 @@ def _multiply_units(
             sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
             mbarrier.arrive(empty.index(buf), count=1)
             s1 = next_s1
+        rows = _rows_of(results[2], begin, end, ROWS, GATED)
+        sums0, sums1 = gl.permute(sums0, (1, 0)), gl.permute(sums1, (1, 0))
         first = tile_first + which * 64
-        _finish(results, sums0, sums1, staged.index(which), place, first, shape, numbers, ACTIVATION)
-        item += gl.num_programs(0)
+        _finish(results, sums0, sums1, staged.index(which), expert, rows, first, SECOND, shape, numbers, ACTIVATION)
+        n += 1
+        expert, begin, end, tile = _told(items, n, i, full, STAGES)
 
 
 @gluon.jit
-def _plain_block(
+def _halves(sums):
+    """The first outputs and the last, each in the registers where they are."""
+    PAIRS: gl.constexpr = sums.type.shape[0]
+    OUTPUTS: gl.constexpr = sums.type.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 16])
+    first, second = gl.split(gl.permute(gl.reshape(sums, [PAIRS, 2, OUTPUTS]), (0, 2, 1)))
+    return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
+
+
+@gluon.jit
+def _plain_tile(
     which: gl.constexpr, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION: gl.constexpr,
-    PAIRS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
 ):  # fmt: skip
-    """The first PAIRS of a block; `i` blocks of inputs came before. Both warp groups take turns at the tensor cores."""
+    """Half the pairs of a block by OUTPUTS; `i` blocks of inputs came before."""
     w_tiles, x_tiles, staged = tiles_of
     full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
+    expert, begin, end = place
     STAGES: gl.constexpr = x_tiles.type.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIRS, 16])
-    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES * 4, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-    zero = gl.full([64, PAIRS], 0.0, gl.float32, layout)
-    sums0 = zero
-    sums1 = zero
+    PAIRS: gl.constexpr = x_tiles.type.shape[1] // 2
+    GATED: gl.constexpr = is_gated(ACTIVATION)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 16])
+    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES, 2 * _HALF, 64], shared)
+    pairs = x_tiles._reinterpret(gl.bfloat16, [STAGES * 2, PAIRS, 64], shared)
+    rows = _rows_of(results[2], begin, end, PAIRS, GATED)
+    sums = gl.full([PAIRS, OUTPUTS], 0.0, gl.float32, layout)
     for step in range(blocks):
         buf = (i + step) % STAGES
         mbarrier.wait(full.index(buf), (i + step) // STAGES % 2)
-        x = x_tiles.index(buf).slice(0, PAIRS, 0).permute((1, 0))
-        sums0 = warpgroup_mma(weights.index(buf * 4 + which), x, sums0, is_async=True)
-        sums1 = warpgroup_mma(weights.index(buf * 4 + 2 + which), x, sums1, is_async=True)
-        # Those of the block before have ended, and these follow them without a gap.
-        sums0, sums1 = warpgroup_mma_wait(2, deps=[sums0, sums1])
+        w = weights.index(buf).slice(0, OUTPUTS, 0).permute((1, 0))
+        sums = warpgroup_mma(pairs.index(2 * buf + which), w, sums, is_async=True)
+        # That of the block before has ended, and this one follows it without a gap.
+        sums = warpgroup_mma_wait(1, deps=[sums])
         mbarrier.arrive(empty.index((i + step + STAGES - 1) % STAGES), count=1, pred=step > 0)
-    sums0, sums1 = warpgroup_mma_wait(0, deps=[sums0, sums1])
+    sums = warpgroup_mma_wait(0, deps=[sums])
     mbarrier.arrive(empty.index((i + blocks - 1) % STAGES), count=1)
-    staging = staged.index(which).slice(0, PAIRS, 0)
-    _finish(results, sums0, sums1, staging, place, first, shape, numbers, ACTIVATION)
+    sums0, sums1 = _halves(sums)
+    distance = shape[1] if GATED else OUTPUTS // 2
+    _finish(results, sums0, sums1, staged.index(which), expert, rows, first, distance, shape, numbers, ACTIVATION)
 
 
 @gluon.jit
 def _multiply_plain(
-    which: gl.constexpr, results, tiles_of, share, shape, numbers, ACTIVATION: gl.constexpr,
-    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """As `_multiply_units`. An expert's last block has half the products where its pairs are at most half a block, and
-    its last tile where outputs are.
-    """
+    which: gl.constexpr, results, tiles_of, items, share, shape, numbers, ACTIVATION: gl.constexpr, PDL: gl.constexpr
+):
+    """Half the pairs of the program's tiles. Of an expert's last block the second warp group may have none."""
     _w_tiles, x_tiles, _staged = tiles_of
-    full, empty, tiles, blocks, BLOCKS, COUNT = share
+    full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
     _outputs, width = shape
     STAGES: gl.constexpr = x_tiles.type.shape[0]
-    ROWS: gl.constexpr = x_tiles.type.shape[1]
+    PAIRS: gl.constexpr = x_tiles.type.shape[1] // 2
+    GATED: gl.constexpr = is_gated(ACTIVATION)
     if PDL:
         gdc_wait()
-    count = _fresh(COUNT)
-    item = gl.program_id(0)
     i = 0
-    while item < count * tiles:
-        block, tile = _place(item, count, tiles, GROUP_BLOCKS)
-        place = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
-        first = tile * (_HALF if is_gated(ACTIVATION) else 2 * _HALF) + which * 64
-        if first >= width:  # of the last tile the other warp group has all outputs that are left
+    n = 0
+    expert, begin, end, tile = _told(items, n, i, full, STAGES)
+    while expert >= 0:
+        place = expert, begin + which * PAIRS, end
+        first = tile * (_HALF if GATED else 2 * _HALF)
+        if place[1] >= end:
             for step in range(i, i + blocks):
                 mbarrier.wait(full.index(step % STAGES), step // STAGES % 2)
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
-        elif place[2] - place[1] <= ROWS // 2:
-            _plain_block(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, ROWS // 2)
+        elif _is_half(tile, width, GATED):
+            _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, _HALF)
         else:
-            _plain_block(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, ROWS)
+            _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, 2 * _HALF)
         i += blocks
-        item += gl.num_programs(0)
+        n += 1
+        expert, begin, end, tile = _told(items, n, i, full, STAGES)
 
 
 # Numbers of tiles compile to nothing better, and each would take seconds.
@@ -319,22 +379,22 @@ def mxfp4_experts_kernel(
     unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, 128, 32], units.layout)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], x.layout)
     staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    items = gl.allocate_shared_memory(gl.int32, [(STAGES + 1) * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # weights and inputs
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
     gl.warp_specialize(
         [
-            (_multiply_units, (0, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
-            (_multiply_units, (1, results, SCALES, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
-            (_bring_weights, (units, unit_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
-            (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
+            (_multiply_units, (0, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+            (_multiply_units, (1, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+            (_bring, (x, units, tiles_of, items, share, shape, GATED, GROUP_BLOCKS, PDL)),
         ],
-        [4, 1, 1], [240, 24, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip
 
 
@@ -346,23 +406,23 @@ def plain_experts_kernel(
     """As `mxfp4_experts_kernel`, for weights in bf16; `blocks` of 64 inputs."""
     if PDL:
         gdc_launch_dependents()
-    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 128, 64], weights.layout)
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 4, 64, 64], weights.layout)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
-    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS // 2, 128], gl.NVMMASharedLayout(128, 16, rank=2))
+    items = gl.allocate_shared_memory(gl.int32, [(STAGES + 1) * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
     gl.warp_specialize(
         [
-            (_multiply_plain, (0, results, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
-            (_multiply_plain, (1, results, tiles_of, share, shape, numbers, ACTIVATION, GROUP_BLOCKS, PDL)),
-            (_bring_weights, (weights, w_tiles, share, shape, GATED, GROUP_BLOCKS, PDL)),
-            (_bring_inputs, (x, x_tiles, share, GROUP_BLOCKS, PDL)),
+            (_multiply_plain, (0, results, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+            (_multiply_plain, (1, results, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+            (_bring, (x, weights, tiles_of, items, share, shape, GATED, GROUP_BLOCKS, PDL)),
         ],
-        [4, 1, 1], [240, 24, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip
