@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
 from tests.kernels import hopper_in_torch
 from tests.kernels.gluon_in_torch import Interpreted
 from tests.kernels.test_packed_kernels import random_weight
-from windowpane.lowering.gpu.kernels import experts_hopper
+from windowpane.lowering.gpu.kernels import experts_hopper, experts_sorted
 from windowpane.lowering.gpu.kernels.experts import Few, Grouped, run_experts
 from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, gather_rows
 from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
@@ -198,9 +199,13 @@ def crowds() -> None:
 
 
 def sorting() -> None:
-    """Pairs of an expert are in order and blocks cover them all, in one chunk, in few, and in many."""
+    """Pairs of an expert are in order and blocks cover them all, in one chunk, in few, and in many, whose counts are
+    added at once and in turns.
+    """
     for rows in (5, 200, 3000):
         sorted_rows(rows)
+    experts_sorted._ADDED = tl.constexpr(8)
+    sorted_rows(3000)
 
 
 def sorted_rows(rows: int) -> None:

@@ -70,7 +70,7 @@ class HopperPrefill:
         wide_kernel[(programs,)](
             *asked, *self._sources, *fresh, _described(rotated.view(-1, ROTARY_DIMS), [self._tile, ROTARY_DIMS]), w,
             layer.table, *place, *table, rotated.shape[1], layer.scale_log2, GROUP=group,
-            BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, LATENT=view.latent, num_warps=8, maxnreg=REGISTERS[2],
+            BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, LATENT=view.latent, num_warps=4, maxnreg=REGISTERS[3],
         )  # fmt: skip
 
 

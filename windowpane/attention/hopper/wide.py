@@ -1,8 +1,10 @@
 """Prefill attention for 512-dim heads on Hopper (Gluon): past from pages, present from activations.
 
 One program owns 64 rows: the query heads of one KV head times as many tokens as that leaves. Its output, 64 x 512 in
-float32, fills two warp groups (256 dims each, 128 registers a thread), so one tile of 64 tokens x 512 dims serves as K
-for both and as V for the half each owns. Four more warps bring tiles in by TMA and look pages up ahead of time.
+float32, fills two warp groups (256 dims each, 128 registers a thread). A third one has the scores: while it computes a
+softmax or the scores of the next tile, the two multiply the probabilities of the last one by their dims of V. One tile of
+64 tokens x 512 dims serves as K for one and as V for the others. Four more warps bring tiles in by TMA and look pages up
+ahead of time.
 
 Latent: the tile is n. K differs from it only in the 128 rotary dims, which come rotated from a scratch buffer
 (`prepare.rotate_keys`); w of the other 384 dims is folded into q. Pair: K and V are two tiles, each with one buffer
@@ -77,7 +79,7 @@ def _produce(
 def _fold_weights(q_box, q_full, W):
     """Once q is there, multiply its dims that do not rotate by the key norm's weight, where they lie."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     parts = q_box._reinterpret(gl.bfloat16, [4, 64, 128], shared)
     at = W + gl.arange(0, 128, gl.SliceLayout(0, layout))
     weights = (gl.load(at + 128), gl.load(at + 256), gl.load(at + 384))
@@ -90,107 +92,123 @@ def _fold_weights(q_box, q_full, W):
 
 @gluon.jit
 def _scores(q, rotated_tile, tiles, bars, j, LATENT: gl.constexpr):
-    """Wait for tile j and start S = q.K. Latent: rotary dims from the rotated tile, the others from the latent."""
-    _q_full, full, _empty, rotated_full, _rotated_empty = bars
+    """q.K of tile j, once it is there. Latent: rotary dims from the rotated tile, the others from the latent."""
+    _q_full, full, empty, rotated_full, rotated_empty = bars
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     s = gl.full([64, 64], 0.0, gl.float32, score)
+    # j >> 30 is 0, but only we know: an address that changes from tile to tile is computed when needed, while the
+    # compiler would keep the 32 matrix descriptors of a fixed one in 64 registers
+    zero = j >> 30
     if LATENT:
         buf = j % 2
         q128 = q._reinterpret(gl.bfloat16, [4, 64, 128], shared)
         q256 = q._reinterpret(gl.bfloat16, [2, 64, 256], shared)
-        # j >> 30 is 0, but only we know: an address that changes from tile to tile is computed when needed, while the
-        # compiler would keep the 32 matrix descriptors of a fixed one in 64 registers
-        zero = j >> 30
         tiles128 = tiles._reinterpret(gl.bfloat16, [8, 64, 128], shared)
         tiles256 = tiles._reinterpret(gl.bfloat16, [4, 64, 256], shared)
         mbarrier.wait(full.index(buf), j // 2 & 1)
-        mbarrier.wait(rotated_full, j & 1)
         s = warpgroup_mma(
             q128.index(zero * 4 + 1), tiles128.index(buf * 4 + 1).permute((1, 0)), s, use_acc=False, is_async=True
         )
         s = warpgroup_mma(q256.index(zero * 2 + 1), tiles256.index(buf * 2 + 1).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(rotated_full, j & 1)
         s = warpgroup_mma(q128.index(zero * 4), rotated_tile.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(rotated_empty, count=1)
     else:
         mbarrier.wait(full.index(0), j & 1)
-        s = warpgroup_mma(q, tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        q512 = q._reinterpret(gl.bfloat16, [1, 64, 512], shared)
+        s = warpgroup_mma(q512.index(zero), tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(empty.index(0), count=1)
     return s
 
 
 @gluon.jit
-def _softmax(s, m, norm, position, j, scale_log2):
-    column = gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
-    visible = position + 1 - j * 64
-    s = gl.where(column[None, :] < visible[:, None], s * scale_log2, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
+def _softmax(s, m, norm, position, first_query, j, scale_log2):
+    """Mask, then one step of the running softmax."""
+    # most tiles are seen whole by all rows
+    if j * 64 + 63 > first_query:
+        key = j * 64 + gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
+        s = gl.where(key[None, :] > position[:, None], float("-inf"), s)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     alpha = gl.exp2(m - m_new)
-    p = gl.exp2(s - m_new[:, None])
-    return p.to(gl.bfloat16), m_new, norm * alpha[:, None] + p, alpha
+    p = gl.exp2(s * scale_log2 - m_new[:, None])
+    return p.to(gl.bfloat16), m_new, norm * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _attend(out, W, probs, buffers, bars, place, scale_log2, LATENT: gl.constexpr):
-    """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
+def _weigh(W, shares, buffers, bars, place, scale_log2, LATENT: gl.constexpr):
+    """What 64 rows, which `q_box` [tokens, heads, dims] holds, give to each tile's tokens: its probabilities, by how much
+    what came before shrinks, and in the end the sums of all probabilities.
 
-    The first is token `first_token` of those that ask, at position `first_query`.
+    The first row is at position `first_query`.
     """
     q_box, tiles, rotated_tile = buffers
-    head, _kv_heads, first_token, first_query, n_tiles, _start, _columns, _rotated_rows = place
+    _head, _kv_heads, _first_token, first_query, n_tiles, _start, _columns, _rotated_rows = place
+    probs, shrinks, norms, p_full, p_empty, ended, _stored = shares
     GROUP: gl.constexpr = q_box.type.shape[1]
-    q_full, full, empty, _rotated_full, rotated_empty = bars
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
-    score_row: gl.constexpr = gl.SliceLayout(1, score)
-    output_row: gl.constexpr = gl.SliceLayout(1, output)
-    S_MMAS: gl.constexpr = 3 if LATENT else 1  # wgmma groups that `_scores` starts
-
-    q = q_box._reinterpret(gl.bfloat16, [64, 512], shared)
+    row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    q = q_box._reinterpret(gl.bfloat16, [64, 512], gl.NVMMASharedLayout(128, 16, rank=2))
     if LATENT:
-        _fold_weights(q_box, q_full, W)
+        _fold_weights(q_box, bars[0], W)
     else:
-        mbarrier.wait(q_full, 0)
-    position = first_query + gl.arange(0, 64, score_row) // GROUP
-    m = gl.full([64], -1e30, gl.float32, score_row)
-    # summed over columns once, at the end: a sum per tile would have to cross warp groups each time
-    norm = gl.full([64, 64], 0.0, gl.float32, score)
-    o = gl.full([64, 512], 0.0, gl.float32, output)
-    s = warpgroup_mma_wait(0, deps=[_scores(q, rotated_tile, tiles, bars, 0, LATENT)])
-    if LATENT:
-        mbarrier.arrive(rotated_empty, count=1)
-    else:
-        mbarrier.arrive(empty.index(0), count=1)
-    for j in range(n_tiles - 1):
-        buf = j % 2 if LATENT else 1
-        p, m, norm, alpha = _softmax(s, m, norm, position, j, scale_log2)
-        probs.store(p)
+        mbarrier.wait(bars[0], 0)
+    position = first_query + gl.arange(0, 64, row) // GROUP
+    m = gl.full([64], -1e30, gl.float32, row)
+    norm = gl.full([64], 0.0, gl.float32, row)
+    for j in range(n_tiles):
+        s = _scores(q, rotated_tile, tiles, bars, j, LATENT)
+        p, m, norm, alpha = _softmax(s, m, norm, position, first_query, j, scale_log2)
+        buf = j % 2
+        mbarrier.wait(p_empty.index(buf), (j // 2 & 1) ^ 1)
+        probs.index(buf).store(p)
+        shrinks.index(buf).store(alpha)
         fence_async_shared()
-        o = o * gl.convert_layout(alpha, output_row)[:, None]
-        if not LATENT:
-            mbarrier.wait(full.index(1), j & 1)
-        # P.V of this tile and the scores of the next one go to the tensor cores back to back
-        o = warpgroup_mma(probs, tiles.index(buf), o, is_async=True)
-        s = _scores(q, rotated_tile, tiles, bars, j + 1, LATENT)
-        o = warpgroup_mma_wait(S_MMAS, deps=[o])
+        mbarrier.arrive(p_full.index(buf), count=1)
+    norms.store(norm)
+    mbarrier.arrive(ended, count=1)
+
+
+@gluon.jit
+def _gather(which: gl.constexpr, out, shares, buffers, bars, place, LATENT: gl.constexpr):
+    """256 dims of the output, which takes the place of q in the end."""
+    q_box, tiles, _rotated_tile = buffers
+    head, _kv_heads, first_token, _first_query, n_tiles, _start, _columns, _rotated_rows = place
+    probs, shrinks, norms, p_full, p_empty, ended, stored = shares
+    _q_full, full, empty, _rotated_full, _rotated_empty = bars
+    GROUP: gl.constexpr = q_box.type.shape[1]
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    # with four warp groups, no instruction may have the 256 dims of one as its result
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    row: gl.constexpr = gl.SliceLayout(1, output)
+    values = tiles._reinterpret(gl.bfloat16, [8, 64, 128], shared)
+    o0 = gl.full([64, 128], 0.0, gl.float32, output)
+    o1 = gl.full([64, 128], 0.0, gl.float32, output)
+    for j in range(n_tiles):
+        share = j % 2
+        buf = share if LATENT else 1
+        mbarrier.wait(p_full.index(share), j // 2 & 1)
+        alpha = shrinks.index(share).load(row)
+        o0 = o0 * alpha[:, None]
+        o1 = o1 * alpha[:, None]
+        mbarrier.wait(full.index(buf), (j // 2 if LATENT else j) & 1)
+        o0 = warpgroup_mma(probs.index(share), values.index(buf * 4 + which * 2), o0, is_async=True)
+        o1 = warpgroup_mma(probs.index(share), values.index(buf * 4 + which * 2 + 1), o1, is_async=True)
+        o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
         mbarrier.arrive(empty.index(buf), count=1)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if LATENT:
-            mbarrier.arrive(rotated_empty, count=1)
-        else:
-            mbarrier.arrive(empty.index(0), count=1)
-    last = n_tiles - 1
-    p, m, norm, alpha = _softmax(s, m, norm, position, last, scale_log2)
-    probs.store(p)
+        mbarrier.arrive(p_empty.index(share), count=1)
+    mbarrier.wait(ended, 0)
+    norm = norms.load(row)[:, None]
+    halves = q_box._reinterpret(gl.bfloat16, [4, 64, 128], shared)
+    halves.index(which * 2).store((o0 / norm).to(gl.bfloat16))
+    halves.index(which * 2 + 1).store((o1 / norm).to(gl.bfloat16))
     fence_async_shared()
-    o = o * gl.convert_layout(alpha, output_row)[:, None]
-    if not LATENT:
-        mbarrier.wait(full.index(1), last & 1)
-    o = warpgroup_mma(probs, tiles.index(last % 2 if LATENT else 1), o)
-    o = o / gl.convert_layout(gl.sum(norm, 1), output_row)[:, None]
-    q.store(o.to(gl.bfloat16))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [first_token, head * GROUP, 0], q_box)
-    tma.store_wait(0)
+    mbarrier.arrive(stored, count=1)
+    if which == 0:
+        mbarrier.wait(stored, 0)
+        tma.async_copy_shared_to_global(out, [first_token, head * GROUP, 0], q_box)
+        tma.store_wait(0)
 
 
 @gluon.jit(
@@ -215,31 +233,44 @@ def wide_kernel(
     table = TABLE + slot.to(gl.int64) * table_stride + stripe
 
     q_box = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, GROUP, 512], gl.NVMMASharedLayout(128, 16, rank=3))
-    probs = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared)
+    probs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], shared)
     tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 512], shared)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     rotated_tile = gl.allocate_shared_memory(gl.bfloat16, [64, 128], shared)
+    shrinks = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    norms = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     rotated_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     rotated_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ended = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=4)  # four producers
-        mbarrier.init(empty.index(i), count=1)
+        # what both halves of the output read; a pair's K is for the scores alone
+        mbarrier.init(empty.index(i), count=2 if LATENT or i == 1 else 1)
+        mbarrier.init(p_full.index(i), count=1)
+        mbarrier.init(p_empty.index(i), count=2)
     mbarrier.init(q_full, count=1)
     mbarrier.init(rotated_full, count=1)
     mbarrier.init(rotated_empty, count=1)
+    mbarrier.init(ended, count=1)
+    mbarrier.init(stored, count=2)
     bars = (q_full, full, empty, rotated_full, rotated_empty)
     sources = (q, (k_arena, k_edges, k_present), (v_arena, v_edges, v_present), rotated, table)
-    buffers = (q_box, tiles, rotated_tile)
+    buffers, shares = (q_box, tiles, rotated_tile), (probs, shrinks, norms, p_full, p_empty, ended, stored)
     place = (head, kv_heads, first_token, first_query, n_tiles, start, columns, rotated_rows)
     gl.warp_specialize(
         [
-            (_attend, (out, W, probs, buffers, bars, place, scale_log2, LATENT)),
+            (_weigh, (W, shares, buffers, bars, place, scale_log2, LATENT)),
+            (_gather, (0, out, shares, buffers, bars, place, LATENT)),
+            (_gather, (1, out, shares, buffers, bars, place, LATENT)),
             (_produce, (0, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
             (_produce, (1, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
             (_produce, (2, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
             (_produce, (3, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
         ],
-        [1, 1, 1, 1], [24, 24, 24, 24],
+        [4, 4, 1, 1, 1, 1], [168, 168, 24, 24, 24, 24],
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Pairs of a row and an expert by expert, in blocks that have their expert in common.
 
 A chunk of pairs is counted by one program and placed by another: where a pair goes is told by the counts of all chunks,
-and by the pairs of its own chunk before it.
+which a launch between adds up, and by the pairs of its own chunk before it.
 """
 
 # mypy: disable-error-code="assignment"
@@ -20,10 +20,10 @@ from windowpane.lowering.reference.routing import Routing
 
 # Pairs of a chunk, each of which is compared with all others.
 CHUNK = 256
-# So few chunks are counted anew by every program that places: that takes less time than a launch.
+# So few chunks are counted anew by every program that places: that takes less time than launches.
 COUNTED_HERE = 2
-# Chunks whose counts are added at once.
-_ADDED = tl.constexpr(8)
+# Chunks whose counts are added at once, and experts of a program that adds them.
+_ADDED, ADDED_BINS = tl.constexpr(256), 8
 
 
 class Sorted(NamedTuple):
@@ -44,21 +44,27 @@ def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl
     pairs = routing.ids.numel()
     # Every block has a pair, and every expert at most one block that is not full.
     most = min(pairs, pairs // block_rows + local)
-    made = torch.empty(2 * pairs + 3 * most + 3, dtype=torch.int32, device=routing.ids.device)
-    by_expert, blocks, count, places = made.split((pairs, 3 * most, 3, pairs))
+    # Each begins at whole 16 bytes: kernels would be compiled anew for those that do not.
+    sizes = [pairs, 3 * most, 3, pairs]
+    made = torch.empty(sum(ceil_div(size, 4) * 4 for size in sizes), dtype=torch.int32, device=routing.ids.device)
+    parts = made.split([ceil_div(size, 4) * 4 for size in sizes])
+    by_expert, blocks, count, places = (part[:size] for part, size in zip(parts, sizes, strict=True))
     found = Sorted(by_expert, blocks.view(most, 3), count, places)
     chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
     chunks, bins = ceil_div(pairs, chunk), max(32, triton.next_power_of_2(local + 1))
     common = {"LOCAL": local, "BINS": bins, "CHUNK": chunk, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
     counts = None
     if chunks > COUNTED_HERE:
-        counts = torch.empty(chunks, bins, dtype=torch.int32, device=routing.ids.device)
+        counts = torch.empty(chunks + 1, bins, dtype=torch.int32, device=routing.ids.device)
         count_kernel[(chunks,)](routing.ids, counts, pairs, first, **common)
+        add_counts_kernel[(bins // ADDED_BINS,)](
+            counts, chunks, BINS=bins, OWN=ADDED_BINS, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
     place_kernel[(chunks,)](routing.ids, counts, *found, pairs, first, ROWS=block_rows, **common)
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "first"])
 def count_kernel(
     IDS, COUNTS, pairs, first, LOCAL: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -68,7 +74,22 @@ def count_kernel(
     tl.store(COUNTS + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
+def add_counts_kernel(COUNTS, chunks, BINS: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr):
+    """Some experts: counts become those of the chunks before, and all of them come behind the last chunk."""
+    wait_if_overlapped(PDL)
+    bins = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    before = tl.zeros([OWN], tl.int32)
+    for start in tl.range(0, chunks, _ADDED):
+        chunk = start + tl.arange(0, _ADDED)[:, None]
+        at = COUNTS + chunk * BINS + bins[None, :]
+        counts = tl.load(at, mask=chunk < chunks, other=0, cache_modifier=".cg")
+        tl.store(at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
+        before += tl.sum(counts, 0)
+    tl.store(COUNTS + chunks * BINS + bins, before)
+
+
+@triton.jit(do_not_specialize=["pairs", "first"])
 def place_kernel(
     IDS, COUNTS, PAIRS, BLOCKS, COUNT, PLACES, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr,
     BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -76,20 +97,16 @@ def place_kernel(
     """One chunk; the first program writes the blocks of all experts besides."""
     wait_if_overlapped(PDL)
     mine, bins = tl.program_id(0), tl.arange(0, BINS)
-    totals = tl.zeros([BINS], tl.int32)
-    ahead = tl.zeros([BINS], tl.int32)  # pairs of chunks before this one
     if COUNTS is None:
+        totals = tl.zeros([BINS], tl.int32)
+        ahead = tl.zeros([BINS], tl.int32)  # pairs of chunks before this one
         for chunk in tl.range(0, tl.num_programs(0)):
             counts = tl.histogram(_experts(IDS, chunk, pairs, first, LOCAL, CHUNK), BINS)
             totals += counts
             ahead += tl.where(chunk < mine, counts, 0)
     else:
-        for start in tl.range(0, tl.num_programs(0), _ADDED):
-            chunk = start + tl.arange(0, _ADDED)[:, None]
-            at = COUNTS + chunk * BINS + bins[None, :]
-            counts = tl.load(at, mask=chunk < tl.num_programs(0), other=0, cache_modifier=".cg")
-            totals += tl.sum(counts, 0)
-            ahead += tl.sum(tl.where(chunk < mine, counts, 0), 0)
+        totals = tl.load(COUNTS + tl.num_programs(0) * BINS + bins, cache_modifier=".cg")
+        ahead = tl.load(COUNTS + mine * BINS + bins, cache_modifier=".cg")
     begins = tl.cumsum(totals, 0) - totals
     expert = _experts(IDS, mine, pairs, first, LOCAL, CHUNK)
     place = tl.arange(0, CHUNK)
