@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +29,8 @@ from windowpane.lowering.gpu.kernels.experts import Boxed, Few, Grouped, Launche
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import grouped_product
-from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, gather_rows, takes_boxes
-from windowpane.lowering.gpu.kernels.experts_sorted import Sorted, sort_pairs
+from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, takes_boxes
+from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
@@ -367,21 +366,19 @@ class Products:
         made = [(routing, sort_pairs(routing, 0, layer.experts, launch.rows, pdl=False)) for routing in self.routings]
         both = cycle(made)
         if isinstance(launch, Boxed):
-            gathered = [gather_rows(x, s, r, pdl=False) if is_first else x for r, s in made]
-            all_three = cycle([(rows, by_expert) for rows, (_, by_expert) in zip(gathered, made, strict=True)])
-            return lambda: boxed_product(*_boxed_arguments(next(all_three), weight, out), launch=launch, **common)
+
+            def boxed() -> None:
+                _, by_expert = next(both)
+                by_expert.count[1:].zero_()  # as sorting does
+                boxed_product(x, weight, None, by_expert, out, chosen=layer.chosen, launch=launch, **common)
+
+            return boxed
 
         def grouped() -> None:
             routing, by_expert = next(both)
             grouped_product(x, weight, None, routing, by_expert, out, weighted=False, launch=launch, **common)
 
         return grouped
-
-
-def _boxed_arguments(turn: tuple[torch.Tensor, Sorted], weight: Any, out: torch.Tensor) -> tuple[Any, ...]:
-    rows, by_expert = turn
-    by_expert.count[1:].zero_()  # as sorting does
-    return rows, weight, None, by_expert, out
 
 
 def torch_grouped(case: Case, x: torch.Tensor, routing: Routing) -> float:

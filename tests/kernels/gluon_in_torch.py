@@ -255,7 +255,7 @@ def _poll(pieces: Any, first_of_thread: Pointer, again: bool) -> tuple[Tensor, .
         time.sleep(1e-4)
 
 
-def _copy_async(to: Shared, at: Pointer, mask: Tensor) -> None:
+def copy_async(to: Shared, at: Pointer, mask: Tensor) -> None:
     to.values.copy_(at.load(mask.values))  # zeros where it is masked, as cp.async has them
 
 
@@ -333,7 +333,7 @@ LANGUAGE = SimpleNamespace(
     **{name: lambda *args, **named: None for name in dir(gluon_language) if name.endswith("Layout")},
 )  # fmt: skip
 _COPIES = SimpleNamespace(
-    async_copy_global_to_shared=_copy_async, commit_group=lambda: None, wait_group=lambda count: None
+    async_copy_global_to_shared=copy_async, commit_group=lambda: None, wait_group=lambda count: None
 )
 _NAMES: dict[str, Any] = {
     "gl": LANGUAGE, "tl": LANGUAGE, "async_copy": _COPIES, "mma_v2": _multiply,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.gluon_in_torch import MOST_SECONDS, Described, Shared, Tensor, program
+from tests.kernels.gluon_in_torch import MOST_SECONDS, Described, Shared, Tensor, copy_async, program
 
 _SPOILED = 0x7F  # in every byte: the largest number in bfloat16, none in float16
 
@@ -129,6 +129,12 @@ def _bring(tensor: Described, at: list[Any], barrier: Barrier, to: Shared) -> No
     barrier.bring(tensor.box(at), to.values)
 
 
+def _arrive_with_copies(barrier: Barrier, *, increment_count: bool) -> None:
+    """Each thread of a warp group, when what it copied is there."""
+    assert not increment_count
+    barrier.arrive(count=128)
+
+
 def _take_away(tensor: Described, at: list[Any], box: Shared) -> None:
     program.stores = [*getattr(program, "stores", []), partial(tensor.store, at, box.values)]
 
@@ -148,6 +154,7 @@ NAMES: dict[str, Any] = {
     "tma": SimpleNamespace(
         async_copy_global_to_shared=_bring, async_copy_shared_to_global=_take_away, store_wait=_wait_for_stores
     ),
+    "async_copy": SimpleNamespace(async_copy_global_to_shared=copy_async, mbarrier_arrive=_arrive_with_copies),
     "fence_async_shared": lambda: None,
     "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": _wait_for_products,

@@ -15,6 +15,7 @@ from tests.kernels.gluon_in_torch import Interpreted
 from tests.kernels.interpreted_experts import activated
 from tests.kernels.interpreting import run_interpreted
 from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, Recorder, stack_bytes
+from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels import experts_hopper
 from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, NO_ACTIVATION, SILU, is_gated
 from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product
@@ -47,9 +48,9 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activa
     boxed_product(
         torch.zeros(1000, 2880, dtype=BF16), weight, torch.zeros(2, outputs, dtype=BF16), by_expert,
         torch.zeros(1000, 2880, dtype=BF16), local=2, activation=activation.value, limit=7.0, alpha=1.702,
-        launch=Boxed(rows), pdl=pdl,
+        launch=Boxed(rows), chosen=4, pdl=pdl,
     )  # fmt: skip
-    compiled = recorder.compile()
+    compiled = recorder.compile(aligned=("X",))
     ptx = compiled.asm["ptx"]
     assert recorder.launched["tiles"] == (23 if outputs == 5760 else 12) and recorder.launched["blocks"] == 23
     assert compiled.metadata.shared <= SHARED_BYTES
@@ -67,9 +68,9 @@ def test_plain_weights_compile_for_hopper(monkeypatch, tmp_path):
     boxed_product(
         torch.zeros(1000, 2816, dtype=BF16), torch.zeros(2 * 1408, 2816, dtype=BF16), None, by_expert,
         torch.zeros(1000, 704, dtype=BF16), local=2, activation=GELU.value, limit=0.0, alpha=0.0, launch=Boxed(128),
-        pdl=True,
+        chosen=8, pdl=True,
     )  # fmt: skip
-    compiled = recorder.compile()
+    compiled = recorder.compile(aligned=("X",))
     assert recorder.launched["tiles"] == 6 and recorder.launched["blocks"] == 44
     assert compiled.metadata.shared <= SHARED_BYTES
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
@@ -114,21 +115,23 @@ def test_a_product_is_that_of_the_weight_in_float64(activation, rows, inputs, ou
     experts = torch.tensor([0] * 7 + [2] * (8 * rows + 1) + [3] * rows + [4] * 5)
     experts = experts[torch.randperm(len(experts))]
     by_expert = sort(experts, 4, rows)
-    x = torch.randn(len(experts), inputs).to(BF16)
+    gated = is_gated(activation.value)
+    # Of a gated product, two pairs have a row in common; of the other, rows lie by expert.
+    x = torch.randn(ceil_div(len(experts), 2) if gated else len(experts), inputs).to(BF16)
     weight = torch.randn(4 * outputs, inputs).to(BF16) if is_plain else weight_of(4 * outputs, inputs)
     bias = torch.randn(4, outputs).to(BF16) if has_bias else None
-    gated = is_gated(activation.value)
     width = outputs // 2 if gated else outputs
     memory = torch.full((len(experts), width + 64), torch.nan, dtype=BF16)
     out = memory[:, :width]
     boxed_product(
         x, weight, bias, by_expert, out, local=4, activation=activation.value, limit=7.0, alpha=1.702,
-        launch=Boxed(rows), pdl=True,
+        launch=Boxed(rows), chosen=2, pdl=True,
     )  # fmt: skip
     exact = weight.double() if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float64)
     matrices = exact.view(4, outputs, inputs)
     mine = by_expert.pairs[: int((experts < 4).sum())].long()
-    want = torch.stack([matrices[expert] @ row for expert, row in zip(experts[mine], x.double(), strict=False)])
+    rows_of = (x[mine // 2] if gated else x[: len(mine)]).double()
+    want = torch.stack([matrices[expert] @ row for expert, row in zip(experts[mine], rows_of, strict=True)])
     if bias is not None:
         want += bias[experts[mine]].double()
     if gated:
@@ -142,5 +145,5 @@ def test_a_product_is_that_of_the_weight_in_float64(activation, rows, inputs, ou
     assert (~memory.isnan()).sum() == len(mine) * width, "nothing else is written"
 
 
-def test_a_layer_of_experts_goes_through_sorting_gathering_both_products_and_the_sum():
+def test_a_layer_of_experts_goes_through_sorting_both_products_and_the_sum():
     run_interpreted("tests.kernels.interpreted_experts", "boxes")

@@ -32,6 +32,7 @@ from windowpane.models.adapters import AdapterRoom
 from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.assistant import Assistant
+from windowpane.runners.compiling import compiling_ahead
 from windowpane.runners.drafting import DraftingLayers
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
 from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifies_only
@@ -153,13 +154,17 @@ class CudaRunner:
 
         What happens once (compiling kernels, workspaces) has then happened before the first request.
         """
+        batches = [rehearsal(tokens, self._max_model_len)]
+        if self.adapters is not None:  # slots are empty, but kernels do not know
+            batches.append(replace(batches[0], adapters=np.ones(len(batches[0].chunks), dtype=np.int32)))
+        with compiling_ahead():
+            for batch in batches:
+                self.forward(batch)
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        batch = rehearsal(tokens, self._max_model_len)
-        self.forward(batch)
-        if self.adapters is not None:  # slots are empty, but kernels do not know
-            self.forward(replace(batch, adapters=np.ones(len(batch.chunks), dtype=np.int32)))
+        for batch in batches:
+            self.forward(batch)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.activation_bytes = peak + self.model.prefill_scratch_bytes

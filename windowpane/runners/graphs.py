@@ -15,9 +15,10 @@ import torch
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
+from windowpane.runners.compiling import compiling_ahead
 from windowpane.schedule.step import Segment
 
-WARM_UPS = 1  # before a capture: kernels are compiled and libraries take their workspaces
+WARM_UPS = 1  # before a capture: kernels are loaded and libraries take their workspaces
 
 Progress = Callable[[int, int], None]
 
@@ -78,7 +79,8 @@ class DecodeGraphs:
         if segments is not None:
             kinds += [(size, True) for size in sizes if size > 1]
             segments.copy_(torch.tensor(Segment(0, -1, -1, 0, 0, 0), dtype=torch.int32))
-        for done, (size, several) in enumerate(sorted(kinds, reverse=True)):  # the largest takes the memory for all
+
+        def run_of(size: int, several: bool) -> Callable[[], None]:
             together = segments[:size] if several and segments is not None else None
             on_rows = None
             if adapters is not None:
@@ -86,13 +88,20 @@ class DecodeGraphs:
                 on_rows = adapters.decoding(size)
             step = DeviceStep.decoding(inputs[:, :size], together, most_rows, on_rows)
 
-            def run(step: DeviceStep = step, size: int = size) -> None:
+            def run() -> None:
                 normed = model.final_hidden(step, tokens_of(inputs[:, :size], sampled))
                 if hidden is not None:
                     hidden[:size].copy_(normed)
                 model.logits(normed, logits[:size])
 
-            self._graphs[size, several] = capture(run, pool)
+            return run
+
+        kinds.sort(reverse=True)  # the largest takes the memory for all
+        with compiling_ahead():
+            for kind in kinds:
+                run_of(*kind)()
+        for done, kind in enumerate(kinds):
+            self._graphs[kind] = capture(run_of(*kind), pool)
             if progress is not None:
                 progress(done + 1, len(kinds))
 

@@ -2,9 +2,9 @@
 
 One program owns 64 rows: the query heads of one KV head times as many tokens as that leaves. Its output, 64 x 512 in
 float32, fills two warp groups (256 dims each, 128 registers a thread). A third one has the scores: while it computes a
-softmax or the scores of the next tile, the two multiply the probabilities of the last one by their dims of V. One tile of
-64 tokens x 512 dims serves as K for one and as V for the others. Four more warps bring tiles in by TMA and look pages up
-ahead of time.
+softmax or the scores of the next tile, the two multiply the probabilities of the last one by their dims of V. One tile
+of 64 tokens x 512 dims serves as K for one and as V for the others. Four more warps bring tiles in by TMA and look
+pages up ahead of time.
 
 Latent: the tile is n. K differs from it only in the 128 rotary dims, which come rotated from a scratch buffer
 (`prepare.rotate_keys`); w of the other 384 dims is folded into q. Pair: K and V are two tiles, each with one buffer
@@ -139,8 +139,8 @@ def _softmax(s, m, norm, position, first_query, j, scale_log2):
 
 @gluon.jit
 def _weigh(W, shares, buffers, bars, place, scale_log2, LATENT: gl.constexpr):
-    """What 64 rows, which `q_box` [tokens, heads, dims] holds, give to each tile's tokens: its probabilities, by how much
-    what came before shrinks, and in the end the sums of all probabilities.
+    """What 64 rows, which `q_box` [tokens, heads, dims] holds, give to each tile's tokens: its probabilities, by how
+    much what came before shrinks, and in the end the sums of all probabilities.
 
     The first row is at position `first_query`.
     """

@@ -2,10 +2,10 @@
 
 A tile is 256 outputs of one expert by a block of its pairs: 128 outputs and the 128 that they gate, or 256 in a row.
 Two warp groups share it, so that a gate and what it gates are in the same thread's registers: of MXFP4, each has 64
-outputs of either half, of bf16 each has half the pairs. A further warp brings weights and inputs, which lie by expert,
-by TMA. There is one program to a multiprocessor, and whichever is free takes the next tile: tiles differ in time, and
-those that run side by side read the same weights. What a program needs for its next tile is brought while it ends the
-last.
+outputs of either half, of bf16 each has half the pairs. A third one brings weights by TMA, and inputs: those of gates
+row by row from where tokens lie, the others, which lie by expert, by TMA too. There is one program to a multiprocessor,
+and whichever is free takes the next tile: tiles differ in time, and those that run side by side read the same weights.
+What a program needs for its next tile is brought while it ends the last.
 
 Of MXFP4, a warp group turns the units of 64 outputs into an operand in registers while the tensor cores multiply the
 one before it. Scales are read by the threads that need them, a step ahead: a word has those of a block for one output,
@@ -16,9 +16,12 @@ and the words of the next blocks lie in the same sector.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -65,9 +68,14 @@ def _fresh(at):
 
 
 @gluon.jit
-def _bring(x, weights, tiles_of, items, share, shape, GATED: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr):
+def _bring(
+    x, weights, PAIRS, tiles_of, items, share, shape, GATED: gl.constexpr, CHOSEN: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Takes tiles and says which, and brings their weights, both halves, and inputs.
 
+    GATED: `x` has rows of tokens, each of CHOSEN pairs, as (pointer, eighths of their stride, eighths of their inputs);
+    else it describes rows that lie by expert.
     Items are told before the first block of inputs is there, and read before it is given back. Each has at least one
     block, so as many items as there are stages, and one, are never told without having been read.
     """
@@ -79,7 +87,8 @@ def _bring(x, weights, tiles_of, items, share, shape, GATED: gl.constexpr, GROUP
     BOXES: gl.constexpr = w_tiles.type.shape[0] // STAGES
     BOX: gl.constexpr = w_tiles.type.shape[1]
     UNITS: gl.constexpr = w_tiles.type.shape[2]
-    X_BYTES: gl.constexpr = x_tiles.type.shape[1] * INPUTS * 2
+    # Copies row by row say by themselves that they have landed.
+    X_BYTES: gl.constexpr = 0 if GATED else x_tiles.type.shape[1] * INPUTS * 2
     W_BYTES: gl.constexpr = BOXES * BOX * UNITS * 2
     if PDL:
         gdc_wait()
@@ -92,6 +101,8 @@ def _bring(x, weights, tiles_of, items, share, shape, GATED: gl.constexpr, GROUP
         block, tile = _place(item, items_in_all // tiles, tiles, GROUP_BLOCKS)
         expert, begin, end = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
         _tell(items, n % (STAGES + 1), expert, begin, end, tile)
+        if GATED:
+            rows, columns = _inputs_of(x, PAIRS, begin, end, x_tiles.type.shape[1], INPUTS, CHOSEN)
         is_half = _is_half(tile, width, GATED) & (BOXES == 4)
         first = expert * outputs + tile * (_HALF if GATED else 2 * _HALF)
         second = first + (width if GATED else gl.where(is_half, _HALF // 2, _HALF))
@@ -109,18 +120,40 @@ def _bring(x, weights, tiles_of, items, share, shape, GATED: gl.constexpr, GROUP
                     at = w_tiles.index(BOXES * buf + box), w_tiles.index(BOXES * buf + BOXES // 2 + box)
                     tma.async_copy_global_to_shared(weights, [first + box * BOX, step * UNITS], bar, at[0])
                     tma.async_copy_global_to_shared(weights, [second + box * BOX, step * UNITS], bar, at[1])
-            tma.async_copy_global_to_shared(x, [begin, step * INPUTS], bar, x_tiles.index(buf))
+            if GATED:
+                is_input = (columns + step * INPUTS < x[2] * 8)[None, :]
+                async_copy.async_copy_global_to_shared(x_tiles.index(buf), rows + step * INPUTS, mask=is_input)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                tma.async_copy_global_to_shared(x, [begin, step * INPUTS], bar, x_tiles.index(buf))
             i += 1
         item = following
         n += 1
     mbarrier.wait(empty.index(i % STAGES), i // STAGES % 2 ^ 1)
     _tell(items, n % (STAGES + 1), -1, 0, 0, 0)
-    mbarrier.arrive(full.index(i % STAGES), count=1)
+    mbarrier.arrive(full.index(i % STAGES), count=_arrivals(GATED))
+
+
+@triton.constexpr_function
+def _arrivals(gated):
+    """At the barrier of a block that is there: one of weights, and one of each thread that copies rows."""
+    return 1 + 128 if gated else 1
+
+
+@gluon.jit
+def _inputs_of(x, PAIRS, begin, end, ROWS: gl.constexpr, INPUTS: gl.constexpr, CHOSEN: gl.constexpr):
+    """Where a block's rows begin, [pairs, columns], and the columns. Rows behind the last pair are the first of all."""
+    X, stride, _inputs = x
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // INPUTS, INPUTS // 8], [4, 1], [1, 0])
+    at = begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = gl.load(PAIRS + at, mask=at < end, other=0, cache_modifier=".cg") // CHOSEN
+    columns = gl.arange(0, INPUTS, gl.SliceLayout(0, layout))
+    return X + row.to(gl.int64)[:, None] * (stride * 8) + columns[None, :], columns
 
 
 @gluon.jit
 def _tell(items, at, expert, begin, end, tile):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     items.index(at * 4).store(gl.full([1], expert, gl.int32, layout))
     items.index(at * 4 + 1).store(gl.full([1], begin, gl.int32, layout))
     items.index(at * 4 + 2).store(gl.full([1], end, gl.int32, layout))
@@ -140,6 +173,13 @@ def _told(items, n, i, full, STAGES: gl.constexpr):
 @gluon.jit
 def _scalar(items, at):
     return gl.sum(items.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _see_rows(GATED: gl.constexpr):
+    """Before tensor cores read what came row by row, which is another way to memory than theirs and that of TMA."""
+    if GATED:
+        fence_async_shared()
 
 
 @gluon.jit
@@ -271,6 +311,7 @@ def _multiply_units(
             following = gl.minimum(step + 1, blocks - 1)
             next_s0 = gl.load(at0 + following)
             next_s1 = gl.load(at1 + following)
+            _see_rows(GATED)
             x = x_tiles.index(buf).permute((1, 0))
             product0 = warpgroup_mma(w0, x, sums0, is_async=True)
             w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
@@ -322,6 +363,7 @@ def _plain_tile(
     for step in range(blocks):
         buf = (i + step) % STAGES
         mbarrier.wait(full.index(buf), (i + step) // STAGES % 2)
+        _see_rows(GATED)
         w = weights.index(buf).slice(0, OUTPUTS, 0).permute((1, 0))
         sums = warpgroup_mma(pairs.index(2 * buf + which), w, sums, is_async=True)
         # That of the block before has ended, and this one follows it without a gap.
@@ -369,60 +411,63 @@ def _multiply_plain(
 # Numbers of tiles compile to nothing better, and each would take seconds.
 @gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def mxfp4_experts_kernel(
-    x, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr,
-    PDL: gl.constexpr,
+    x, X, x_stride, inputs, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride,
+    limit, alpha, CHOSEN: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`tiles`: of outputs. `blocks`: of 128 inputs. `width`: results of a pair, outputs where nothing is gated."""
     if PDL:
         gdc_launch_dependents()
     unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, 128, 32], units.layout)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], x.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], gl.NVMMASharedLayout(128, 16, rank=2))
     staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     items = gl.allocate_shared_memory(gl.int32, [(STAGES + 1) * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=_arrivals(is_gated(ACTIVATION)))
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
+    source = (X, x_stride, inputs) if GATED else x
     gl.warp_specialize(
         [
             (_multiply_units, (0, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
             (_multiply_units, (1, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
-            (_bring, (x, units, tiles_of, items, share, shape, GATED, GROUP_BLOCKS, PDL)),
+            (_bring, (source, units, PAIRS, tiles_of, items, share, shape, GATED, CHOSEN, GROUP_BLOCKS, PDL)),
         ],
-        [4, 1], [240, 24],
+        [4, 4], [216, 56],
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def plain_experts_kernel(
-    x, weights, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    x, X, x_stride, inputs, weights, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit,
+    alpha, CHOSEN: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `mxfp4_experts_kernel`, for weights in bf16; `blocks` of 64 inputs."""
     if PDL:
         gdc_launch_dependents()
     w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 4, 64, 64], weights.layout)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS // 2, 128], gl.NVMMASharedLayout(128, 16, rank=2))
     items = gl.allocate_shared_memory(gl.int32, [(STAGES + 1) * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=_arrivals(is_gated(ACTIVATION)))
         mbarrier.init(empty.index(i), count=2)
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
+    source = (X, x_stride, inputs) if GATED else x
     gl.warp_specialize(
         [
             (_multiply_plain, (0, results, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
             (_multiply_plain, (1, results, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
-            (_bring, (x, weights, tiles_of, items, share, shape, GATED, GROUP_BLOCKS, PDL)),
+            (_bring, (source, weights, PAIRS, tiles_of, items, share, shape, GATED, CHOSEN, GROUP_BLOCKS, PDL)),
         ],
-        [4, 1], [240, 24],
+        [4, 4], [216, 56],
     )  # fmt: skip
