@@ -29,7 +29,14 @@ from windowpane.lowering.gpu.kernels.experts import Boxed, Few, Grouped, Launche
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, code_of
 from windowpane.lowering.gpu.kernels.experts_few import few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import grouped_product
-from windowpane.lowering.gpu.kernels.experts_hopper import PLAIN_ROWS, STAGES, boxed_product, takes_boxes
+from windowpane.lowering.gpu.kernels.experts_hopper import (
+    PLAIN_ROWS,
+    STAGES,
+    boxed_product,
+    gather_rows,
+    takes_boxes,
+    takes_rows,
+)
 from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
 from windowpane.lowering.gpu.kernels.routing import route
 from windowpane.lowering.packed import PackedWeight
@@ -366,11 +373,13 @@ class Products:
         made = [(routing, sort_pairs(routing, 0, layer.experts, launch.rows, pdl=False)) for routing in self.routings]
         both = cycle(made)
         if isinstance(launch, Boxed):
+            gathers = is_first and not takes_rows(weight, code)
+            read = cycle([(gather_rows(x, s, r, pdl=False) if gathers else x, s) for r, s in made])
 
             def boxed() -> None:
-                _, by_expert = next(both)
+                rows, by_expert = next(read)
                 by_expert.count[1:].zero_()  # as sorting does
-                boxed_product(x, weight, None, by_expert, out, chosen=layer.chosen, launch=launch, **common)
+                boxed_product(rows, weight, None, by_expert, out, chosen=layer.chosen, launch=launch, **common)
 
             return boxed
 

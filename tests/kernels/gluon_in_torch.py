@@ -302,6 +302,7 @@ LANGUAGE = SimpleNamespace(
     pointer_type=lambda element: element,
     program_id=lambda axis: program.number,
     num_programs=lambda axis: program.count,
+    num_warps=lambda: 4,
     static_range=range,
     thread_barrier=lambda: None,
     arange=lambda first, last, layout=None: Tensor(torch.arange(first, last, dtype=torch.int32)),

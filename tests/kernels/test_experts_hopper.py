@@ -50,7 +50,7 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activa
         torch.zeros(1000, 2880, dtype=BF16), local=2, activation=activation.value, limit=7.0, alpha=1.702,
         launch=Boxed(rows), chosen=4, pdl=pdl,
     )  # fmt: skip
-    compiled = recorder.compile(aligned=("X",))
+    compiled = recorder.compile()
     ptx = compiled.asm["ptx"]
     assert recorder.launched["tiles"] == (23 if outputs == 5760 else 12) and recorder.launched["blocks"] == 23
     assert compiled.metadata.shared <= SHARED_BYTES
@@ -90,6 +90,20 @@ def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
     return Sorted(pairs, *numbers, torch.where(experts < local, pairs.argsort().int(), -1))
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_rank_whose_experts_nobody_chose_writes_nothing(is_plain, monkeypatch):
+    monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", Interpreted(KERNEL, hopper_in_torch.NAMES))
+    monkeypatch.setattr(experts_hopper, "plain_experts_kernel", Interpreted(PLAIN_KERNEL, hopper_in_torch.NAMES))
+    monkeypatch.setattr(experts_hopper, "processors_of", lambda device: 3)
+    weight = torch.randn(4 * 256, 128).to(BF16) if is_plain else weight_of(4 * 256, 128)
+    out = torch.full((7, 128), torch.nan, dtype=BF16)
+    boxed_product(
+        torch.randn(7, 128).to(BF16), weight, None, sort(torch.full((7,), 4), 4, 16), out, local=4,
+        activation=SILU.value, limit=0.0, alpha=0.0, launch=Boxed(16), chosen=1, pdl=False,
+    )  # fmt: skip
+    assert out.isnan().all()
+
+
 @pytest.mark.parametrize(
     ("activation", "rows", "inputs", "outputs", "has_bias", "is_plain"),
     [
@@ -116,8 +130,9 @@ def test_a_product_is_that_of_the_weight_in_float64(activation, rows, inputs, ou
     experts = experts[torch.randperm(len(experts))]
     by_expert = sort(experts, 4, rows)
     gated = is_gated(activation.value)
-    # Of a gated product, two pairs have a row in common; of the other, rows lie by expert.
-    x = torch.randn(ceil_div(len(experts), 2) if gated else len(experts), inputs).to(BF16)
+    # Two pairs may have a row in common; else rows lie by expert.
+    by_rows = gated and is_plain
+    x = torch.randn(ceil_div(len(experts), 2) if by_rows else len(experts), inputs).to(BF16)
     weight = torch.randn(4 * outputs, inputs).to(BF16) if is_plain else weight_of(4 * outputs, inputs)
     bias = torch.randn(4, outputs).to(BF16) if has_bias else None
     width = outputs // 2 if gated else outputs
@@ -130,7 +145,7 @@ def test_a_product_is_that_of_the_weight_in_float64(activation, rows, inputs, ou
     exact = weight.double() if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float64)
     matrices = exact.view(4, outputs, inputs)
     mine = by_expert.pairs[: int((experts < 4).sum())].long()
-    rows_of = (x[mine // 2] if gated else x[: len(mine)]).double()
+    rows_of = (x[mine // 2] if by_rows else x[: len(mine)]).double()
     want = torch.stack([matrices[expert] @ row for expert, row in zip(experts[mine], rows_of, strict=True)])
     if bias is not None:
         want += bias[experts[mine]].double()

@@ -53,8 +53,8 @@ class TestHeads:
         assert not replace(FULL_31B, kv_heads=1, query_heads=128).has_kernel
 
     def test_a_large_segment_fills_the_gpu(self):
-        assert WINDOW_31B.least_queries == 512 and FULL_31B.least_queries == 256
-        assert Heads(2, 8, 512, latent=False, windowed=False).least_queries == 1024
+        assert WINDOW_31B.least_queries == 512 and FULL_31B.least_queries == 128
+        assert Heads(2, 8, 512, latent=False, windowed=False).least_queries == 512
 
 
 class TestScratch:

@@ -14,9 +14,10 @@ ELEMENT_BYTES = 2
 WIDE_DIM = 512
 TILE_TOKENS = {64: 128, 128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
 PROGRAM_ROWS = {64: 192, 128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads
-# A launch takes one segment: with fewer programs than this it leaves multiprocessors idle (an H200 has 132), and such a
-# segment goes to the plain kernel, which takes all that are left in one launch.
-LEAST_PROGRAMS = 128
+# A launch takes one segment, and with few programs it leaves multiprocessors idle (an H200 has 132). A segment with
+# fewer than these goes to the plain kernel, which takes all that are left in one launch, at half the speed of a full
+# launch here, or at a quarter with 512 dims.
+LEAST_PROGRAMS = {64: 128, 128: 128, 256: 128, WIDE_DIM: 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class Heads:
 
     @property
     def least_queries(self) -> int:
-        """From so many queries on, one segment fills the GPU."""
-        return ceil_div(LEAST_PROGRAMS * PROGRAM_ROWS[self.dim], self.query_heads)
+        """From so many queries on, a launch of one segment is faster than the plain kernel."""
+        return ceil_div(LEAST_PROGRAMS[self.dim] * PROGRAM_ROWS[self.dim], self.query_heads)
 
     @property
     def edge_elements(self) -> int:

@@ -31,7 +31,6 @@ from windowpane.schedule.step import Segment
 
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)  # rows that are solved one after another
-PART = tl.constexpr(16)  # tokens that are convolved at once: few registers, so that many programs wait side by side
 FIELDS = tl.constexpr(len(Segment._fields))
 _FEWEST_SLOTS = 16
 _NORM_TOKENS = 32
@@ -199,9 +198,9 @@ def _store_tail(X, stride, BEFORE, TO, dims, behind, has_past, WIDTH: tl.constex
 
 @triton.jit
 def _convolved(X, stride, CONV, dims, first, tokens, WIDTH: tl.constexpr):
-    """SiLU of the convolution of tokens [PART, dims] from `first` on, of a segment's inputs; zeros behind the last."""
-    token = first + tl.arange(0, PART)
-    total = tl.zeros([PART, dims.shape[0]], tl.float32)
+    """SiLU of the convolution of a chunk's tokens [CHUNK, dims], from the segment's inputs; zeros behind the last."""
+    token = first + tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK, dims.shape[0]], tl.float32)
     for tap in tl.static_range(WIDTH):
         at = token + (tap - WIDTH + 1)
         mask = (at >= 0) & (token < tokens)
@@ -229,15 +228,14 @@ def _convolve_head(
 ):  # fmt: skip
     """Store the convolution of a head's tokens in a chunk; IS_UNIT: of unit length, times `scale`."""
     dims = tl.arange(0, DIM)
+    i = tl.arange(0, CHUNK)
     STRIDE: tl.constexpr = HEADS * DIM
+    y = _convolved(X, stride, CONV, dims, first, tokens, WIDTH)
+    if IS_UNIT:
+        y *= (tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS) * scale)[:, None]
     sees_past = has_past & (first == 0)
-    for part in tl.range(0, CHUNK, PART):
-        y = _convolved(X, stride, CONV, dims, first + part, tokens, WIDTH)
-        if IS_UNIT:
-            y *= (tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS) * scale)[:, None]
-        i = part + tl.arange(0, PART)
-        mask = (sees_past == 0) | (i >= WIDTH - 1)
-        tl.store(TO + i[:, None] * STRIDE + dims[None, :], y.to(TO.dtype.element_ty), mask=mask[:, None])
+    mask = (sees_past == 0) | (i >= WIDTH - 1)
+    tl.store(TO + i[:, None] * STRIDE + dims[None, :], y.to(TO.dtype.element_ty), mask=mask[:, None])
     if sees_past:
         for token in tl.static_range(WIDTH - 1):
             one = _convolved_token(X, stride, TAIL + page, CONV, dims, token, WIDTH)

@@ -16,7 +16,7 @@ import triton
 from windowpane.lowering.gpu.kernels.experts_activation import NO_ACTIVATION, RELU2, code_of
 from windowpane.lowering.gpu.kernels.experts_few import Few, few_product
 from windowpane.lowering.gpu.kernels.experts_grouped import Grouped, add_pairs, grouped_product
-from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, takes_boxes
+from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, gather_rows, takes_boxes, takes_rows
 from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
@@ -68,8 +68,11 @@ def run_experts(
     assert not isinstance(first, Few) and not isinstance(second, Few) and first.rows == second.rows
     by_expert = sort_pairs(routing, first_expert, local, first.rows, pdl=pdl)
     if isinstance(first, Boxed) and isinstance(second, Boxed):
-        results, common = x.new_empty(rows * chosen, hidden), {**common, "chosen": chosen}
-        boxed_product(x, weights[0], gate_up_bias, by_expert, inner, activation=code, launch=first, **common)
+        common["chosen"] = chosen
+        read = x if takes_rows(weights[0], code) else gather_rows(x, by_expert, routing, pdl=pdl)
+        boxed_product(read, weights[0], gate_up_bias, by_expert, inner, activation=code, launch=first, **common)
+        # What was gathered is as large, and no longer needed.
+        results = x.new_empty(rows * chosen, hidden) if read is x else read
         boxed_product(
             inner, weights[1], down_bias, by_expert, results, activation=NO_ACTIVATION.value, launch=second, **common
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from windowpane.attention.triton.view import processors_of
 from windowpane.kv.retention import ceil_div
@@ -13,7 +15,9 @@ from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
 from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel, plain_experts_kernel
 from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
+from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
 HALF_OUTPUTS = 128
@@ -39,35 +43,64 @@ def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype, rows: i
     return has_kernel and has_rows and is_hopper(weight.device) and is_copied(copied)
 
 
+def takes_rows(weight: torch.Tensor | PackedWeight, activation: int) -> bool:
+    """Whether a product takes rows of tokens; else their pairs by expert."""
+    return not isinstance(weight, PackedWeight) and is_gated(activation)
+
+
+def gather_rows(x: torch.Tensor, by_expert: Sorted, routing: Routing, *, pdl: bool) -> torch.Tensor:
+    """The row of each pair, by expert."""
+    (rows, chosen), inputs = routing.ids.shape, x.shape[1]
+    out = x.new_empty(rows * chosen, inputs)
+    gather_kernel[(rows,)](
+        x, by_expert.places, out, x.stride(0), inputs, CHOSEN=chosen, BLOCK=min(4096, triton.next_power_of_2(inputs)),
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
 def boxed_product(
     x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, by_expert: Sorted,
     out: torch.Tensor, *, chosen: int, local: int, activation: int, limit: float, alpha: float, launch: Boxed,
     pdl: bool,
 ) -> None:  # fmt: skip
-    """With an `activation`, x [rows, inputs], each of which has `chosen` pairs, and out [pairs by expert, width]; else
-    x [pairs by expert, inputs] and out [pairs, outputs].
+    """`x` [pairs by expert, inputs], or [rows, inputs] where each has `chosen` pairs, as `takes_rows` says. With an
+    `activation`, out [pairs by expert, width]; else out [pairs, outputs].
     """
     outputs, gated = len(weight) // local, is_gated(activation)
     width = outputs // 2 if gated else outputs
     tiles = ceil_div(width, HALF_OUTPUTS) if gated else ceil_div(outputs, 2 * HALF_OUTPUTS)
     programs = min(processors_of(x.device), len(by_expert.blocks) * tiles)
-    box = BLOCK_INPUTS if isinstance(weight, PackedWeight) else PLAIN_INPUTS
-    # Rows of tokens are copied 16 bytes at a time.
-    tokens = (None, x, x.stride(0) // 8, x.shape[1] // 8)
-    inputs = tokens if gated else (described(x, [launch.rows, box], 128), None, 0, 0)
     sizes = outputs, width, out.stride(0), float(limit), float(alpha)
     common = {
-        "CHOSEN": chosen, "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl,
-        "num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": pdl,
+        "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4,
+        "maxnreg": REGISTERS, "launch_pdl": pdl,
     }  # fmt: skip
     if isinstance(weight, PackedWeight):
         mxfp4_experts_kernel[(programs,)](
-            *inputs, described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64), weight.scales.view(torch.int32), out,
-            bias, *by_expert[:3], tiles, ceil_div(weight.inputs, BLOCK_INPUTS), *sizes,
-            STAGES=STAGES[launch.rows], **common,
+            described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
+            weight.scales.view(torch.int32), out, bias, *by_expert[:3], tiles, ceil_div(weight.inputs, BLOCK_INPUTS),
+            *sizes, STAGES=STAGES[launch.rows], **common,
         )  # fmt: skip
         return
+    by_rows = takes_rows(weight, activation)
+    # Rows of tokens are copied 16 bytes at a time.
+    tokens = (None, x, x.stride(0) // 8, x.shape[1] // 8)
+    inputs = tokens if by_rows else (described(x, [launch.rows, PLAIN_INPUTS], 128), None, 0, 0)
     plain_experts_kernel[(programs,)](
         *inputs, described(weight, [PLAIN_OUTPUTS, PLAIN_INPUTS], 128), out, bias, *by_expert[:3], tiles,
-        ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, STAGES=PLAIN_STAGES, **common,
+        ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, CHOSEN=chosen if by_rows else 0, STAGES=PLAIN_STAGES, **common,
     )  # fmt: skip
+
+
+@triton.jit
+def gather_kernel(X, PLACES, OUT, x_stride, inputs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program: a row, which is read once and copied to the places of its pairs. Other ranks' pairs have none."""
+    wait_if_overlapped(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    for start in tl.range(0, inputs, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        values = tl.load(X + row * x_stride + k, mask=k < inputs, cache_modifier=".cg")
+        for pair in tl.static_range(CHOSEN):
+            place = tl.load(PLACES + row * CHOSEN + pair, cache_modifier=".cg").to(tl.int64)
+            tl.store(OUT + place * inputs + k, values, mask=(k < inputs) & (place >= 0))

@@ -21,7 +21,7 @@ from windowpane.lowering.reference.routing import Routing
 # Pairs of a chunk, each of which is compared with all others.
 CHUNK = 256
 # So few chunks are counted anew by every program that places: that takes less time than launches.
-COUNTED_HERE = 2
+COUNTED_HERE = 4
 # Chunks whose counts are added at once, and experts of a program that adds them.
 _ADDED, ADDED_BINS = tl.constexpr(256), 8
 

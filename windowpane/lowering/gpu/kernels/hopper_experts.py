@@ -2,10 +2,13 @@
 
 A tile is 256 outputs of one expert by a block of its pairs: 128 outputs and the 128 that they gate, or 256 in a row.
 Two warp groups share it, so that a gate and what it gates are in the same thread's registers: of MXFP4, each has 64
-outputs of either half, of bf16 each has half the pairs. A third one brings weights by TMA, and inputs: those of gates
-row by row from where tokens lie, the others, which lie by expert, by TMA too. There is one program to a multiprocessor,
-and whichever is free takes the next tile: tiles differ in time, and those that run side by side read the same weights.
-What a program needs for its next tile is brought while it ends the last.
+outputs of either half, of bf16 each has half the pairs. There is one program to a multiprocessor, and what it needs for
+its next tile is brought while it ends the last.
+
+Weights come by TMA, and so do inputs that lie by expert. In bf16, where registers are left for that, four warps bring
+the inputs of gates row by row from where tokens lie. In bf16, too, whichever program is free takes the next tile: tiles
+differ in time, and those that run side by side read the same weights. In MXFP4 tiles are equal, and with few pairs so
+short that asking for the next would take longer than it gains: program p takes tiles p, p + programs and so on.
 
 Of MXFP4, a warp group turns the units of 64 outputs into an operand in registers while the tensor cores multiply the
 one before it. Scales are read by the threads that need them, a step ahead: a word has those of a block for one output,
@@ -53,18 +56,23 @@ prmt.b32 $3, low, high, 0x7373;
 
 
 @gluon.jit
-def _place(item, count, tiles, GROUP_BLOCKS: gl.constexpr):
-    """The block and tile of an item. Neighbouring blocks, mostly of one expert, take the same weights in turn."""
-    group = item // (GROUP_BLOCKS * tiles)
-    within = item - group * GROUP_BLOCKS * tiles
-    size = gl.minimum(count - group * GROUP_BLOCKS, GROUP_BLOCKS)
-    return group * GROUP_BLOCKS + within % size, within // size
-
-
-@gluon.jit
 def _fresh(at):
     """What an earlier kernel has written, past an L1 cache that may hold what was there before."""
     return gl.load(at, cache_modifier=".cg")
+
+
+@gluon.jit
+def _place(BLOCKS, item, count, tiles, GROUP_BLOCKS: gl.constexpr):
+    """Expert, first pair, end of the expert's pairs, and tile of an item; those of the last one for any behind it.
+
+    Neighbouring blocks, mostly of one expert, take the same weights in turn.
+    """
+    item = gl.maximum(gl.minimum(item, count * tiles - 1), 0)
+    group = item // (GROUP_BLOCKS * tiles)
+    within = item - group * GROUP_BLOCKS * tiles
+    size = gl.maximum(gl.minimum(count - group * GROUP_BLOCKS, GROUP_BLOCKS), 1)
+    at = BLOCKS + (group * GROUP_BLOCKS + within % size) * 3
+    return _fresh(at), _fresh(at + 1), _fresh(at + 2), within // size
 
 
 @gluon.jit
@@ -74,8 +82,8 @@ def _bring(
 ):  # fmt: skip
     """Takes tiles and says which, and brings their weights, both halves, and inputs.
 
-    GATED: `x` has rows of tokens, each of CHOSEN pairs, as (pointer, eighths of their stride, eighths of their inputs);
-    else it describes rows that lie by expert.
+    `x` describes rows that lie by expert, unless CHOSEN pairs have a row in common: then it is rows of tokens, as
+    (pointer, eighths of their stride, eighths of their inputs).
     Items are told before the first block of inputs is there, and read before it is given back. Each has at least one
     block, so as many items as there are stages, and one, are never told without having been read.
     """
@@ -85,25 +93,32 @@ def _bring(
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     INPUTS: gl.constexpr = x_tiles.type.shape[2]
     BOXES: gl.constexpr = w_tiles.type.shape[0] // STAGES
+    IS_PLAIN: gl.constexpr = BOXES == 4
     BOX: gl.constexpr = w_tiles.type.shape[1]
     UNITS: gl.constexpr = w_tiles.type.shape[2]
     # Copies row by row say by themselves that they have landed.
-    X_BYTES: gl.constexpr = 0 if GATED else x_tiles.type.shape[1] * INPUTS * 2
+    BY_ROWS: gl.constexpr = CHOSEN > 0
+    X_BYTES: gl.constexpr = 0 if BY_ROWS else x_tiles.type.shape[1] * INPUTS * 2
     W_BYTES: gl.constexpr = BOXES * BOX * UNITS * 2
     if PDL:
         gdc_wait()
-    items_in_all = _fresh(COUNT) * tiles
+    count = _fresh(COUNT)
     item = gl.program_id(0)
+    following_place = _place(BLOCKS, item, count, tiles, GROUP_BLOCKS)
     i = 0
     n = 0
-    while item < items_in_all:
-        following = gl.atomic_add(COUNT + (1 if GATED else 2), 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
-        block, tile = _place(item, items_in_all // tiles, tiles, GROUP_BLOCKS)
-        expert, begin, end = _fresh(BLOCKS + block * 3), _fresh(BLOCKS + block * 3 + 1), _fresh(BLOCKS + block * 3 + 2)
+    while item < count * tiles:
+        expert, begin, end, tile = following_place
+        if IS_PLAIN:
+            following = gl.atomic_add(COUNT + (1 if GATED else 2), 1, sem="relaxed", scope="gpu") + gl.num_programs(0)
+        else:
+            following = item + gl.num_programs(0)
+        # On its way while this item's weights are brought.
+        following_place = _place(BLOCKS, following, count, tiles, GROUP_BLOCKS)
         _tell(items, n % (STAGES + 1), expert, begin, end, tile)
-        if GATED:
+        if BY_ROWS:
             rows, columns = _inputs_of(x, PAIRS, begin, end, x_tiles.type.shape[1], INPUTS, CHOSEN)
-        is_half = _is_half(tile, width, GATED) & (BOXES == 4)
+        is_half = _is_half(tile, width, GATED) & IS_PLAIN
         first = expert * outputs + tile * (_HALF if GATED else 2 * _HALF)
         second = first + (width if GATED else gl.where(is_half, _HALF // 2, _HALF))
         for step in range(blocks):
@@ -120,7 +135,7 @@ def _bring(
                     at = w_tiles.index(BOXES * buf + box), w_tiles.index(BOXES * buf + BOXES // 2 + box)
                     tma.async_copy_global_to_shared(weights, [first + box * BOX, step * UNITS], bar, at[0])
                     tma.async_copy_global_to_shared(weights, [second + box * BOX, step * UNITS], bar, at[1])
-            if GATED:
+            if BY_ROWS:
                 is_input = (columns + step * INPUTS < x[2] * 8)[None, :]
                 async_copy.async_copy_global_to_shared(x_tiles.index(buf), rows + step * INPUTS, mask=is_input)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -131,13 +146,13 @@ def _bring(
         n += 1
     mbarrier.wait(empty.index(i % STAGES), i // STAGES % 2 ^ 1)
     _tell(items, n % (STAGES + 1), -1, 0, 0, 0)
-    mbarrier.arrive(full.index(i % STAGES), count=_arrivals(GATED))
+    mbarrier.arrive(full.index(i % STAGES), count=_arrivals(BY_ROWS))
 
 
 @triton.constexpr_function
-def _arrivals(gated):
+def _arrivals(by_rows):
     """At the barrier of a block that is there: one of weights, and one of each thread that copies rows."""
-    return 1 + 128 if gated else 1
+    return 1 + 128 if by_rows else 1
 
 
 @gluon.jit
@@ -153,7 +168,7 @@ def _inputs_of(x, PAIRS, begin, end, ROWS: gl.constexpr, INPUTS: gl.constexpr, C
 
 @gluon.jit
 def _tell(items, at, expert, begin, end, tile):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     items.index(at * 4).store(gl.full([1], expert, gl.int32, layout))
     items.index(at * 4 + 1).store(gl.full([1], begin, gl.int32, layout))
     items.index(at * 4 + 2).store(gl.full([1], end, gl.int32, layout))
@@ -173,13 +188,6 @@ def _told(items, n, i, full, STAGES: gl.constexpr):
 @gluon.jit
 def _scalar(items, at):
     return gl.sum(items.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _see_rows(GATED: gl.constexpr):
-    """Before tensor cores read what came row by row, which is another way to memory than theirs and that of TMA."""
-    if GATED:
-        fence_async_shared()
 
 
 @gluon.jit
@@ -311,7 +319,6 @@ def _multiply_units(
             following = gl.minimum(step + 1, blocks - 1)
             next_s0 = gl.load(at0 + following)
             next_s1 = gl.load(at1 + following)
-            _see_rows(GATED)
             x = x_tiles.index(buf).permute((1, 0))
             product0 = warpgroup_mma(w0, x, sums0, is_async=True)
             w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
@@ -363,7 +370,9 @@ def _plain_tile(
     for step in range(blocks):
         buf = (i + step) % STAGES
         mbarrier.wait(full.index(buf), (i + step) // STAGES % 2)
-        _see_rows(GATED)
+        if GATED:
+            # Inputs came row by row, which is another way to shared memory than that of TMA and the tensor cores.
+            fence_async_shared()
         w = weights.index(buf).slice(0, OUTPUTS, 0).permute((1, 0))
         sums = warpgroup_mma(pairs.index(2 * buf + which), w, sums, is_async=True)
         # That of the block before has ended, and this one follows it without a gap.
@@ -411,9 +420,8 @@ def _multiply_plain(
 # Numbers of tiles compile to nothing better, and each would take seconds.
 @gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def mxfp4_experts_kernel(
-    x, X, x_stride, inputs, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride,
-    limit, alpha, CHOSEN: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
-    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    x, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`tiles`: of outputs. `blocks`: of 128 inputs. `width`: results of a pair, outputs where nothing is gated."""
     if PDL:
@@ -425,19 +433,18 @@ def mxfp4_experts_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=_arrivals(is_gated(ACTIVATION)))
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
-    source = (X, x_stride, inputs) if GATED else x
     gl.warp_specialize(
         [
             (_multiply_units, (0, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
             (_multiply_units, (1, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
-            (_bring, (source, units, PAIRS, tiles_of, items, share, shape, GATED, CHOSEN, GROUP_BLOCKS, PDL)),
+            (_bring, (x, units, PAIRS, tiles_of, items, share, shape, GATED, 0, GROUP_BLOCKS, PDL)),
         ],
-        [4, 4], [216, 56],
+        [4, 1], [240, 24],
     )  # fmt: skip
 
 
@@ -457,17 +464,17 @@ def plain_experts_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=_arrivals(is_gated(ACTIVATION)))
+        mbarrier.init(full.index(i), count=_arrivals(CHOSEN > 0))
         mbarrier.init(empty.index(i), count=2)
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (w_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
-    source = (X, x_stride, inputs) if GATED else x
+    source = (X, x_stride, inputs) if CHOSEN > 0 else x
     gl.warp_specialize(
         [
             (_multiply_plain, (0, results, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
             (_multiply_plain, (1, results, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
             (_bring, (source, weights, PAIRS, tiles_of, items, share, shape, GATED, CHOSEN, GROUP_BLOCKS, PDL)),
         ],
-        [4, 4], [216, 56],
+        [4, 4], [224, 56],
     )  # fmt: skip
