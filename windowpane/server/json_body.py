@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from windowpane.server.errors import bad_request
+from windowpane.server.turnstile import Turnstile
 
 COUNTED_BYTES = 2**20  # at once, in a millisecond or a few
 LARGE_BYTES = 2**14  # beyond which a body may take milliseconds to read, and again to check
@@ -31,7 +32,7 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
-        turns: asyncio.Lock = self.app.state.large_bodies
+        turns: Turnstile = self.app.state.large_bodies
         await _check_size(body, self.app.state.max_body_values, self.app.state.max_body_names, turns)
         document = _read(body)
         if _may_have_lone_surrogates(body):
@@ -40,7 +41,7 @@ class _JsonRequest(Request):
         return document
 
 
-async def _check_size(body: bytes, most: int, most_names: int, turns: asyncio.Lock) -> None:
+async def _check_size(body: bytes, most: int, most_names: int, turns: Turnstile) -> None:
     """Reading holds the interpreter's lock, so the event loop: how long depends on the number of parts alone.
 
     So does counting them, so it is done piece by piece.
@@ -68,13 +69,10 @@ def _names(body: bytes) -> int:
     return body.translate(None, b" \t\r\n").replace(b"\\\\", b"").replace(b'\\"', b"").count(b'":')
 
 
-async def let_others_run(body: bytes, turns: asyncio.Lock) -> None:
-    """Before something that takes a while for a large body. Of all such bodies one is worked on in a turn of the event
-    loop, which does everything that is ready before it looks at anything else.
-    """
+async def let_others_run(body: bytes, turns: Turnstile) -> None:
+    """Before something that takes a while for a large body: in a turn of the event loop one of them is worked on."""
     if len(body) > LARGE_BYTES:
-        async with turns:
-            await asyncio.sleep(0)
+        await turns.enter()
 
 
 def slow_json(document: Any) -> bytes:
