@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
@@ -33,7 +33,8 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         turns: Turnstile = self.app.state.large_bodies
-        await _check_size(body, self.app.state.max_body_values, self.app.state.max_body_names, turns)
+        await check_size(body, self.app.state.max_body_values, self.app.state.max_body_names, turns)
+        await let_others_run(body, turns)
         document = _read(body)
         if _may_have_lone_surrogates(body):
             await asyncio.to_thread(_check_surrogates, document)
@@ -41,14 +42,13 @@ class _JsonRequest(Request):
         return document
 
 
-async def _check_size(body: bytes, most: int, most_names: int, turns: Turnstile) -> None:
+async def check_size(body: bytes, most: int, most_names: int, turns: Turnstile) -> None:
     """Reading holds the interpreter's lock, so the event loop: how long depends on the number of parts alone.
 
     So does counting them, so it is done piece by piece.
     """
-    values = escapes = colons = 0
-    for start in range(0, len(body), COUNTED_BYTES):
-        piece = body[start : start + COUNTED_BYTES]
+    values = escapes = colons = names = 0
+    async for piece in _pieces(body, turns):
         values += sum(map(piece.count, (b",", b"[", b"{")))
         escapes += piece.count(b"\\")
         colons += piece.count(b":")
@@ -56,12 +56,21 @@ async def _check_size(body: bytes, most: int, most_names: int, turns: Turnstile)
             raise bad_request(
                 f"the body has more than {most:,} values or escapes; send fewer or shorter prompts at once"
             )
-        await let_others_run(body, turns)
+    if colons <= most_names:
+        return
     # Objects are read, and then checked against their fields, in microseconds each: 100 times as long as numbers.
-    if colons > most_names and _names(body) > most_names:
-        raise bad_request(
-            f"the body has more than {most_names:,} names of fields; send fewer messages or tools at once"
-        )
+    async for piece in _pieces(body, turns):
+        names += _names(piece)
+        if names > most_names:
+            raise bad_request(
+                f"the body has more than {most_names:,} names of fields; send fewer messages or tools at once"
+            )
+
+
+async def _pieces(body: bytes, turns: Turnstile) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), COUNTED_BYTES):
+        await let_others_run(body, turns)
+        yield body[start : start + COUNTED_BYTES]
 
 
 def _names(body: bytes) -> int:

@@ -1,0 +1,43 @@
+"""Bodies are read strictly, and large ones in pieces between which the event loop does other things."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from windowpane.server.errors import ApiError
+from windowpane.server.json_body import COUNTED_BYTES, check_size
+from windowpane.server.turnstile import Turnstile
+
+
+class TestSize:
+    def test_a_large_body_is_counted_in_pieces(self) -> None:
+        """Values and then names, each piece in a turn of its own."""
+        body = b'{"a": "x' + b":" * 3 * COUNTED_BYTES + b'"}'
+
+        async def turns() -> int:
+            count, turn = asyncio.create_task(_check(body, names=1)), 0
+            while not count.done():
+                await asyncio.sleep(0)
+                turn += 1
+            await count
+            return turn
+
+        assert asyncio.run(turns()) >= 2 * 4
+
+    @pytest.mark.parametrize("space", [b"", b" ", b"\n\t"])
+    def test_names_are_counted_across_pieces(self, space: bytes) -> None:
+        name = b'"a"' + space + b":1,"
+        count = 2 * COUNTED_BYTES // len(name)
+        body = b"{" + name * count + b'"b":1}'
+        asyncio.run(_check(body, names=count + 1))
+        with pytest.raises(ApiError, match="names of fields"):
+            asyncio.run(_check(body, names=count - 3))  # one may be lost between two pieces
+
+    def test_names_in_texts_are_none(self) -> None:
+        asyncio.run(_check(rb'{"a": "\"b\": \"c\": \"d\":"}', names=1))
+
+
+async def _check(body: bytes, names: int) -> None:
+    await check_size(body, len(body), names, Turnstile(1))
