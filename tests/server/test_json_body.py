@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from windowpane.server.errors import ApiError
-from windowpane.server.json_body import COUNTED_BYTES, check_size
+from windowpane.server.json_body import COUNTED_BYTES, check_size, strict_json
 from windowpane.server.turnstile import Turnstile
 
 
@@ -41,3 +41,23 @@ class TestSize:
 
 async def _check(body: bytes, names: int) -> None:
     await check_size(body, len(body), names, Turnstile(1))
+
+
+class TestLoneSurrogates:
+    @pytest.mark.parametrize(
+        "text", [r'"\ud800"', r'{"\udfff": 1}', r'[1, {"a": ["b", "x\ud83d"]}]', r'["\ud83d\ude00", "\ude00\ud83d"]']
+    )
+    def test_they_are_refused_wherever_they_are(self, text: str) -> None:
+        for given in (text, text.encode()):
+            with pytest.raises(ApiError, match="lone surrogate"):
+                strict_json(given)
+
+    @pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"\\ud800"', r'{"a\\ud800": [null, true, 1.5, "é"]}'])
+    def test_what_only_looks_like_one_is_read(self, text: str) -> None:
+        assert strict_json(text) == strict_json(text.encode())
+
+    def test_depth_makes_no_difference(self) -> None:
+        depth = 600
+        assert strict_json("[" * depth + r'"\\ud800"' + "]" * depth)
+        with pytest.raises(ApiError, match="lone surrogate"):
+            strict_json("[" * depth + r'"\ud800"' + "]" * depth)
