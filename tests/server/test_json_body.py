@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from windowpane.server.errors import ApiError
-from windowpane.server.json_body import COUNTED_BYTES, check_size, strict_json
+from windowpane.server.json_body import COUNTED_BYTES, JOINED_PIECES, check_size, slow_json, strict_json
 from windowpane.server.turnstile import Turnstile
 
 
@@ -61,3 +62,10 @@ class TestLoneSurrogates:
         assert strict_json("[" * depth + r'"\\ud800"' + "]" * depth)
         with pytest.raises(ApiError, match="lone surrogate"):
             strict_json("[" * depth + r'"\ud800"' + "]" * depth)
+
+
+@pytest.mark.parametrize("numbers", [0, 1, JOINED_PIECES // 2, 3 * JOINED_PIECES])
+def test_large_answers_are_whole(numbers: int) -> None:
+    """They are written and joined some pieces at a time."""
+    document = {"text": "é", "numbers": list(range(numbers))}
+    assert json.loads(slow_json(document)) == document
