@@ -53,6 +53,10 @@ class TestLoneSurrogates:
             with pytest.raises(ApiError, match="lone surrogate"):
                 strict_json(given)
 
+    def test_encoded_ones_are_refused_too(self) -> None:
+        with pytest.raises(ApiError, match="lone surrogate"):
+            strict_json(b'"\xed\xa0\x80"')
+
     @pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"\\ud800"', r'{"a\\ud800": [null, true, 1.5, "é"]}'])
     def test_what_only_looks_like_one_is_read(self, text: str) -> None:
         assert strict_json(text) == strict_json(text.encode())
@@ -69,3 +73,17 @@ def test_large_answers_are_whole(numbers: int) -> None:
     """They are written and joined some pieces at a time."""
     document = {"text": "é", "numbers": list(range(numbers))}
     assert json.loads(slow_json(document)) == document
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-0", "-0.0", "1e-400", "0.1234567890123456789", '{"a": 1, "a": 2}', " [1, 2.5E3]\n", "[" * 400 + "]" * 400],
+)
+def test_what_is_read_is_what_python_reads(text: str) -> None:
+    assert repr(strict_json(text)) == repr(json.loads(text)) == repr(strict_json(text.encode("utf-16")))
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "01", "[1,]", "'a'", '"\x01"', "1 2", "", "9" * 4301])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises((ApiError, ValueError)):
+        strict_json(text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from itertools import islice
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic_core import from_json
 
 from windowpane.server.errors import bad_request
 from windowpane.server.turnstile import Turnstile
@@ -37,8 +37,10 @@ class _JsonRequest(Request):
         turns: Turnstile = self.app.state.large_bodies
         await check_size(body, self.app.state.max_body_values, self.app.state.max_body_names, turns)
         await let_others_run(body, turns)
-        document = _read(body)
-        if _may_have_lone_surrogates(body):
+        document = _read_quickly(body)
+        if document is _NOT_READ:
+            await let_others_run(body, turns)
+            document = _read(body)
             await asyncio.to_thread(_check_surrogates, document)
         await let_others_run(body, turns)
         return document
@@ -96,10 +98,24 @@ def slow_json(document: Any) -> bytes:
 
 def strict_json(text: str | bytes) -> Any:
     """The document in `text`. Raises `ApiError` or ValueError for what is no JSON, or no text in any encoding."""
-    document = _read(text)
-    if _may_have_lone_surrogates(text):
+    document = _read_quickly(text)
+    if document is _NOT_READ:
+        document = _read(text)
         _check_surrogates(document)
     return document
+
+
+_NOT_READ = object()
+
+
+def _read_quickly(text: str | bytes) -> Any:
+    """In half the time that Python takes, or less. What is odd in any way is left to Python's reader, which says what
+    is wrong in its own words: lone surrogates, constants such as NaN, and depth, some of which may be allowed.
+    """
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return _NOT_READ
 
 
 def _read(text: str | bytes) -> Any:
@@ -117,17 +133,6 @@ def _read(text: str | bytes) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise json.JSONDecodeError(f"{name} is no JSON number", name, 0)
-
-
-# One half of a character, escaped, without the other. A backslash that is escaped itself looks the same.
-# It begins with what can be searched for quickly.
-_HALF = rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u.)[c-fC-F])"
-_HALF_IN_BYTES, _HALF_IN_TEXT = re.compile(_HALF), re.compile(_HALF.decode())
-
-
-def _may_have_lone_surrogates(text: str | bytes) -> bool:
-    found = _HALF_IN_TEXT.search(text) if isinstance(text, str) else _HALF_IN_BYTES.search(text)
-    return found is not None
 
 
 def _check_surrogates(document: Any) -> None:
