@@ -31,6 +31,7 @@ from windowpane.server import log as server_log
 from windowpane.server.connections import Patience
 from windowpane.server.json_body import LARGE_BYTES, let_others_run
 from windowpane.server.run import ServerOptions, make_service
+from windowpane.server.turnstile import Turnstile
 from windowpane.text.parsers import Parsers
 
 ANSWER = {"max_tokens": 4}
@@ -212,7 +213,7 @@ class TestLimits:
         """One in each turn of the event loop, whoever else is ready."""
 
         async def turns() -> list[int]:
-            loop, lock, turn = asyncio.get_running_loop(), asyncio.Lock(), 0
+            loop, large_bodies, turn = asyncio.get_running_loop(), Turnstile(1), 0
             began: list[int] = []
 
             def count() -> None:
@@ -221,7 +222,7 @@ class TestLimits:
                 loop.call_soon(count)
 
             async def read(body: bytes) -> None:
-                await let_others_run(body, lock)
+                await let_others_run(body, large_bodies)
                 began.append(turn)
 
             count()

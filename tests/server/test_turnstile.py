@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from windowpane.server.turnstile import PER_TURN, Turnstile
+from windowpane.server.turnstile import PER_TURN, Entrance
 
 
 def test_a_burst_is_spread_over_turns_in_order() -> None:
@@ -17,7 +17,7 @@ def test_a_burst_is_spread_over_turns_in_order() -> None:
 
     async def main() -> None:
         nonlocal turn
-        gate = Turnstile(app)
+        gate = Entrance(app)
         tasks = [asyncio.create_task(gate({"type": "http", "who": who}, None, None)) for who in range(100)]
         tasks[50].cancel()
         while not all(task.done() for task in tasks):

@@ -42,6 +42,13 @@ def template(text: str | None, special: Mapping[str, str] = SPECIAL) -> ChatTemp
     return ChatTemplate(cast(Tokenizer, SimpleNamespace(files=files)))
 
 
+def test_what_a_template_reads_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = template(GEMMA_LIKE)
+    assert chat.knows("tools") and not template(None).knows("tools")
+    monkeypatch.delattr("windowpane.text.chat._environment")
+    assert chat.knows("messages") and not chat.knows("documents")
+
+
 @pytest.mark.parametrize(
     "messages",
     [

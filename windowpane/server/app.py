@@ -37,7 +37,7 @@ from windowpane.server.protocol import (
 from windowpane.server.responses import ResponseStore, respond
 from windowpane.server.responses_protocol import ResponsesBody
 from windowpane.server.service import ClientGone, Replicas, Service
-from windowpane.server.turnstile import Turnstile
+from windowpane.server.turnstile import Entrance, Turnstile
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorDocument, "description": "A field is wrong or not supported; `param` names it."},
@@ -78,7 +78,7 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
     app.router.route_class = JsonRoute
     app.state.max_body_values = max(MIN_BODY_VALUES, 2 * service.max_model_len)
     app.state.max_body_names = max(MIN_BODY_NAMES, service.max_model_len // 8)
-    app.state.large_bodies = asyncio.Lock()  # whose turn it is to be read
+    app.state.large_bodies = Turnstile(1)
     errors.install(app, service.note_refused)
     _add_api(app, service)
     _add_responses(app, service)
@@ -107,7 +107,7 @@ def make_app(service: Service, access: Access = EVERYBODY) -> FastAPI:
         _add_replicas(app, service.replicas)
     app.include_router(page.router())
     app.add_middleware(BodyLimit, max_bytes=service.limits.max_body_bytes, refused=service.refused)
-    app.add_middleware(Turnstile)
+    app.add_middleware(Entrance)
     guard(app, access, service)
     return app
 

@@ -37,8 +37,7 @@ class ChatTemplate:
 
     def knows(self, name: str) -> bool:
         """Whether the template reads a variable of this name."""
-        template = self._files.chat_template
-        return template is not None and name in find_undeclared_variables(_environment().parse(template))
+        return name in self._variables
 
     def render(
         self,
@@ -70,6 +69,10 @@ class ChatTemplate:
             raise TextError(f"the chat template of {self._files.source} refuses these messages: {error}") from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TextError(f"the chat template of {self._files.source} fails on these messages: {error}") from None
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        return find_undeclared_variables(_environment().parse(self._files.chat_template or ""))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
