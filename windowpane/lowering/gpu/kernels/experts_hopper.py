@@ -85,6 +85,7 @@ def boxed_product(
         return
     by_rows = takes_rows(weight, activation)
     # Rows of tokens are copied 16 bytes at a time.
+    assert not by_rows or is_copied(x)
     tokens = (None, x, x.stride(0) // 8, x.shape[1] // 8)
     inputs = tokens if by_rows else (described(x, [launch.rows, PLAIN_INPUTS], 128), None, 0, 0)
     plain_experts_kernel[(programs,)](
