@@ -14,6 +14,7 @@ from windowpane.kv.caches import RouteCache
 from windowpane.kv.layout import plan_layout
 from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, experts_sorted, route_places, routing
 from windowpane.lowering.gpu.kernels.experts import Grouped, run_experts
+from windowpane.lowering.gpu.kernels.experts_sorted import CHUNK, COUNTED_HERE
 from windowpane.lowering.gpu.kernels.routing import RouteWrite, route
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.packed import PackedWeight
@@ -58,8 +59,10 @@ def record(monkeypatch, module, name: str) -> Both:
     return getattr(module, name)
 
 
-def record_sort(monkeypatch) -> list[Both]:
-    return [record(monkeypatch, experts_sorted, name) for name in ("count_kernel", "place_kernel")]
+def record_sort(monkeypatch, pairs: int) -> list[Both]:
+    """The launches that sort so many pairs."""
+    counting = ["count_kernel", "add_counts_kernel"] if pairs > COUNTED_HERE * CHUNK else []
+    return [record(monkeypatch, experts_sorted, name) for name in (*counting, "place_kernel")]
 
 
 @pytest.mark.parametrize("rows", [1, 256, 8192])
@@ -68,7 +71,9 @@ def test_a_layer_of_experts(name, rows, monkeypatch, tmp_path):
     hidden, width, experts, chosen, scheme = LAYERS[name]
     module = experts_few if rows == 1 else experts_grouped
     product = ("few" if rows == 1 else "grouped") + ("_packed_kernel" if scheme else "_kernel")
-    others = [] if rows == 1 else [record(monkeypatch, experts_grouped, "add_kernel"), *record_sort(monkeypatch)]
+    others = []
+    if rows > 1:
+        others = [record(monkeypatch, experts_grouped, "add_kernel"), *record_sort(monkeypatch, rows * chosen)]
     products = record(monkeypatch, module, product)
     x = torch.zeros(rows, hidden, dtype=BF16)
     routed = Routing(torch.zeros(rows, chosen, dtype=torch.int32), torch.zeros(rows, chosen))
@@ -88,7 +93,7 @@ def test_a_layer_of_experts(name, rows, monkeypatch, tmp_path):
 @pytest.mark.parametrize("launch", [Grouped(32, 128, 128, 4, 3, tma=True), Grouped(128, 256, 64, 8, 4, tma=True)])
 def test_weights_that_are_copied_as_boxes(launch, monkeypatch, tmp_path):
     products, _ = [record(monkeypatch, experts_grouped, f"{name}_kernel") for name in ("boxes", "add")]
-    record_sort(monkeypatch)
+    record_sort(monkeypatch, 256 * 8)
     routed = Routing(torch.zeros(256, 8, dtype=torch.int32), torch.zeros(256, 8))
     run_experts(
         torch.zeros(256, 2816, dtype=BF16), routed, weight_of(2 * 1408, 2816, None), weight_of(2 * 2816, 704, None),
