@@ -46,8 +46,8 @@ def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl
     most = min(pairs, pairs // block_rows + local)
     # Each begins at whole 16 bytes: kernels would be compiled anew for those that do not.
     sizes = [pairs, 3 * most, 3, pairs]
-    made = torch.empty(sum(ceil_div(size, 4) * 4 for size in sizes), dtype=torch.int32, device=routing.ids.device)
-    parts = made.split([ceil_div(size, 4) * 4 for size in sizes])
+    padded = [ceil_div(size, 4) * 4 for size in sizes]
+    parts = torch.empty(sum(padded), dtype=torch.int32, device=routing.ids.device).split(padded)
     by_expert, blocks, count, places = (part[:size] for part, size in zip(parts, sizes, strict=True))
     found = Sorted(by_expert, blocks.view(most, 3), count, places)
     chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
