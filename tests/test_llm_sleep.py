@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ FLAGS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "max_model_len": 256,
 }
+SIZES = Sizes({}, arena_bytes=64 * 2**20, stays_bytes=8 * 2**20)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = "a prompt that is long enough to be kept and found again " * 2
 
@@ -30,10 +33,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture
+def holes() -> Iterator[None]:
+    """Freed memory in the middle of the C library's heap, as a process that has run for long has it."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.free(libc.malloc(31 * 2**20))  # glibc maps what is larger than anything that was freed, up to 32 MiB
+    blocks = [libc.malloc(30 * 2**20) for _ in range(64)]
+    for k, block in enumerate(blocks):
+        if k % 4 != 3:
+            libc.free(block)
+    yield
+    for block in blocks[3::4]:
+        libc.free(block)
+
+
+def test_memory_that_came_from_the_heap_goes_too(holes: None) -> None:
+    sleeps(2, WAYS["graphs"], "cpu", SIZES)
+
+
 @pytest.mark.parametrize(("level", "way"), [(1, "graphs"), (2, "adapters, drafts and a host tier")])
 def test_answers_are_the_same_afterwards(level: int, way: str) -> None:
     """What `bench.gpu_check sleep` checks on a GPU."""
-    sleeps(level, WAYS[way], "cpu", Sizes({}, arena_bytes=64 * 2**20, stays_bytes=8 * 2**20))
+    sleeps(level, WAYS[way], "cpu", SIZES)
 
 
 def test_the_file_of_a_host_tier_is_emptied(model: Path) -> None:

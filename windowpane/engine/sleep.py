@@ -13,6 +13,8 @@ import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from windowpane.device import heap
+
 if TYPE_CHECKING:
     import torch
 
@@ -110,5 +112,6 @@ def _collect() -> None:
 
     gc.unfreeze()
     gc.collect()
+    heap.give_back()  # the C library may have cut the arena out of memory that was freed before
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
