@@ -4,7 +4,7 @@ Inputs are new in every run, outputs hold NaN before, and pages that no sequence
 
     python3 -m bench.gpu_checks.states                   checks and tables of times
     python3 -m bench.gpu_checks.states table             times as planned, each launch of a prompt by itself
-    python3 -m bench.gpu_checks.states sweep [NAME …]    other launches: decode, solve, pass, convolve, strips
+    python3 -m bench.gpu_checks.states sweep [NAME …]    other launches: decode, drafts, solve, pass, convolve, strips
 
 fla-core is timed beside it where it can be imported, also from a folder `.fla` (its wheel, unpacked, and einops).
 """
@@ -44,6 +44,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 EPS = 1e-6
 ROOF_TB = 4.8
 ROWS = (1, 8, 64, 256)
+DRAFTED_ROWS = 5  # of a sequence with drafts
 LAYERS = {"Qwen3.5-35B-A3B": DeltaShape(16, 32, 128, 128, 4), "Qwen3.5-27B": DeltaShape(16, 48, 128, 128, 4)}
 # Relative errors: of outputs, whose last rounding alone is 1.7e-3 in bf16, and of states.
 ALLOWED = {("decode", BF16): (4e-3, 1e-5), ("decode", F32): (1e-5, 1e-5), ("chunks", BF16): (1e-2, 1e-2),
@@ -81,6 +82,7 @@ def checks() -> Checks:
         ("delta decode 16/32 heads, each launch", partial(decodes, first, DECODE_LAUNCHES)),
         ("delta decode 16/48 heads", partial(decodes, second, [])),
         ("delta decode float32", partial(decodes, first, [], F32)),
+        *((f"delta drafts {dtype}", partial(verifies, first, dtype)) for dtype in (BF16, F32)),
         ("delta decode in a graph of dependent launches", in_a_graph),
         *(
             (f"delta prompts 16/32 heads, {about}", partial(prefills, first, *given))
@@ -239,6 +241,44 @@ def decodes(shape: DeltaShape, launches: list[DecodeLaunch], dtype: torch.dtype 
         others = [page for page in range(layer.pages) if page not in written]
         assert torch.equal(layer.arena.view(layer.pages, -1)[others], arena[others]), f"{rows} rows: a page changed"
     return f"{worst[0]:.1e}, states {worst[1]:.1e}"
+
+
+def drafted(lengths: tuple[int, ...], start: int) -> torch.Tensor:
+    """A table of sequences that have so many rows in one step."""
+    rows = accumulate(lengths, initial=0)
+    return ints(*(n for row, own in zip(rows, lengths, strict=False) for n in (0, start, start + own, row, row, own)))
+
+
+def verifies(shape: DeltaShape, dtype: torch.dtype) -> str:
+    """Sequences of several rows: each row and each state as by steps of one row, which other checks compare."""
+    worst = 0.0
+    for lengths in ((5,), (1, 5, 2, 9) * 4):
+        count, launches = len(lengths), [None, *DECODE_LAUNCHES]
+        layer = Layer(shape, 3 * count + 4, dtype)
+        made, places = layer.made(sum(lengths)), [layer.take(count) for _ in range(3)]
+        segments, begun = drafted(lengths, 7).view(count, -1), ints(*[7] * count)
+        apart, firsts = nans(len(made), layer), segments[:, 3].tolist()
+        final: list[State] = []
+        for sequence, (first, own) in enumerate(zip(firsts, lengths, strict=True)):
+            pages = [page[sequence : sequence + 1] for page in places]
+            for at in range(own):  # the first page is read again by each launch
+                read, written = pages[0] if at == 0 else pages[1 + (at + 1) % 2], pages[1 + at % 2]
+                row = slice(first + at, first + at + 1)
+                one = StatePlaces(read, written, begun[:1] + at)
+                decode_delta(made[row], one, *layer.weights, apart[row], **layer.options)
+            final.append(layer.state(int(pages[1 + (own - 1) % 2])))
+        for launch in launches:
+            out = nans(len(made), layer)
+            with suppress(OutOfResources):
+                decode_delta(made, StatePlaces(places[0], places[1], begun), *layer.weights, out, **layer.options,
+                             launch=launch, segments=segments)  # fmt: skip
+                for sequence, (tail, matrices) in enumerate(final):
+                    found = layer.state(int(places[1][sequence]))
+                    assert torch.equal(found[0], tail), f"{lengths}, {launch}: a tail is wrong"
+                    worst = max(worst, relative(found[1], matrices))
+                worst = max(worst, relative(out, apart.double()))
+                assert worst < ALLOWED["decode", dtype][0], f"{lengths}, {launch}: {worst:.1e} from steps of one row"
+    return f"{worst:.1e} from steps of one row"
 
 
 def in_a_graph() -> str:
@@ -461,21 +501,23 @@ def by_kernel(step: Callable[[], None]) -> Iterator[tuple[str, float]]:
 class Decoding:
     """Rows that go from one set of pages to another and back; the sets taken in turn exceed the L2 cache."""
 
-    def __init__(self, shape: DeltaShape, rows: int) -> None:
+    def __init__(self, shape: DeltaShape, rows: int, each: int = 1) -> None:
         page_bytes = 4 * shape.value_heads * shape.key_dim * shape.value_dim
         self.sets = max(2, min(32, 2 * L2_BYTES // (2 * rows * page_bytes) + 1))
         self.layer = Layer(shape, 2 * rows * self.sets)
         starts = ints(*[100] * rows)
         self.places = [StatePlaces(self.layer.take(rows), self.layer.take(rows), starts) for _ in range(self.sets)]
-        self.made, self.out = self.layer.made(rows), nans(rows, self.layer)
+        self.made, self.out = self.layer.made(rows * each), nans(rows * each, self.layer)
+        self.segments = drafted((each,) * rows, 100).view(rows, -1) if each > 1 else None
         per_row = 2 * self.layer.page_bytes + 2 * (self.made.shape[1] + self.layer.values)
         self.bytes_moved = rows * per_row + 4 * self.layer.conv.numel()
 
     def step(self, launch: DecodeLaunch | None) -> Callable[[], None]:
         turns = cycle(self.places)
         return lambda: decode_delta(
-            self.made, next(turns), *self.layer.weights, self.out, **self.layer.options, launch=launch, pdl=True
-        )
+            self.made, next(turns), *self.layer.weights, self.out, **self.layer.options, launch=launch, pdl=True,
+            segments=self.segments,
+        )  # fmt: skip
 
 
 def sweep(names: list[str]) -> None:
@@ -489,6 +531,14 @@ def sweep(names: list[str]) -> None:
                 with suppress(OutOfResources):
                     timed[decode_launch] = microseconds(steps.step(decode_launch), repeat=steps.sets, rounds=5)
             ranked(f"{name} decode {rows}", timed, planned)
+            del steps
+        for rows in (1, 8, 32) if not names or "drafts" in names else ():
+            steps, planned = Decoding(shape, rows, DRAFTED_ROWS), plan_decode(rows * DRAFTED_ROWS, shape, several=True)
+            timed = {}
+            for decode_launch in dict.fromkeys([planned, *DECODE_LAUNCHES]):
+                with suppress(OutOfResources):
+                    timed[decode_launch] = microseconds(steps.step(decode_launch), repeat=steps.sets, rounds=5)
+            ranked(f"{name} {DRAFTED_ROWS} rows of {rows}", timed, planned)
             del steps
         for about, lengths in list(TIMED_PROMPTS.items())[:2]:
             prompts = Prompts(Layer(shape, 2 * len(lengths)), lengths, (0,) * len(lengths))

@@ -133,6 +133,37 @@ def decoding() -> None:
         assert torch.equal(arena, layer.arena), "a page of nobody was written"
 
 
+def several() -> None:
+    """Rows of a sequence in one step: bits are those of as many steps of one row each, with two pages in turn."""
+    lengths, starts = (5, 1, 2), (7, 0, 1)
+    count, rows, last = len(lengths), [0, *accumulate(lengths)], sum(lengths)
+    table = [Segment(0, start, start + n, row, row, n) for start, n, row in zip(starts, lengths, rows, strict=False)]
+    table += [Segment(0, -1, -1, last, last, 1), Segment(0, -1, -1, 0, 0, 0)]  # a padding row, and nobody
+    for launch in (DecodeLaunch(1, 4), DecodeLaunch(2, 4)):
+        layer = Layer()
+        made, before, after = layer.made(last + 1), layer.pages(count), layer.pages(count)
+        places = StatePlaces(*(torch.cat([pages, ints(0, 0)]) for pages in (before, after)), ints(*starts, -1, -1))
+        arena, together = layer.arena.clone(), torch.full((last + 1, layer.values), math.nan)
+        options = {**layer.options, "launch": launch}
+        decode_delta(made, places, *layer.weights, together, **options, segments=torch.tensor(table, dtype=torch.int32))
+        states = [layer.stored(page) for page in after.tolist()]
+        for page in after.tolist():
+            written = slice(page * UNIT, (page + layer.page_units) * UNIT)
+            layer.arena[written] = arena[written]
+        assert torch.equal(layer.arena, arena), "a page of nobody was written"
+        apart = torch.zeros_like(together)
+        for start, row, n, pages, state in zip(
+            starts, rows, lengths, torch.stack([before, after], 1), states, strict=False
+        ):
+            for at in range(n):
+                read, written = (pages[(at + side) % 2].reshape(1) for side in range(2))
+                x, out = made[row + at : row + at + 1], apart[row + at : row + at + 1]
+                decode_delta(x, StatePlaces(read, written, ints(start + at)), *layer.weights, out, **options)
+            for found, want in zip(layer.stored(int(written)), state, strict=True):
+                assert torch.equal(found, want)
+        assert torch.equal(together, apart)
+
+
 # -- segments ------------------------------------------------------------------------------------------------------
 
 

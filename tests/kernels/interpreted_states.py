@@ -18,7 +18,7 @@ from windowpane.kv.delta_workspace import CHUNK_TOKENS, delta_workspace_bytes
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, plan_layout
 from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
 from windowpane.lowering.gpu.states import STATE_MIXERS
-from windowpane.lowering.gpu.step import PADDING_ROW, DeviceStep, StepBuilder
+from windowpane.lowering.gpu.step import NO_DRAFT, PADDING_ROW, DeviceStep, StepBuilder, row_segments
 from windowpane.lowering.group import ALONE
 from windowpane.lowering.linear import Parameters
 from windowpane.lowering.reference.context import Context, StepState
@@ -116,6 +116,19 @@ class Both:
         assert found[~real].isfinite().all(), "padding rows go on as numbers"
         self._compare(found[real], self._plain(x[real], plain))
 
+    def verify(self, batch: Batch, padded: int) -> None:
+        """A step whose chunks are drafts, as decoding rows of which the last are padding; all rows by the reference."""
+        step, rows, host = Step.of(batch).whole(), batch.num_tokens, Step.of_rows(batch)
+        x = torch.randn(padded, HIDDEN)
+        positions, wanted = torch.from_numpy(step.positions), torch.from_numpy(step.wanted)
+        plain = StepState(step, self.pages[0], None, positions, wanted, step.segments)
+        fused = self._state(
+            DeviceStep.decoding(inputs_of(host, padded), torch.tensor(row_segments(host, 8, padded)), 8)
+        )
+        found = self._fused(x, fused)
+        assert found[rows:].isfinite().all(), "padding rows go on as numbers"
+        self._compare(found[:rows], self._plain(x[:rows], plain))
+
     def _state(self, step: DeviceStep) -> GpuStepState:
         for pages in self.pages:
             pages.before_step(NO_CHANGES)
@@ -127,6 +140,16 @@ class Both:
         # All pages: whatever no sequence of the step has written is still what it was.
         fused, plain = (pages.arena.view(torch.float32) for pages in reversed(self.pages))
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def inputs_of(step: Step, padded: int) -> torch.Tensor:
+    """As the runner puts them together, for sequences of several rows with states."""
+    inputs = np.tile(np.array([[0], [-1], [0], [NO_DRAFT], [0], [-1]]), padded)
+    inputs[:2, : step.num_decoding] = step.decode_slots, step.positions
+    inputs[2, : len(step.state_slots)] = step.state_slots
+    for index, segment in enumerate(step.decoding_segments()):
+        inputs[4:, index] = segment.slot, segment.start
+    return torch.tensor(inputs, dtype=torch.int32)
 
 
 def check(name: str) -> None:
@@ -141,6 +164,11 @@ def check(name: str) -> None:
     mates = np.array([0]), np.array([2])
     both.mixed(Batch(1, *mates, chunks, np.array([1, 1, 0], dtype=np.int8), NO_CHANGES), narrowed=False)
     both.decode([(1, 72, 0), PADDING_ROW, (0, 3, 0), (3, 0, 0), (2, 1, 1)])
+    # Fewer rows than the convolution remembers, more, a single one, and a sequence that begins here.
+    starts = {1: 73, 2: 2, 3: 0}
+    chunks = [PromptChunk(slot, starts[slot], tokens[:n], True, drafts=n - 1) for slot, n in ((1, 2), (2, 6), (3, 4))]
+    mates = np.array([0]), np.array([4])
+    both.verify(Batch(3, *mates, chunks, np.array([1, 1, 0, 0], dtype=np.int8), NO_CHANGES), padded=16)
 
 
 def main() -> None:

@@ -25,7 +25,9 @@ BF16 = torch.bfloat16
 QWEN = DeltaShape(16, 32, 128, 128, 4)  # Qwen3.5-35B-A3B
 
 
-@pytest.mark.parametrize("checks", [("decoding", "strips"), ("segments", "correlated", "snapshots")], ids=" ".join)
+@pytest.mark.parametrize(
+    "checks", [("decoding", "several", "strips"), ("segments", "correlated", "snapshots")], ids=" ".join
+)
 def test_states_move_as_in_the_reference(checks):
     run_interpreted("tests.kernels.interpreted_delta", *checks)
 
@@ -46,11 +48,14 @@ def layer_of(rows: int):
     return made, (tails, matrix, *weights), torch.zeros(rows, heads * value_dim, dtype=BF16)
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one row", "drafts"])
 @pytest.mark.parametrize("rows", [1, 256])
-def test_a_decoded_state_stays_in_registers(rows, monkeypatch, tmp_path):
+def test_a_decoded_state_stays_in_registers(rows, several, monkeypatch, tmp_path):
     kernel = record(monkeypatch, delta, "_decode_kernel")
     made, layer, out = layer_of(rows)
-    decode_delta(made, StatePlaces(*[ints(rows)] * 3), *layer, out, key_heads=QWEN.key_heads, eps=1e-6, pdl=True)
+    segments = ints(rows, len(Segment._fields)) if several else None
+    decode_delta(made, StatePlaces(*[ints(rows)] * 3), *layer, out, key_heads=QWEN.key_heads, eps=1e-6, pdl=True,
+                 segments=segments)  # fmt: skip
     ptx = kernel.compiled.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4", ptx) and re.search(r"st\.global\S*\.v4", ptx)
     # The cap on registers that lets more programs run at once may cost a few addresses.

@@ -18,7 +18,9 @@ DRAFTED = (
     "gemma4 assisted",
     "gemma4 drafting",
     "qwen3.5 layered",
-)  # a window, K = V and shared KV; states take drafts as chunks: "qwen3.5 drafted"
+    "nemotron-h drafted",
+    "lfm2 drafted",
+)  # a window, K = V and shared KV; one of each kind of state
 
 
 ADAPTED = ("gemma4 int4 adapted", "gpt-oss adapted")  # a latent and packed weights; experts

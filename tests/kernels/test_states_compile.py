@@ -43,6 +43,8 @@ def test_kernels_of_mamba_2_keep_their_state_in_registers(name, monkeypatch, tmp
     width = 2 * layer.inner + 2 * described.groups * described.state_dim + described.heads
     made, places = torch.zeros(8, width, dtype=torch.bfloat16), StatePlaces(ints(8), ints(8), ints(8))
     out = torch.zeros(8, layer.inner, dtype=torch.bfloat16)
+    mamba2.decode_mamba2(made, places, layer, out, ints(8, 6), pdl=True)  # with drafts
+    assert stack_bytes(kernels[0].compiled.asm["cubin"], tmp_path) <= 16
     mamba2.decode_mamba2(made, places, layer, out, pdl=True)
     mamba2.chunk_mamba2(made, places, ints(2, 6), 300, 3, layer, out, pdl=True)
     for kernel in kernels:
@@ -55,9 +57,9 @@ def test_what_else_hybrid_models_launch_compiles(monkeypatch):
     tail = StatePart(torch.zeros(1024, dtype=torch.bfloat16), 0, 128, 2048, 2)
     places, conv = StatePlaces(ints(8), ints(8), ints(8)), torch.zeros(2048, 3)
     made, out = numbers(8, 3 * 2048), numbers(8, 2048)
-    for segments, longest in ((None, 1), (ints(2, 6), 300)):
+    for decoding, segments, longest in ((8, None, 1), (6, ints(2, 6), 300), (0, ints(8, 6), 5)):
         convolving.compiled = None
-        causal_convolution.short_convolution(made, places, 6, segments, longest, tail, conv, None, out, pdl=True)
+        causal_convolution.short_convolution(made, places, decoding, segments, longest, tail, conv, None, out, pdl=True)
         assert convolving.compiled is not None
     looking_up = record(monkeypatch, tables, "_state_pages_kernel", 90)
     tables.DeviceTables([(8, 2, 30)], CPU).state_pages(0, ints(8), ints(8))

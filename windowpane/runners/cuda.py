@@ -22,7 +22,16 @@ from windowpane.kv.layout import Layout
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import DeviceStep, StepBuilder, padding, row_segments, tokens_of
+from windowpane.lowering.gpu.step import (
+    DRAFT_INPUTS,
+    PLAIN_INPUTS,
+    STATE_DRAFT_INPUTS,
+    DeviceStep,
+    StepBuilder,
+    padding,
+    row_segments,
+    tokens_of,
+)
 from windowpane.lowering.gpu.stepped import SteppedGpuModel
 from windowpane.lowering.group import ALONE, RankGroup
 from windowpane.lowering.linear import Parameters, Weights
@@ -49,9 +58,9 @@ class CudaRunner:
     kernels on a Hopper GPU too, and `use_chain` False only the single rows of int4 layers.
 
     A step stores a decoding row's K and V before anything attends, so drafts are decoding rows of the same slot at the
-    positions behind it, and are attended together with it in one pass over its pages. Models with recurrent states
-    take drafts as chunks, and so does any model in a step with prompts, or one that replaces a page which it still
-    reads. `drafter_weights` are those of a drafter with a checkpoint of its own. The drafts of an assistant are one
+    positions behind it, and are attended together with it in one pass over its pages; a recurrent state goes through
+    them in turn. A step with prompts, or one that replaces a page which it still reads, takes drafts as chunks.
+    `drafter_weights` are those of a drafter with a checkpoint of its own. The drafts of an assistant are one
     graph; other models draft launch by launch.
     """
 
@@ -111,10 +120,14 @@ class CudaRunner:
                 slots, rows = adapter_room.slots, self._max_rows
                 self._adapter_tables = AdapterTables(slots, rows, device, pdl=self.model.pdl)
             self._builder = StepBuilder(self.pages, self.tables, self.model.tilings, self._adapter_tables)
-            # Decoding rows' slots, positions, present states, and drafts if there are any, at a fixed place.
-            self._inputs = torch.zeros(4 if rollback_tokens else 3, self._max_rows, dtype=torch.int32, device=device)
-            # Rows of one sequence that are attended together, and the segments that have them.
-            self._most_rows = min(1 + rollback_tokens, self.model.rows_at_once) if not self.pages.states else 1
+            # What decoding rows are told, at a fixed place.
+            kinds = (STATE_DRAFT_INPUTS if self.pages.states else DRAFT_INPUTS) if rollback_tokens else PLAIN_INPUTS
+            self._inputs = torch.zeros(kinds, self._max_rows, dtype=torch.int32, device=device)
+            # Rows of one sequence that are attended together, and the segments that have them. Where there are states,
+            # a segment has to have all of them.
+            self._most_rows = min(1 + rollback_tokens, self.model.rows_at_once)
+            if self.pages.states and self._most_rows <= rollback_tokens:
+                self._most_rows = 1
             self._segments = torch.zeros(self._max_rows, len(Segment._fields), dtype=torch.int32, device=device)
             # Final hidden states of decoding rows, where a drafter begins with them.
             self._final = None
@@ -201,7 +214,8 @@ class CudaRunner:
         """Whether all rows of a step can be decoding rows: drafts too, where their sequences find them in pages."""
         if not batch.chunks:
             return True
-        return verifies_only(batch) and not self.pages.states and batch.num_tokens <= self._max_rows
+        too_many = batch.num_tokens > self._max_rows or (self.pages.states and self._most_rows == 1)
+        return verifies_only(batch) and not too_many
 
     def _update_tables(self, batch: Batch) -> StepOutput:
         """A step without rows, which only begins copies between tiers."""
@@ -242,12 +256,16 @@ class CudaRunner:
         padded = (graphs.padded(rows) if graphs is not None else None) or rows
         inputs = np.tile(padding(self._inputs), self._max_rows)
         inputs[:2, :rows] = step.decode_slots, step.positions
-        inputs[2, :decoding] = batch.state_slots[:decoding]
-        inputs[3:, decoding:rows] = step.tokens
+        inputs[2, : len(step.state_slots)] = step.state_slots
+        inputs[3:DRAFT_INPUTS, decoding:rows] = step.tokens
+        several = bool(batch.chunks) and self._most_rows > 1
+        if several and len(inputs) == STATE_DRAFT_INPUTS:
+            sequences = step.decoding_segments()
+            inputs[DRAFT_INPUTS:, : len(sequences)] = np.array(sequences)[:, :2].T  # slots and first positions
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
-        several = bool(batch.chunks) and self._most_rows > 1
+        wanted = transfer.add(step.wanted) if len(step.wanted) < rows else None
         table = transfer.add(row_segments(step, self._most_rows, padded)) if several else None
         bring_adapters = None if adapters is None else adapters.add_decoding(step.adapters, padded, transfer)
         sent = transfer.send()
@@ -273,7 +291,7 @@ class CudaRunner:
         if isinstance(self.drafter, DraftingLayers):
             final = self._hidden.nothing if self._final is None else self._final
             self.drafter.observe_step(step, tokens_of(self._inputs[:, :rows], self._sampled), final)
-        return logits
+        return logits if wanted is None else logits[sent[wanted].long()]
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:

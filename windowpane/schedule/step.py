@@ -63,8 +63,13 @@ class Step:
         starts = (np.arange(c.start, c.start + len(c.tokens)) for c in chunks)
         positions = np.concatenate([batch.decode_positions, *starts])
         tokens = np.concatenate([nothing, *(c.tokens for c in chunks)])
-        adapters, wanted = _adapters_of_rows(batch), np.arange(len(slots))
-        return cls(tokens, positions, slots, (), (), wanted, adapters=adapters, drafts_in_rows=bool(chunks))
+        decoding = len(batch.decode_slots)
+        ends = decoding + np.cumsum([len(c.tokens) for c in chunks])
+        asking = (np.arange(end - wanted_rows(c, frozenset()), end) for c, end in zip(chunks, ends, strict=True))
+        return cls(
+            tokens, positions, slots, (), (), np.concatenate([np.arange(decoding), *asking]), batch.state_slots,
+            _adapters_of_rows(batch), drafts_in_rows=bool(chunks),
+        )  # fmt: skip
 
     @classmethod
     def of(cls, batch: Batch, all_logits_slots: frozenset[int] = frozenset()) -> Step:

@@ -10,7 +10,7 @@ from windowpane.attention.chunk_attention import heads_of, hopper_scratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.segments import Tiling
 from windowpane.attention.triton.decode import plan_decode, plan_rows
-from windowpane.attention.triton.decode_several import rows_at_once
+from windowpane.attention.triton.decode_several import MOST_ROWS, rows_at_once
 from windowpane.attention.triton.widen import plain_view
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
@@ -95,7 +95,7 @@ class GpuModel:
     @property
     def rows_at_once(self) -> int:
         """Rows of one sequence that every layer attends in one pass over its pages."""
-        return min(rows_at_once(a.paged.group, a.view.dim) for a in self._attentions.values())
+        return min((rows_at_once(a.paged.group, a.view.dim) for a in self._attentions.values()), default=MOST_ROWS)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = look_up(self.embedding, tokens, self._group)

@@ -1,7 +1,8 @@
 """Mixers with a recurrent state in Triton: `lowering.reference.states`, whose states kernels read and write in pages.
 
-Between its two projections each is what `ADVANCES` has for it. Rows that decode and rows of segments take launches of
-their own. `keep` goes through all of it, so that only the output projection is left for the wanted rows.
+Between its two projections each is what `ADVANCES` has for it. Rows that decode, in steps with drafts several of a
+sequence, and rows of chunks take launches of their own. `keep` goes through all of it, so that only the output
+projection is left for the wanted rows.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class _AdvanceMamba2:
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
         rows, layer, longest = step.num_decoding, self._layer, _longest(step)
         if rows:
-            decode_mamba2(made[:rows], _ahead(places, rows), layer, out[:rows], pdl=self._pdl)
+            ahead = places if step.segments is not None else _ahead(places, rows)
+            decode_mamba2(made[:rows], ahead, layer, out[:rows], step.segments, pdl=self._pdl)
         if longest:
             assert step.chunks is not None
             segments = step.chunks.segments
@@ -118,9 +120,13 @@ class _AdvanceShortConv:
         self._bias = None if bias is None else parameters.tensor(bias).float()
 
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
-        segments, longest = None if step.chunks is None else step.chunks.segments, max(_longest(step), 1)
+        decoding, segments, longest = step.num_decoding, None, max(_longest(step), 1)
+        if step.segments is not None:
+            decoding, segments, longest = 0, step.segments, step.most_rows
+        elif step.chunks is not None:
+            segments = step.chunks.segments
         short_convolution(
-            made, places, step.num_decoding, segments, longest, self._tail, self._conv, self._bias, out, pdl=self._pdl
+            made, places, decoding, segments, longest, self._tail, self._conv, self._bias, out, pdl=self._pdl
         )
 
 
@@ -138,7 +144,8 @@ class _AdvanceDelta:
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
         rows, weights = step.num_decoding, self._weights
         if rows:
-            decode_delta(made[:rows], _ahead(places, rows), *weights, out[:rows], **self._options)
+            ahead = places if step.segments is not None else _ahead(places, rows)
+            decode_delta(made[:rows], ahead, *weights, out[:rows], segments=step.segments, **self._options)
         if step.chunks is not None:
             chunk_delta(made, places, step.chunks, *weights, out, self._context.delta_workspace, **self._options)
 

@@ -27,6 +27,9 @@ from windowpane.schedule.step import Segment, Step
 
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
 NO_DRAFT = -1
+# How many inputs decoding rows have: those, then a draft, then the slot and the first position of a sequence. These two
+# and the present state are by sequence in steps with drafts of sequences that have states.
+PLAIN_INPUTS, DRAFT_INPUTS, STATE_DRAFT_INPUTS = 3, 4, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class PageWrites:
 
 
 class Sequences(NamedTuple):
-    """The sequences of a step, the decoding ones and then those of segments: each one's slot, the position of its first
+    """The sequences of a step, the decoding ones and then those of chunks: each one's slot, the position of its first
     row, and which of its two states is the present one. int32 [sequences] each.
     """
 
@@ -73,9 +76,11 @@ class DeviceStep:
         cls, inputs: torch.Tensor, segments: torch.Tensor | None = None, most_rows: int = 1,
         adapters: DeviceRows | None = None,
     ) -> DeviceStep:  # fmt: skip
-        """Of decoding rows alone: slots, positions and present states are the first rows of `inputs`."""
-        slots, positions, state_slots = inputs[:3]
+        """Of decoding rows alone, as `inputs` has them."""
+        slots, positions, state_slots = inputs[:PLAIN_INPUTS]
         sequences = Sequences(slots, positions, state_slots)
+        if segments is not None and len(inputs) == STATE_DRAFT_INPUTS:
+            sequences = Sequences(inputs[4], inputs[5], state_slots)
         return cls(positions, slots, sequences, segments=segments, most_rows=most_rows, adapters=adapters)
 
     @classmethod
@@ -93,7 +98,7 @@ class DeviceStep:
 def tokens_of(inputs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """What decoding rows compute: a slot's last sampled token, or the draft that stands in a fourth row of `inputs`."""
     last = sampled[inputs[0]]
-    return last if len(inputs) == len(PADDING_ROW) else torch.where(inputs[3] == NO_DRAFT, last, inputs[3].long())
+    return last if len(inputs) == PLAIN_INPUTS else torch.where(inputs[3] == NO_DRAFT, last, inputs[3].long())
 
 
 def row_segments(step: Step, most_rows: int, padded: int) -> NDArray[np.int32]:
@@ -106,7 +111,7 @@ def row_segments(step: Step, most_rows: int, padded: int) -> NDArray[np.int32]:
 
 def padding(inputs: torch.Tensor) -> NDArray[np.int32]:
     """A column of `inputs` for a row that reads nothing and writes nothing."""
-    return np.array((*PADDING_ROW, NO_DRAFT)[: len(inputs)], dtype=np.int32)[:, None]
+    return np.array((*PADDING_ROW, NO_DRAFT, *PADDING_ROW[:2])[: len(inputs)], dtype=np.int32)[:, None]
 
 
 class StepBuilder:

@@ -1,7 +1,7 @@
 """Causal convolutions over all rows of sequences, channel by channel, with tails that lie in state pages.
 
 One launch for the short convolution of LFM2, which is all of its mixer between two products, and for what chunks of
-Mamba-2 convolve ahead of their scan.
+Mamba-2 convolve ahead of their scan. Kernels that take a sequence's rows in turn have it row by row (`convolved`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces
 
 # Tokens and channels of a program: rows that decode have one token each.
 TOKENS, CHANNELS, LONE_CHANNELS = 16, 128, 512
-SEGMENT_FIELDS = tl.constexpr(6)  # of `schedule.step.Segment`
 
 
 def short_convolution(
@@ -81,6 +80,35 @@ def rounded(x, by, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def input_of(X, stride, at, by, BEFORE, inside, known, WIDTH: tl.constexpr):
+    """What is convolved of row `at` of a sequence whose rows begin at X; those before the first are remembered in
+    BEFORE. As it is remembered, since a step of one row reads it from there.
+    """
+    x = tl.load(X + at * stride, mask=inside & (at >= 0), other=0.0, cache_modifier=".cg")
+    remembered = tl.load(BEFORE + (at + WIDTH - 1), mask=inside & known & (at < 0), other=0.0, cache_modifier=".cg")
+    return tl.where(at < 0, remembered, rounded(x, by, X.dtype.element_ty).to(BEFORE.dtype.element_ty))
+
+
+@triton.jit
+def convolved(X, stride, at, by, BEFORE, CONV, inside, known, WIDTH: tl.constexpr):
+    """The convolution of row `at` of a sequence; X, BEFORE and CONV are those of each channel."""
+    total = tl.zeros(CONV.shape, tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        x = input_of(X, stride, at + tap - (WIDTH - 1), by, BEFORE, inside, known, WIDTH)
+        total += x.to(tl.float32) * tl.load(CONV + tap, mask=inside, other=0.0)
+    x = tl.load(X + at * stride, mask=inside, other=0.0, cache_modifier=".cg")
+    return total + rounded(x, by, X.dtype.element_ty) * tl.load(CONV + (WIDTH - 1), mask=inside, other=0.0)
+
+
+@triton.jit
+def remember(X, stride, count, by, BEFORE, AFTER, inside, known, keeps, WIDTH: tl.constexpr):
+    """In AFTER: the last inputs of a sequence of so many rows."""
+    for tap in tl.static_range(WIDTH - 1):
+        x = input_of(X, stride, count + tap - (WIDTH - 1), by, BEFORE, inside, known, WIDTH)
+        tl.store(AFTER + tap, x, mask=inside & keeps)
+
+
+@triton.jit
 def _input(MADE, at, by, mask, section, SHORT: tl.constexpr):
     """What is convolved, in float32."""
     DTYPE: tl.constexpr = MADE.dtype.element_ty
@@ -109,9 +137,9 @@ def _convolution_kernel(
     count = 1
     if SEGMENTS is not None:  # noqa: SIM102 - compiled away where there are none
         if sequence >= decoding:
-            segment = SEGMENTS + (sequence - decoding) * SEGMENT_FIELDS
-            row = tl.load(segment + 3).to(tl.int64)
-            count = tl.load(segment + 2) - tl.load(segment + 1)
+            segment = SEGMENTS + (sequence - decoding) * FIELDS
+            row = tl.load(segment + ROW).to(tl.int64)
+            count = tl.load(segment + COUNT)
     t = tile * TOKENS + tl.arange(0, TOKENS)
     if tile * TOKENS < count:
         c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

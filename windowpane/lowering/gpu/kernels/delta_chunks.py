@@ -26,12 +26,11 @@ from windowpane.kv.delta_workspace import delta_workspace_bytes as workspace_byt
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, sigmoid, silu, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import FIELDS, StatePart, StatePlaces
 from windowpane.schedule.step import Segment
 
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)  # rows that are solved one after another
-FIELDS = tl.constexpr(len(Segment._fields))
 _FEWEST_SLOTS = 16
 _NORM_TOKENS = 32
 

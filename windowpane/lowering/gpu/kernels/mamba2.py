@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.lowering.gpu.kernels.causal_convolution import SEGMENT_FIELDS, convolve_segments, rounded, silu
+from windowpane.lowering.gpu.kernels.causal_convolution import convolve_segments, convolved, remember, rounded, silu
 from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of, wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces
 from windowpane.models.blocks import Mamba2
 
 # Programs that keep a GPU busy: with fewer rows, a head's state is shared out.
@@ -88,24 +88,30 @@ class Mamba2Layer:
 
 
 def decode_mamba2(
-    made: torch.Tensor, places: StatePlaces, layer: Mamba2Layer, out: torch.Tensor, *, pdl: bool = False
-) -> None:
-    """out [rows, heads × dim] of `made` [rows, z | x | B | C | dt], a row of each sequence; their states go on."""
+    made: torch.Tensor, places: StatePlaces, layer: Mamba2Layer, out: torch.Tensor,
+    segments: torch.Tensor | None = None, *, pdl: bool = False,
+) -> None:  # fmt: skip
+    """out [rows, heads × dim] of `made` [rows, z | x | B | C | dt], a row of each sequence; their states go on.
+
+    With `segments`, int32 [sequences, fields of Segment], a sequence has all rows that ask there, one after another.
+    """
     rows, described = len(made), layer.described
     heads, dim = described.heads, described.head_dim
-    block = layer.block(DECODE_VALUES)
+    # Beside several rows, less of a state fits into registers: fewer values to a program, and to a warp.
+    values, warp_values = (DECODE_VALUES, 2048) if segments is None else (DECODE_VALUES // 2, 1024)
+    block = layer.block(values)
     while block > LEAST_BLOCK and rows * heads * triton.cdiv(dim, block) < ENOUGH_PROGRAMS:
         block //= 2
     parts = triton.cdiv(dim, block)
     norms = heads // layer.norm_heads if layer.norm_heads else 0
     assert rows * norms <= FLAGS
     (x_tail, bc_tail), matrix, norm = layer.tails, layer.matrix, described.norm
-    _decode_kernel[(rows, heads, parts)](
-        made, *places, x_tail.arena, matrix.arena, layer.conv, layer.conv_bias, layer.rates, layer.dt_bias, layer.skip,
-        layer.norm, out, flags_of(made.device) if norms else None, made.stride(0), out.stride(0), x_tail.first,
-        bc_tail.first, matrix.first, *described.dt_limits, norm.eps if norm else 0.0, *layer.multipliers,
+    _decode_kernel[(len(places.starts), heads, parts)](
+        made, *places, segments, x_tail.arena, matrix.arena, layer.conv, layer.conv_bias, layer.rates, layer.dt_bias,
+        layer.skip, layer.norm, out, flags_of(made.device) if norms else None, made.stride(0), out.stride(0),
+        x_tail.first, bc_tail.first, matrix.first, *described.dt_limits, norm.eps if norm else 0.0, *layer.multipliers,
         TAIL_UNIT=x_tail.unit, MATRIX_UNIT=matrix.unit, WIDTH=layer.conv.shape[1], SHARERS=layer.norm_heads * parts,
-        PDL=pdl, num_warps=min(max(block * layer.state_block // 2048, 1), 8), launch_pdl=pdl,
+        PDL=pdl, num_warps=min(max(block * layer.state_block // warp_values, 1), 8), launch_pdl=pdl,
         **layer.sizes(block), **layer.norming,
     )  # fmt: skip
 
@@ -163,13 +169,14 @@ def _convolved_token(
 ):  # fmt: skip
     """SiLU(convolution) of one token of some channels, whose tails are at `old` and go on at `new`."""
     KEPT: tl.constexpr = WIDTH - 1
-    total = x * tl.load(CONV + channel * WIDTH + KEPT, mask=inside, other=0.0)
+    total = tl.zeros(x.shape, tl.float32)
     for tap in tl.static_range(KEPT):
         value = tl.load(TAILS + old + tap, mask=inside & known, other=0.0)
         total += value.to(tl.float32) * tl.load(CONV + channel * WIDTH + tap, mask=inside, other=0.0)
         if tap > 0:
             tl.store(TAILS + new + (tap - 1), value, mask=inside & keeps)
     tl.store(TAILS + new + (KEPT - 1), x.to(TAILS.dtype.element_ty), mask=inside & keeps)
+    total += x * tl.load(CONV + channel * WIDTH + KEPT, mask=inside, other=0.0)
     if BIAS is not None:
         total += tl.load(BIAS + channel, mask=inside, other=0.0)
     return silu(total)
@@ -203,69 +210,128 @@ def _norm_kernel(
     _norm_together(to, gates, NORM + first, eps, z_by, NORM_WIDTH, NORM_BLOCK, NORMS_FIRST)
 
 
-@triton.jit(do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS"])
+@triton.jit
+def _convolved_row(
+    X, stride, at, by, BEFORE, CONV, BIAS, channel, inside, known, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The same of row `at` of a sequence, whose remembered inputs are in BEFORE."""
+    total = convolved(X, stride, at, by, BEFORE, CONV + channel * WIDTH, inside, known, WIDTH)
+    if BIAS is not None:
+        total += tl.load(BIAS + channel, mask=inside, other=0.0)
+    return silu(total)
+
+
+@triton.jit
+def _scanned(state, x, b, read, STEP, dt_by, rate, dt_bias, skip, low, high, DTYPE: tl.constexpr):
+    """The state behind a token, and what the token reads there."""
+    step = rounded(tl.load(STEP), dt_by, DTYPE)
+    step = tl.minimum(tl.maximum(_softplus(step + dt_bias), low), high)
+    state = state * tl.exp(-rate * step) + (x * step)[:, None] * b[None, :]
+    return state, tl.sum(state * read[None, :], 1) + skip * x
+
+
+@triton.jit
+def _leave(
+    y, OUT, GATES_AT, NORM, ARRIVED, row, head, p, in_head, eps, z_by, HEADS: tl.constexpr, DIM: tl.constexpr,
+    GATES: tl.constexpr, SHARERS: tl.constexpr, NORM_WIDTH: tl.constexpr, NORM_BLOCK: tl.constexpr,
+    NORMS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Store a row of OUT; who stores the last part of what is normed together norms it."""
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
+    c = head * DIM + p
+    if GATES:
+        z = tl.load(GATES_AT + c, mask=in_head, other=0.0)
+        y *= silu(rounded(z, z_by, DTYPE))
+    tl.store(OUT + c, y.to(DTYPE), mask=in_head)
+    if SHARERS:
+        norm = head * DIM // NORM_WIDTH
+        arrived = ARRIVED + row * (HEADS * DIM // NORM_WIDTH) + norm
+        tl.debug_barrier()  # all of y is there before it is counted
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == SHARERS - 1:
+            tl.atomic_xchg(arrived, 0, sem="relaxed")
+            first = norm * NORM_WIDTH
+            _norm_together(
+                OUT + first, GATES_AT + first, NORM + first, eps, z_by, NORM_WIDTH, NORM_BLOCK, NORMS_FIRST
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"])
 def _decode_kernel(
-    MADE, BEFORE, AFTER, STARTS, TAILS, MATRIX, CONV, CONV_BIAS, RATES, DT_BIAS, SKIP, NORM, OUT, ARRIVED, made_stride,
-    out_stride, x_first, bc_first, matrix_first, low, high, eps, z_by, x_by, b_by, c_by, dt_by,
+    MADE, BEFORE, AFTER, STARTS, SEGMENTS, TAILS, MATRIX, CONV, CONV_BIAS, RATES, DT_BIAS, SKIP, NORM, OUT, ARRIVED,
+    made_stride, out_stride, x_first, bc_first, matrix_first, low, high, eps, z_by, x_by, b_by, c_by, dt_by,
     TAIL_UNIT: tl.constexpr, MATRIX_UNIT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, STATE: tl.constexpr, STATE_BLOCK: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr,
     SHARERS: tl.constexpr, NORM_WIDTH: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head, BLOCK of its dims). B and C are convolved by all heads of a group; one keeps their tail."""
+    """Program (sequence, head, BLOCK of its dims). B and C are convolved by each head of a group; one keeps tails."""
     wait_if_overlapped(PDL)
     DTYPE: tl.constexpr = MADE.dtype.element_ty
     INNER: tl.constexpr = HEADS * DIM
     KEPT: tl.constexpr = WIDTH - 1
-    row, head = tl.program_id(0), tl.program_id(1)
+    sequence, head = tl.program_id(0), tl.program_id(1)
     p, n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE_BLOCK)
     in_head, in_state = p < DIM, n < STATE
-    to = OUT + row.to(tl.int64) * out_stride
-    start = tl.load(STARTS + row)
+    start = tl.load(STARTS + sequence)
+    row, count = sequence, 1
+    if SEGMENTS is not None:
+        row, count = tl.load(SEGMENTS + sequence * FIELDS + ROW), tl.load(SEGMENTS + sequence * FIELDS + COUNT)
+    made, to = MADE + row.to(tl.int64) * made_stride, OUT + row.to(tl.int64) * out_stride
     if start < 0:
-        tl.store(to + head * DIM + p, tl.zeros([BLOCK], DTYPE), mask=in_head)
+        tl.store(to + head * DIM + p, tl.zeros([BLOCK], DTYPE), mask=in_head & (count > 0))
     else:
-        made, known = MADE + row.to(tl.int64) * made_stride, start > 0
-        before, after = tl.load(BEFORE + row).to(tl.int64), tl.load(AFTER + row).to(tl.int64)
+        known = start > 0
+        before, after = tl.load(BEFORE + sequence).to(tl.int64), tl.load(AFTER + sequence).to(tl.int64)
         old, new = before * TAIL_UNIT, after * TAIL_UNIT
-        c = head * DIM + p
-        x = rounded(tl.load(made + INNER + c, mask=in_head, other=0.0), x_by, DTYPE)
-        at = x_first + c * KEPT
-        x = _convolved_token(x, TAILS, old + at, new + at, CONV, CONV_BIAS, c, in_head, known, True, WIDTH)
         group = head // (HEADS // GROUPS)
         keeps = (head % (HEADS // GROUPS) == 0) & (tl.program_id(2) == 0)
-        c = group * STATE + n
-        b = rounded(tl.load(made + 2 * INNER + c, mask=in_state, other=0.0), b_by, DTYPE)
-        at = bc_first + c * KEPT
-        b = _convolved_token(b, TAILS, old + at, new + at, CONV, CONV_BIAS, INNER + c, in_state, known, keeps, WIDTH)
-        c += GROUPS * STATE
-        read = rounded(tl.load(made + 2 * INNER + c, mask=in_state, other=0.0), c_by, DTYPE)
-        at = bc_first + c * KEPT
-        read = _convolved_token(
-            read, TAILS, old + at, new + at, CONV, CONV_BIAS, INNER + c, in_state, known, keeps, WIDTH
-        )
-        step = rounded(tl.load(made + 2 * INNER + 2 * GROUPS * STATE + head), dt_by, DTYPE)
-        step = tl.minimum(tl.maximum(_softplus(step + tl.load(DT_BIAS + head)), low), high)
+        xc, bc = head * DIM + p, group * STATE + n
+        cc = bc + GROUPS * STATE
+        x_at, b_at, c_at = x_first + xc * KEPT, bc_first + bc * KEPT, bc_first + cc * KEPT
+        steps = made + 2 * INNER + 2 * GROUPS * STATE + head
+        rate, dt_bias, skip = tl.load(RATES + head), tl.load(DT_BIAS + head), tl.load(SKIP + head)
         at = matrix_first + (head * DIM + p)[:, None] * STATE + n[None, :]
         inside = in_head[:, None] & in_state[None, :]
         state = tl.load(MATRIX + before * MATRIX_UNIT + at, mask=inside & known, other=0.0).to(tl.float32)
-        state = state * tl.exp(-tl.load(RATES + head) * step) + (x * step)[:, None] * b[None, :]
-        tl.store(MATRIX + after * MATRIX_UNIT + at, state.to(MATRIX.dtype.element_ty), mask=inside)
-        y = tl.sum(state * read[None, :], 1) + tl.load(SKIP + head) * x
-        if GATES:
-            z = tl.load(made + head * DIM + p, mask=in_head, other=0.0)
-            y *= silu(rounded(z, z_by, DTYPE))
-        tl.store(to + head * DIM + p, y.to(DTYPE), mask=in_head)
-        if SHARERS:
-            norm = head * DIM // NORM_WIDTH
-            arrived = ARRIVED + row * (INNER // NORM_WIDTH) + norm
-            tl.debug_barrier()  # all of y is there before it is counted
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == SHARERS - 1:
-                tl.atomic_xchg(arrived, 0, sem="relaxed")
-                first = norm * NORM_WIDTH
-                _norm_together(
-                    to + first, made + first, NORM + first, eps, z_by, NORM_WIDTH, NORM_BLOCK, NORMS_FIRST
+        state_to = MATRIX + after * MATRIX_UNIT + at
+        if SEGMENTS is None:
+            x = rounded(tl.load(made + INNER + xc, mask=in_head, other=0.0), x_by, DTYPE)
+            x = _convolved_token(x, TAILS, old + x_at, new + x_at, CONV, CONV_BIAS, xc, in_head, known, True, WIDTH)
+            b = rounded(tl.load(made + 2 * INNER + bc, mask=in_state, other=0.0), b_by, DTYPE)
+            b = _convolved_token(
+                b, TAILS, old + b_at, new + b_at, CONV, CONV_BIAS, INNER + bc, in_state, known, keeps, WIDTH
+            )
+            read = rounded(tl.load(made + 2 * INNER + cc, mask=in_state, other=0.0), c_by, DTYPE)
+            read = _convolved_token(
+                read, TAILS, old + c_at, new + c_at, CONV, CONV_BIAS, INNER + cc, in_state, known, keeps, WIDTH
+            )
+            state, y = _scanned(state, x, b, read, steps, dt_by, rate, dt_bias, skip, low, high, DTYPE)
+            tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=inside)
+            _leave(
+                y, to, made, NORM, ARRIVED, row, head, p, in_head, eps, z_by, HEADS, DIM, GATES, SHARERS, NORM_WIDTH,
+                NORM_BLOCK, NORMS_FIRST,
+            )  # fmt: skip
+        else:
+            xs, bs, cs = made + INNER + xc, made + 2 * INNER + bc, made + 2 * INNER + cc
+            x_old, b_old, c_old = TAILS + old + x_at, TAILS + old + b_at, TAILS + old + c_at
+            for i in range(count):
+                x = _convolved_row(xs, made_stride, i, x_by, x_old, CONV, CONV_BIAS, xc, in_head, known, WIDTH)
+                b = _convolved_row(bs, made_stride, i, b_by, b_old, CONV, CONV_BIAS, INNER + bc, in_state, known, WIDTH)
+                read = _convolved_row(
+                    cs, made_stride, i, c_by, c_old, CONV, CONV_BIAS, INNER + cc, in_state, known, WIDTH
+                )
+                state, y = _scanned(
+                    state, x, b, read, steps + i * made_stride, dt_by, rate, dt_bias, skip, low, high, DTYPE
+                )
+                _leave(
+                    y, to + i * out_stride, made + i * made_stride, NORM, ARRIVED, row + i, head, p, in_head, eps,
+                    z_by, HEADS, DIM, GATES, SHARERS, NORM_WIDTH, NORM_BLOCK, NORMS_FIRST,
                 )  # fmt: skip
+                state = state.to(MATRIX.dtype.element_ty).to(tl.float32)  # as a step of one row stores it
+            tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=inside)
+            remember(xs, made_stride, count, x_by, x_old, TAILS + new + x_at, in_head, known, True, WIDTH)
+            remember(bs, made_stride, count, b_by, b_old, TAILS + new + b_at, in_state, known, keeps, WIDTH)
+            remember(cs, made_stride, count, c_by, c_old, TAILS + new + c_at, in_state, known, keeps, WIDTH)
 
 
 @triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"])
@@ -286,8 +352,8 @@ def _scan_kernel(
     p = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     in_head, in_state = p < DIM, n < STATE
     start = tl.load(STARTS + segment)
-    row = tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 3).to(tl.int64)
-    count = tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 2) - tl.load(SEGMENTS + segment * SEGMENT_FIELDS + 1)
+    row = tl.load(SEGMENTS + segment * FIELDS + ROW).to(tl.int64)
+    count = tl.load(SEGMENTS + segment * FIELDS + COUNT)
     rate, bias, skip = tl.load(RATES + head), tl.load(DT_BIAS + head), tl.load(SKIP + head)
     # The state is [STATE, dims] here, so that every product has at least 64 rows.
     at = matrix_first + (head * DIM + p)[None, :] * STATE + n[:, None]

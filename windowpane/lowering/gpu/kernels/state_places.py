@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
+
+from windowpane.schedule.step import Segment
+
+# Of a table of segments, as kernels read it: the fields of one, and which of them say where its rows begin and how many
+# there are.
+FIELDS = tl.constexpr(len(Segment._fields))
+ROW, COUNT = (tl.constexpr(Segment._fields.index(name)) for name in ("row", "q_count"))
 
 
 class StatePlaces(NamedTuple):
-    """Of each sequence of a step: the decoding ones, one row each, then those of segments.
+    """Of each sequence of a step: the decoding ones, then those of segments.
 
     `before` and `after` are page offsets (units of OFFSET_UNIT_BYTES) of the state that is read and the one that is
     written; `starts` is the position of the sequence's first row in this step: 0 begins with zeros whatever the page
