@@ -292,8 +292,7 @@ def _decode_kernel(
         rate, dt_bias, skip = tl.load(RATES + head), tl.load(DT_BIAS + head), tl.load(SKIP + head)
         at = matrix_first + (head * DIM + p)[:, None] * STATE + n[None, :]
         inside = in_head[:, None] & in_state[None, :]
-        state = tl.load(MATRIX + before * MATRIX_UNIT + at, mask=inside & known, other=0.0).to(tl.float32)
-        state_to = MATRIX + after * MATRIX_UNIT + at
+        state_at, state_to = MATRIX + before * MATRIX_UNIT + at, MATRIX + after * MATRIX_UNIT + at
         if SEGMENTS is None:
             x = rounded(tl.load(made + INNER + xc, mask=in_head, other=0.0), x_by, DTYPE)
             x = _convolved_token(x, TAILS, old + x_at, new + x_at, CONV, CONV_BIAS, xc, in_head, known, True, WIDTH)
@@ -305,6 +304,7 @@ def _decode_kernel(
             read = _convolved_token(
                 read, TAILS, old + c_at, new + c_at, CONV, CONV_BIAS, INNER + cc, in_state, known, keeps, WIDTH
             )
+            state = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
             state, y = _scanned(state, x, b, read, steps, dt_by, rate, dt_bias, skip, low, high, DTYPE)
             tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=inside)
             _leave(
@@ -314,6 +314,7 @@ def _decode_kernel(
         else:
             xs, bs, cs = made + INNER + xc, made + 2 * INNER + bc, made + 2 * INNER + cc
             x_old, b_old, c_old = TAILS + old + x_at, TAILS + old + b_at, TAILS + old + c_at
+            state = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
             for i in range(count):
                 x = _convolved_row(xs, made_stride, i, x_by, x_old, CONV, CONV_BIAS, xc, in_head, known, WIDTH)
                 b = _convolved_row(bs, made_stride, i, b_by, b_old, CONV, CONV_BIAS, INNER + bc, in_state, known, WIDTH)
