@@ -8,6 +8,7 @@ FOLLOW = 0.3  # weight of the latest measurement in a moving average
 KEEP = 0.9  # of what earlier steps weigh, for each later one
 FEWEST_BYTES = 2**20  # smaller copies say more of their overhead than of the bandwidth
 FEWEST_TOKENS = 16
+MOST_SLOWER = 4.0  # than its tokens took before that one step counts as: a machine may have held it up
 
 
 class Speeds:
@@ -35,5 +36,7 @@ class Speeds:
     def computed(self, prompt_tokens: int, seconds: float) -> None:
         """A step with so many prompt tokens took so long."""
         if prompt_tokens >= FEWEST_TOKENS:
+            if speed := self.prompt_tokens_per_second:
+                seconds = min(seconds, MOST_SLOWER * prompt_tokens / speed)
             self._prompt_tokens = KEEP * self._prompt_tokens + prompt_tokens
             self._seconds = KEEP * self._seconds + seconds
