@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from inspect import signature
@@ -111,6 +112,24 @@ class TestStreams:
             return await asyncio.gather(read("Hello"), read("There"))
 
         assert asyncio.run(both()) == [c.text for c in llm.generate(["Hello", "There"], GREEDY)]
+
+    def test_one_that_ends_while_another_is_read_is_whole(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Right when the first finds nothing to take, a thread begins to read the second, which ends both."""
+        first, second = llm.stream("Hello", GREEDY), llm.stream("There", GREEDY)
+        answer, others = first._answer, list[threading.Thread]()
+        take = answer.take
+
+        def meanwhile() -> str:
+            piece = take()
+            if not piece and not others:
+                others.append(threading.Thread(target=list, args=[second]))
+                others[0].start()
+                others[0].join(0.5)
+            return piece
+
+        monkeypatch.setattr(answer, "take", meanwhile)
+        assert "".join(first) == llm.generate("Hello", GREEDY)[0].text
+        others[0].join()
 
     def test_one_that_is_left_ends(self, llm: LLM) -> None:
         async def leave() -> None:

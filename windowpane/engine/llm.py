@@ -391,12 +391,14 @@ def _read(llm: LLM, answer: Answer) -> Generator[str, None, None]:
     """The pieces of an answer. It does not know its stream, so that it ends at once when a loop over it is left."""
     try:
         while True:
-            if piece := answer.take():
+            with llm._engine_lock:  # or a step for another stream could end the answer once nothing was there to take
+                piece = answer.take()
+                if not piece:
+                    if answer.request.finish_reason is not None:
+                        break
+                    llm._step()
+            if piece:
                 yield piece
-            elif answer.request.finish_reason is not None:
-                break
-            else:
-                llm._step()
     finally:
         llm._dismiss([answer])
     answer.completion()  # raises where a step failed
