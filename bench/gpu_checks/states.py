@@ -246,7 +246,8 @@ def decodes(shape: DeltaShape, launches: list[DecodeLaunch], dtype: torch.dtype 
 def drafted(lengths: tuple[int, ...], start: int) -> torch.Tensor:
     """A table of sequences that have so many rows in one step."""
     rows = accumulate(lengths, initial=0)
-    return ints(*(n for row, own in zip(rows, lengths, strict=False) for n in (0, start, start + own, row, row, own)))
+    table = [Segment(0, start, start + own, row, row, own) for row, own in zip(rows, lengths, strict=False)]
+    return torch.tensor(table, dtype=torch.int32, device=CUDA)
 
 
 def verifies(shape: DeltaShape, dtype: torch.dtype) -> str:
@@ -256,7 +257,7 @@ def verifies(shape: DeltaShape, dtype: torch.dtype) -> str:
         count, launches = len(lengths), [None, *DECODE_LAUNCHES]
         layer = Layer(shape, 3 * count + 4, dtype)
         made, places = layer.made(sum(lengths)), [layer.take(count) for _ in range(3)]
-        segments, begun = drafted(lengths, 7).view(count, -1), ints(*[7] * count)
+        segments, begun = drafted(lengths, 7), ints(*[7] * count)
         apart, firsts = nans(len(made), layer), segments[:, 3].tolist()
         final: list[State] = []
         for sequence, (first, own) in enumerate(zip(firsts, lengths, strict=True)):
@@ -508,7 +509,7 @@ class Decoding:
         starts = ints(*[100] * rows)
         self.places = [StatePlaces(self.layer.take(rows), self.layer.take(rows), starts) for _ in range(self.sets)]
         self.made, self.out = self.layer.made(rows * each), nans(rows * each, self.layer)
-        self.segments = drafted((each,) * rows, 100).view(rows, -1) if each > 1 else None
+        self.segments = drafted((each,) * rows, 100) if each > 1 else None
         per_row = 2 * self.layer.page_bytes + 2 * (self.made.shape[1] + self.layer.values)
         self.bytes_moved = rows * per_row + 4 * self.layer.conv.numel()
 
@@ -524,22 +525,10 @@ def sweep(names: list[str]) -> None:
     """Microseconds, best first; * marks what is planned."""
     for name, shape in LAYERS.items():
         for rows in (1, 2, 4, *ROWS[1:]) if not names or "decode" in names else ():
-            steps = Decoding(shape, rows)
-            planned = plan_decode(rows, shape)
-            timed: dict[Any, float] = {}
-            for decode_launch in dict.fromkeys([planned, *DECODE_LAUNCHES]):
-                with suppress(OutOfResources):
-                    timed[decode_launch] = microseconds(steps.step(decode_launch), repeat=steps.sets, rounds=5)
-            ranked(f"{name} decode {rows}", timed, planned)
-            del steps
+            ranked_decoding(f"{name} decode {rows}", Decoding(shape, rows), plan_decode(rows, shape))
         for rows in (1, 8, 32) if not names or "drafts" in names else ():
-            steps, planned = Decoding(shape, rows, DRAFTED_ROWS), plan_decode(rows * DRAFTED_ROWS, shape, several=True)
-            timed = {}
-            for decode_launch in dict.fromkeys([planned, *DECODE_LAUNCHES]):
-                with suppress(OutOfResources):
-                    timed[decode_launch] = microseconds(steps.step(decode_launch), repeat=steps.sets, rounds=5)
-            ranked(f"{name} {DRAFTED_ROWS} rows of {rows}", timed, planned)
-            del steps
+            planned = plan_decode(rows * DRAFTED_ROWS, shape, several=True)
+            ranked_decoding(f"{name} {DRAFTED_ROWS} rows of {rows}", Decoding(shape, rows, DRAFTED_ROWS), planned)
         for about, lengths in list(TIMED_PROMPTS.items())[:2]:
             prompts = Prompts(Layer(shape, 2 * len(lengths)), lengths, (0,) * len(lengths))
             out = nans(len(prompts.made), prompts.layer)
@@ -554,6 +543,14 @@ def sweep(names: list[str]) -> None:
             if not names or "strips" in names:
                 ranked(f"{name} {about} strips", {tokens: microseconds(prompts.step(out, tokens), rounds=5)
                                                  for tokens in STRIPS}, STRIP_TOKENS)  # fmt: skip
+
+
+def ranked_decoding(about: str, steps: Decoding, planned: DecodeLaunch) -> None:
+    timed: dict[Any, float] = {}
+    for launch in dict.fromkeys([planned, *DECODE_LAUNCHES]):
+        with suppress(OutOfResources):
+            timed[launch] = microseconds(steps.step(launch), repeat=steps.sets, rounds=5)
+    ranked(about, timed, planned)
 
 
 def ranked(about: str, found: dict[Any, float], planned: Any) -> None:

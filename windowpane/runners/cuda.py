@@ -259,14 +259,14 @@ class CudaRunner:
         inputs[2, : len(step.state_slots)] = step.state_slots
         inputs[3:DRAFT_INPUTS, decoding:rows] = step.tokens
         several = bool(batch.chunks) and self._most_rows > 1
-        if several and len(inputs) == STATE_DRAFT_INPUTS:
-            sequences = step.decoding_segments()
-            inputs[DRAFT_INPUTS:, : len(sequences)] = np.array(sequences)[:, :2].T  # slots and first positions
+        together = row_segments(step, self._most_rows, padded) if several else None
+        if together is not None and len(inputs) == STATE_DRAFT_INPUTS:
+            inputs[DRAFT_INPUTS:, :padded] = together[:, :2].T  # slots and first positions
         transfer = Transfer(self.device)
         late, now = (transfer.add(updates) for updates in self.tables.updates(batch.changes))
         handle = transfer.add(inputs)
         wanted = transfer.add(step.wanted) if len(step.wanted) < rows else None
-        table = transfer.add(row_segments(step, self._most_rows, padded)) if several else None
+        table = None if together is None else transfer.add(together)
         bring_adapters = None if adapters is None else adapters.add_decoding(step.adapters, padded, transfer)
         sent = transfer.send()
         self.tables.apply(sent[late])
@@ -281,9 +281,9 @@ class CudaRunner:
         if graphs is not None and padded in graphs.sizes:
             logits = graphs.replay(rows, several=several)
         else:
-            together = self._segments[:padded] if several else None
+            segments = self._segments[:padded] if several else None
             on_rows = None if adapters is None else adapters.decoding(rows)
-            on_device = DeviceStep.decoding(self._inputs[:, :rows], together, self._most_rows, on_rows)
+            on_device = DeviceStep.decoding(self._inputs[:, :rows], segments, self._most_rows, on_rows)
             normed = self.model.final_hidden(on_device, tokens_of(self._inputs[:, :rows], self._sampled))
             if self._final is not None:
                 self._final[:rows] = normed

@@ -56,9 +56,9 @@ def _parts_of(context: GpuContext, layer: int) -> list[StatePart]:
     ]
 
 
-def _ahead(places: StatePlaces, decoding: int) -> StatePlaces:
-    """Those of decoding rows."""
-    return StatePlaces(*(one[:decoding] for one in places))
+def _ahead(places: StatePlaces, step: DeviceStep) -> StatePlaces:
+    """Those of sequences that decode: all of them in a step where some have several rows."""
+    return places if step.segments is not None else StatePlaces(*(one[: step.num_decoding] for one in places))
 
 
 def _behind(places: StatePlaces, decoding: int) -> StatePlaces:
@@ -90,8 +90,7 @@ class _AdvanceMamba2:
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
         rows, layer, longest = step.num_decoding, self._layer, _longest(step)
         if rows:
-            ahead = places if step.segments is not None else _ahead(places, rows)
-            decode_mamba2(made[:rows], ahead, layer, out[:rows], step.segments, pdl=self._pdl)
+            decode_mamba2(made[:rows], _ahead(places, step), layer, out[:rows], step.segments, pdl=self._pdl)
         if longest:
             assert step.chunks is not None
             segments = step.chunks.segments
@@ -144,7 +143,7 @@ class _AdvanceDelta:
     def __call__(self, made: torch.Tensor, places: StatePlaces, step: DeviceStep, out: torch.Tensor) -> None:
         rows, weights = step.num_decoding, self._weights
         if rows:
-            ahead = places if step.segments is not None else _ahead(places, rows)
+            ahead = _ahead(places, step)
             decode_delta(made[:rows], ahead, *weights, out[:rows], segments=step.segments, **self._options)
         if step.chunks is not None:
             chunk_delta(made, places, step.chunks, *weights, out, self._context.delta_workspace, **self._options)
