@@ -5,18 +5,19 @@ Only rows that a token fills and may still be asked for are written; every other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windowpane.attention.chunk_attention import ChunkAttention, CodedChunkAttention, make_chunk_attention
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
 from windowpane.attention.reference import attend, attend_decoding
 from windowpane.attention.scores import Scores
-from windowpane.attention.segments import ChunkQueries, Tiling
+from windowpane.attention.segments import ChunkQueries, Tiling, queries_of
 from windowpane.attention.triton.codes import INT4
 from windowpane.attention.triton.decode import (
     DecodeScratch,
@@ -27,7 +28,6 @@ from windowpane.attention.triton.decode import (
     plan_rows,
 )
 from windowpane.attention.triton.decode_several import rows_at_once, split_rows
-from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.attention.triton.view import LatentRope, LayerView, PagedLayer
 from windowpane.attention.triton.widen import plain_view, scratch_page_bytes
 from windowpane.attention.triton.write import write
@@ -296,11 +296,12 @@ def _decode_reference(paged: Paged, sequence: int, q: torch.Tensor, present: Vec
 
 def chunk_queries(segments: Sequence[Segment], tiling: Tiling, device: torch.device | str) -> ChunkQueries:
     """As a step's builder makes them, for one layer."""
-    table = np.array(segments, dtype=np.int32)
-    tiles = prefill_tiles(tiling.queries(table), tiling.tokens)
-    return ChunkQueries(
-        torch.from_numpy(table).to(device), tuple(segments), {tiling: torch.from_numpy(tiles).to(device)}
-    )
+
+    def bring(array: NDArray[np.int32]) -> Callable[[], torch.Tensor]:
+        there = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return lambda: there
+
+    return queries_of(segments, [tiling], bring)()
 
 
 def run_prefill(
@@ -311,18 +312,21 @@ def run_prefill(
     A coded past is decoded for all chunks `together`, or where there is room for only one of the longest at a time.
     """
     layer, view, device = paged.layer, paged.view, paged.device
-    row, q_row = 2, 1  # rows before the first segment belong to someone else
+    row, q_row = 2, 1  # rows before each segment and behind the last belong to someone else
     segments = []
     for slot, start, (tokens, asking) in zip(paged.slots, paged.lengths, chunks, strict=True):
         segments.append(Segment(slot, start, start + tokens, row, q_row, asking))
-        row, q_row = row + tokens, q_row + asking
+        row, q_row = row + tokens + 1, q_row + asking + 1
     q = fused_rows(layer, q_row, str(device), paged.dtype)[0]
-    _, k, v = fused_rows(layer, row + 1, str(device), paged.dtype)
-    k[:2], v[:2], k[-1], v[-1] = (float("nan"),) * 4
+    _, k, v = fused_rows(layer, row, str(device), paged.dtype)
+    others, asked_by_others = (torch.ones(n, dtype=torch.bool, device=device) for n in (row, q_row))
+    for segment in segments:
+        others[segment.rows], asked_by_others[segment.query_rows] = False, False
+    k[others], v[others] = (float("nan"),) * 2
     out = torch.full((q_row, layer.query_heads, view.dim), float("nan"), dtype=paged.dtype, device=device)
     attention = chunk_attention(paged, scratch, together=together)
     attention(q, k, v, chunk_queries(segments, attention.tiling, device), out)
-    if not bool(out[0].isnan().all()):
+    if not bool(out[asked_by_others].isnan().all()):
         raise AssertionError("a row that no segment owns was written")
     exact, rounded = [], []
     for i, (_, start, stop, at, q_at, asking) in enumerate(segments):
@@ -333,7 +337,7 @@ def run_prefill(
             keys, values = keys_values(paged, i, (present_k, v[mine]), dtype)
             asked, where = q[q_at : q_at + asking].to(dtype), positions[len(positions) - asking :]
             answers.append(attend(asked, where, keys, values, 0, layer.mask, layer.scores(device)))
-    return out[1:], torch.cat(exact), torch.cat(rounded)
+    return out[~asked_by_others], torch.cat(exact), torch.cat(rounded)
 
 
 def chunk_attention(

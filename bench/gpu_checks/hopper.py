@@ -70,6 +70,10 @@ TIMED = (
     ("31B full, latent, 1 x 8,192 over 16,384", FULL_31B, 1, 8192, 16_384),
     ("31B full, latent, 1 x 4,096 over 65,536", FULL_31B, 1, 4096, 65_536),
     ("31B full, latent, 8 x 1,024", FULL_31B, 8, 1024, 0),
+    ("26B full, latent, 8 x 256 over 32,768", Layer(2, 8, 512, rotary=64), 8, 256, 32_768),
+    ("26B window, 8 x 256 over 32,768", Layer(8, 2, 256, window_tokens=1024), 8, 256, 32_768),
+    ("35B full, 8 x 256 over 32,768", Layer(2, 8, 256), 8, 256, 32_768),
+    ("gpt-oss full, 8 x 256 over 32,768", Layer(8, 8, 64, has_sinks=True), 8, 256, 32_768),
     ("31B full, latent, 1 x 256 over 16,384", FULL_31B, 1, 256, 16_384),
     ("31B full, pair, 1 x 8,192", Layer(4, 8, 512), 1, 8192, 0),
     ("E4B full, pair, 1 x 8,192 over 16,384", LAYERS["E4B full, pair"], 1, 8192, 16_384),
@@ -141,10 +145,11 @@ def _chunk_logits(
     device = torch.device(DEVICE)
     runner, manager = make_runner(name, device, dtype, len(tokens), 1, fused=fused, graphs=False, hopper=hopper)
     if isinstance(runner, CudaRunner):
-        limits = [tiling.below_queries for tiling in runner.model.tilings]
-        if hopper and not all(limit is not None and limit <= max(ENGINE_CHUNKS) for limit in limits):
-            raise AssertionError(f"no chunk is large enough for {limits}: nothing would be checked")
-        if not hopper and any(limits):
+        large = [tiling.large for tiling in runner.model.tilings]
+        longest = np.array([(0, 0, n, 0, 0, n) for n in (max(ENGINE_CHUNKS),)], dtype=np.int32)
+        if hopper and not all(one is not None and one.takes(longest).all() for one in large):
+            raise AssertionError(f"no chunk is large enough for {large}: nothing would be checked")
+        if not hopper and any(large):
             raise AssertionError("the Hopper kernels were not turned off")
     manager.start(0, len(tokens))
     nobody = np.zeros(0, dtype=np.int64)

@@ -119,17 +119,19 @@ class Described:
 
     def box(self, at: list[Any]) -> torch.Tensor:
         """Zeros where it reaches beyond the tensor."""
-        rows, columns = (slice(int(start), int(start) + size) for start, size in zip(at, self._box_shape, strict=True))
         box = torch.zeros(self._box_shape, dtype=self._memory.dtype)
-        inside = self._memory[rows, columns]
-        box[: inside.shape[0], : inside.shape[1]] = inside
+        inside = self._inside(at)
+        box[tuple(map(slice, inside.shape))] = inside
         return box
 
     def store(self, at: list[Any], box: torch.Tensor) -> None:
         """What reaches beyond the tensor is left out."""
-        rows, columns = (slice(int(start), int(start) + size) for start, size in zip(at, self._box_shape, strict=True))
-        inside = self._memory[rows, columns]
-        inside.copy_(box[: inside.shape[0], : inside.shape[1]])
+        inside = self._inside(at)
+        inside.copy_(box[tuple(map(slice, inside.shape))])
+
+    def _inside(self, at: list[Any]) -> torch.Tensor:
+        assert all(int(start) >= 0 for start in at)
+        return self._memory[tuple(slice(int(x), int(x) + size) for x, size in zip(at, self._box_shape, strict=True))]
 
 
 class Shared:
@@ -153,7 +155,10 @@ class Shared:
 
     def store(self, x: Tensor) -> None:
         assert x.values.dtype == self.values.dtype
-        self.values.copy_(x.values)
+        self.put(x.values)
+
+    def put(self, values: torch.Tensor) -> None:
+        self.values.copy_(values)
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
         return Shared(self.values.view(-1).view(dtype).view(shape))
@@ -168,6 +173,8 @@ def _where(condition: Any, a: Any, b: Any) -> Tensor:
 
 
 def _maximum(a: Tensor, b: Any, propagate_nan: Any = None) -> Tensor:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return Tensor(torch.maximum(a.values, b.values))
     return Tensor(torch.maximum(a.values, torch.as_tensor(values_of(b), dtype=a.dtype)))
 
 
@@ -315,6 +322,8 @@ LANGUAGE = SimpleNamespace(
     reduce=_largest,
     abs=lambda x: Tensor(x.values.abs()),
     exp=lambda x: Tensor(x.values.exp()),
+    exp2=lambda x: Tensor(x.values.exp2()),
+    max=lambda x, axis: Tensor(x.values.amax(axis)),
     rsqrt=lambda x: Tensor(x.values.rsqrt()),
     sum=lambda x, axis: Tensor(x.values.sum(axis)),
     reshape=lambda x, shape: x.reshape(shape),
@@ -355,7 +364,7 @@ class Interpreted:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(
-            *args: Any, num_warps: int, launch_pdl: bool, launch_cooperative_grid: bool = False,
+            *args: Any, num_warps: int, launch_pdl: bool = False, launch_cooperative_grid: bool = False,
             maxnreg: int | None = None, **constants: Any,
         ) -> None:  # fmt: skip
             made, fixed = [_argument(x) for x in args], {name: _argument(x) for name, x in constants.items()}

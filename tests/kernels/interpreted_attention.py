@@ -13,8 +13,8 @@ import torch
 
 from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill, run_rows, run_write
 from windowpane.attention.mask import CAUSAL, Mask
+from windowpane.attention.segments import prefill_tiles
 from windowpane.attention.triton.decode import MAX_ROWS, plan_decode
-from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.kv.retention import Chunk, Full, Window
 
 LIMIT = 1e-5

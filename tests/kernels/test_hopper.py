@@ -1,6 +1,6 @@
-"""The host's side of the Hopper kernels: who takes which segment, scratch, and what is made ready for them.
+"""The Hopper kernels: who takes which segment, scratch, what is made ready for them, and what their source gives.
 
-The kernels themselves have no interpreter; `python3 -m bench.gpu_check hopper` checks them on a GPU.
+`python3 -m bench.gpu_check hopper` checks them on a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from windowpane.attention.chunk_attention import ChunkAttention, has_rows_for_ho
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
-from windowpane.attention.segments import Tiling, window_edge
-from windowpane.attention.triton.prefill import prefill_tiles
+from windowpane.attention.segments import Large, Tiling, prefill_tiles
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.hopper_scratch import Heads, scratch_bytes
 from windowpane.kv.retention import Chunk, Window
-from windowpane.schedule.step import Segment
 
 CPU = torch.device("cpu")
 WINDOW_31B = Heads(16, 32, 256, latent=False, windowed=True)
@@ -31,8 +29,8 @@ LATENT = LayerView(4, 512, 16, 8, False, (0,), 0, 1, torch.bfloat16)
 PAIR = LayerView(16, 256, 16, 8, True, (0, 131_072), 0, 1, torch.bfloat16)
 
 
-@pytest.mark.parametrize("check", ["edges", "rotated"])
-def test_what_is_made_ready_for_the_kernels(check):
+@pytest.mark.parametrize("check", ["edges", "rotated", "attended"])
+def test_what_is_made_ready_for_the_kernels_and_what_they_give(check):
     """In a process of its own: the interpreter is chosen when triton is imported."""
     run_interpreted("tests.kernels.interpreted_hopper", check)
 
@@ -53,32 +51,29 @@ class TestHeads:
         assert not replace(FULL_31B, kv_heads=1, query_heads=128).has_kernel
 
     def test_a_large_segment_fills_the_gpu(self):
+        assert WINDOW_31B.program_tokens == 64 and FULL_31B.program_tokens == 8
         assert WINDOW_31B.least_queries == 512 and FULL_31B.least_queries == 128
         assert Heads(2, 8, 512, latent=False, windowed=False).least_queries == 512
 
 
 class TestScratch:
     def test_layers_share_it(self):
-        rotated = 131_072 * 4 * 128 * 2
-        sliding_edges = 2 * 2 * 16 * 64 * 256 * 2
-        assert scratch_bytes([FULL_31B], 131_072) == rotated + 1 * 2 * 4 * 64 * 512 * 2
+        rotated = 163_840 * 4 * 128 * 2
+        sliding_edges = 2 * 8 * 3 * 16 * 64 * 256 * 2
+        assert scratch_bytes([FULL_31B], 131_072) == rotated + 1 * 8 * 3 * 4 * 64 * 512 * 2
         assert scratch_bytes([FULL_31B, WINDOW_31B, FULL_31B], 131_072) == rotated + sliding_edges
 
     def test_what_is_allocated_is_what_was_planned(self):
         layers = [FULL_31B, WINDOW_31B, replace(WINDOW_31B, dim=64)]
         scratch = PrefillScratch(layers, 1000, CPU)
         assert scratch.bytes == scratch_bytes(layers, 1000)
-        assert scratch.rotated(FULL_31B).shape == (4, 1024, 128), "whole tiles of positions"
-        assert scratch.edges(WINDOW_31B).shape == (2, 2, 16, 64, 256)
-        assert scratch.edges(FULL_31B).shape == (1, 2, 4, 64, 512)
+        assert scratch.rotated(FULL_31B).shape == (4, 1280, 128), "whole tiles of positions"
+        assert scratch.edges(WINDOW_31B).shape == (2, 8, 3, 16, 64, 256)
+        assert scratch.edges(FULL_31B).shape == (1, 8, 3, 4, 64, 512)
 
     def test_heads_without_a_kernel_need_none(self):
         assert scratch_bytes([replace(WINDOW_31B, dim=96)], 131_072) == 0
         assert hopper_scratch([(LATENT, FULL_31B)], 1000, CPU) is None
-
-
-def window(tokens: int) -> Mask:
-    return Mask(Window(tokens))
 
 
 def pair_layer(scores: Scores, sees: Window | Chunk = WINDOW) -> PagedLayer:
@@ -86,33 +81,52 @@ def pair_layer(scores: Scores, sees: Window | Chunk = WINDOW) -> PagedLayer:
     return PagedLayer(arena, PAIR, table, 32, Mask(sees), scores)
 
 
-class TestWindows:
-    def test_the_tile_in_which_a_window_begins(self):
-        segment = Segment(0, 2000, 3000, 0, 0, 1000)
-        assert CAUSAL.first_visible(segment.start) == 0 and window_edge(segment, CAUSAL, 64) == -1
-        assert window(1024).first_visible(segment.start) == 977 and window_edge(segment, window(1024), 64) == 977 // 64
-        assert window_edge(segment, window(2001 - 64 * 5), 64) == -1, "a window that begins with a tile has no edge"
-        assert window(5000).first_visible(segment.start) == 0 and window_edge(segment, window(5000), 64) == -1
+def segments_of(*asking: tuple[int, int]) -> np.ndarray:
+    """Of these pasts and queries, one behind another."""
+    rows = np.cumsum([0, *(n for _, n in asking)])
+    return np.array([(i, past, past + n, rows[i], rows[i], n) for i, (past, n) in enumerate(asking)], np.int32)
 
 
 class TestSplitting:
-    SEGMENTS = np.array([(0, 0, 600, 0, 0, 600), (1, 9, 520, 600, 600, 511), (2, 0, 512, 1111, 1111, 512)], np.int32)
+    SEGMENTS = segments_of((0, 600), (9, 127), (0, 512))
+    LARGE = Large(64, 16, 128)
 
     def test_large_segments_get_no_tile(self):
-        tiles = prefill_tiles(Tiling(64, 512).queries(self.SEGMENTS), 64)
-        assert sorted(tiles.tolist()) == [[1, i] for i in range(8)]
+        tiles = prefill_tiles(Tiling(64, self.LARGE).queries(self.SEGMENTS), 64)
+        assert sorted(tiles.tolist()) == [[1, 0], [1, 1]]
         assert self.SEGMENTS[0, 5] == 600, "the segments themselves stay as they are"
 
     def test_without_a_limit_all_do(self):
         tiles = prefill_tiles(Tiling(64).queries(self.SEGMENTS), 64)
-        assert len(tiles) == 10 + 8 + 8
+        assert len(tiles) == 10 + 2 + 8
+
+    def test_segments_fill_a_launch_together_or_are_left_to_the_plain_kernel(self):
+        assert self.LARGE.takes(segments_of((0, 256), (0, 256))).all(), "8 tiles of 16 programs"
+        assert not self.LARGE.takes(segments_of((0, 256), (0, 192))).any()
+        assert self.LARGE.takes(segments_of((0, 512))).all()
+
+    def test_a_launch_has_every_tile_of_its_segments_once_and_those_that_see_most_first(self):
+        [launch] = self.LARGE.launches(self.SEGMENTS)
+        assert launch.members.tolist() == [[0, 0], [2, 640]] and launch.longest == 600
+        assert sorted(launch.tiles.tolist()) == [*([0, i] for i in range(10)), *([1, i] for i in range(8))]
+        assert launch.tiles[0].tolist() == [0, 9]
+
+    def test_launches_share_scratch(self):
+        many = segments_of(*[(32_768, 256)] * 9)
+        assert [len(launch.members) for launch in self.LARGE.launches(many)] == [8, 1]
+        rotated = replace(self.LARGE, rotated_rows=163_840)
+        launches = rotated.launches(many)
+        assert [launch.members[:, 0].tolist() for launch in launches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+        assert launches[0].members[:, 1].tolist() == [0, 33_024, 66_048, 99_072]
+        longest = replace(self.LARGE, rotated_rows=163_840).launches(segments_of((163_000, 512)))
+        assert len(longest) == 1
 
     def test_without_scratch_a_layer_leaves_everything_to_the_plain_kernel(self):
         assert ChunkAttention(pair_layer(Scores(1.0)), None).tiling == Tiling(64)
 
     def test_with_scratch_large_segments_leave_the_plain_kernel(self):
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
-        assert ChunkAttention(pair_layer(Scores(1.0)), scratch).tiling == Tiling(64, 512)
+        assert ChunkAttention(pair_layer(Scores(1.0)), scratch).tiling == Tiling(64, Large(64, 16, 128))
 
     def test_soft_caps_are_the_plain_kernels(self):
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)
@@ -120,13 +134,13 @@ class TestSplitting:
 
     def test_sinks_are_known_to_the_kernel_of_pairs_and_not_to_that_of_the_widest_heads(self):
         scores, scratch = Scores(1.0, sinks=torch.zeros(32)), PrefillScratch([WINDOW_31B, FULL_31B], 4096, CPU)
-        assert ChunkAttention(pair_layer(scores), scratch).tiling == Tiling(64, 512)
+        assert ChunkAttention(pair_layer(scores), scratch).tiling == Tiling(64, Large(64, 16, 128))
         table = torch.zeros(1, LATENT.columns, LATENT.stripes, dtype=torch.int32)
         wide = PagedLayer(torch.zeros(2**20, dtype=torch.uint8), replace(LATENT, data_offsets=(0, 2**17)),
                           table, 32, CAUSAL, scores)  # fmt: skip
-        assert ChunkAttention(wide, scratch).tiling.below_queries is None
+        assert ChunkAttention(wide, scratch).tiling.large is None
         plain = ChunkAttention(replace(wide, scores=Scores(1.0)), scratch)
-        assert plain.tiling.below_queries is not None
+        assert plain.tiling.large is not None
 
     def test_chunked_layers_are_the_plain_kernels(self):
         scratch = PrefillScratch([WINDOW_31B], 4096, CPU)

@@ -19,6 +19,7 @@ from windowpane.attention.hopper import prepare
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.scores import Scores
+from windowpane.attention.segments import Launch
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.kv.retention import Window
 from windowpane.schedule.step import Segment
@@ -98,10 +99,13 @@ def test_a_launch_compiles_for_hopper_within_its_memory(name, monkeypatch, tmp_p
     attention = hopper.HopperPrefill(layer, heads, PrefillScratch([heads], 4096, CPU))
     q = torch.zeros(1000, query_heads, view.dim, dtype=BF16)
     k = torch.zeros(1100, view.kv_heads, view.dim, dtype=BF16)
-    attention(q, k, k, Segment(1, 100, 1100, 9, 7, 900), torch.zeros_like(q))
+    segments = torch.tensor([Segment(1, 100, 1100, 9, 7, 900)], dtype=torch.int32)
+    attention(
+        q, k, k, segments, Launch(segments[:, :2], torch.zeros(10, 2, dtype=torch.int32), 1100), torch.zeros_like(q)
+    )
     recorder = kernels["wide_kernel" if view.dim == 512 else "pair_kernel"]
-    assert recorder.launched["q"].shape[0] == 900, "descriptors end where the segment ends"
-    assert recorder.launched["v_present"].shape == torch.Size([1000, view.kv_heads * view.dim])
+    assert recorder.launched["q"].shape[0] == 1000 and recorder.launched["out"].shape[0] == 1000
+    assert recorder.launched["v_present"].shape == torch.Size([1100, view.kv_heads * view.dim])
     compiled = recorder.compile()
     assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_BYTES

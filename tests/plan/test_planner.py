@@ -84,7 +84,7 @@ class TestBudget:
         assert budget.device_bytes == GPUS["h200"].memory_bytes
         assert budget.usable_bytes == int(0.9 * budget.device_bytes)
         assert budget.weights_bytes == weight_bytes(spec)
-        scratch = 262_144 * 4 * 128 * 2 + 2 * 2 * 16 * 64 * 256 * 2  # rotated keys, and edges of the sliding layers
+        scratch = 5 * 65_536 * 4 * 128 * 2 + 2 * 8 * 3 * 16 * 64 * 256 * 2  # rotated keys, edges of the sliding layers
         assert budget.activation_bytes == activation_bytes(spec, config, 1, "bfloat16") + scratch
         assert made.kv_bytes == budget.usable_bytes - weight_bytes(spec) - budget.activation_bytes - GPU_RUNTIME_BYTES
 

@@ -5,20 +5,22 @@ What chunks can see of a coded past is decoded into scratch pages first, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.mask import Mask
-from windowpane.attention.segments import ChunkQueries, Tiling
-from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens, prefill_tiles
+from windowpane.attention.segments import ChunkQueries, Large, Tiling, queries_of
+from windowpane.attention.triton.prefill import prefill, prefill_tile_tokens
 from windowpane.attention.triton.view import LayerView, PagedLayer
 from windowpane.attention.triton.widen import PastPlan, plain_view, plan_past, widen
 from windowpane.device.transfer import to_device
-from windowpane.kv.hopper_scratch import CAPABILITY, ROTARY_DIMS, WIDE_DIM, Heads
+from windowpane.kv.hopper_scratch import CAPABILITY, LEAST_PROGRAMS, ROTARY_DIMS, WIDE_DIM, Heads
 from windowpane.kv.layout import BLOCK_CHOICES
 
 
@@ -58,7 +60,10 @@ class ChunkAttention:
             # Gluon's Hopper part is imported only where it can run.
             from windowpane.attention.hopper.prefill import HopperPrefill
 
-            self.tiling = Tiling(self.tiling.tokens, heads.least_queries)
+            side_by_side = layer.query_heads // heads.boxed
+            rows = scratch.rotated_rows if view.latent else None
+            large = Large(heads.program_tokens, side_by_side, LEAST_PROGRAMS[view.dim], rows)
+            self.tiling = Tiling(self.tiling.tokens, large)
             self._large = HopperPrefill(layer, heads, scratch)
 
     def __call__(
@@ -66,11 +71,9 @@ class ChunkAttention:
     ) -> None:
         """Rows as `prefill` takes them."""
         prefill(q, k, v, self._layer, chunks.segments, chunks.tiles[self.tiling], out)
-        if self._large is None or self.tiling.below_queries is None:
-            return
-        for segment in chunks.host_segments:
-            if segment.q_count >= self.tiling.below_queries:
-                self._large(q, k, v, segment, out)
+        if self._large is not None:
+            for launch in chunks.launches[self.tiling]:
+                self._large(q, k, v, chunks.segments, launch, out)
 
 
 def make_chunk_attention(
@@ -114,9 +117,10 @@ class CodedChunkAttention:
         return chunks.goes[key]
 
     def _alone(self, plan: PastPlan, chunks: ChunkQueries) -> ChunkQueries:
-        own = tuple(s._replace(slot=i) for i, s in enumerate(chunks.host_segments[plan.first : plan.last]))
-        tiles = chunks.tiles[self.tiling]
-        if len(own) < len(chunks.host_segments):
-            asking = self.tiling.queries(np.array(own, dtype=np.int32))
-            tiles = to_device(prefill_tiles(asking, self.tiling.tokens), self._layer.arena.device)
-        return ChunkQueries(plan.segments, own, {self.tiling: tiles})
+        own = [s._replace(slot=i) for i, s in enumerate(chunks.host_segments[plan.first : plan.last])]
+        return queries_of(own, [self.tiling], partial(_brought, device=self._layer.arena.device))()
+
+
+def _brought(array: NDArray[np.int32], device: torch.device) -> Callable[[], torch.Tensor]:
+    there = to_device(array, device)
+    return lambda: there

@@ -14,10 +14,11 @@ ELEMENT_BYTES = 2
 WIDE_DIM = 512
 TILE_TOKENS = {64: 128, 128: 128, 256: 64, WIDE_DIM: 64}  # keys, by dims of a head
 PROGRAM_ROWS = {64: 192, 128: 128, 256: 128, WIDE_DIM: 64}  # query tokens times query heads
-# A launch takes one segment, and with few programs it leaves multiprocessors idle (an H200 has 132). A segment with
-# fewer than these goes to the plain kernel, which takes all that are left in one launch, at half the speed of a full
-# launch here, or at a quarter with 512 dims.
+# With few programs, a launch leaves multiprocessors idle (an H200 has 132). Segments that have fewer than these
+# together go to the plain kernel, at half the speed of a full launch here, or at a quarter with 512 dims.
 LEAST_PROGRAMS = {64: 128, 128: 128, 256: 128, WIDE_DIM: 64}
+LAUNCH_SEGMENTS = 8  # that one launch takes
+EDGES = 3  # tiles of a segment that lie in no one place: see `prepare.copy_edges`
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +51,30 @@ class Heads:
         return not self.latent if self.dim != WIDE_DIM else not self.windowed and self.boxed == self.group
 
     @property
+    def program_tokens(self) -> int:
+        """Queries of a program, for each of which it has `boxed` heads."""
+        return PROGRAM_ROWS[self.dim] // self.boxed
+
+    @property
     def least_queries(self) -> int:
         """From so many queries on, a launch of one segment is faster than the plain kernel."""
         return ceil_div(LEAST_PROGRAMS[self.dim] * PROGRAM_ROWS[self.dim], self.query_heads)
 
     @property
     def edge_elements(self) -> int:
-        """Two tiles of each stored vector: see `prepare.copy_edges`."""
-        return (1 if self.latent else 2) * 2 * self.kv_heads * TILE_TOKENS[self.dim] * self.dim
+        """Of all segments of a launch."""
+        vectors = 1 if self.latent else 2
+        return vectors * LAUNCH_SEGMENTS * EDGES * self.kv_heads * TILE_TOKENS[self.dim] * self.dim
 
     def rotated_elements(self, max_model_len: int) -> int:
         return self.kv_heads * rotated_rows(max_model_len) * ROTARY_DIMS if self.latent else 0
 
 
 def rotated_rows(max_model_len: int) -> int:
-    """Whole tiles of positions."""
-    return ceil_div(max_model_len, TILE_TOKENS[WIDE_DIM]) * TILE_TOKENS[WIDE_DIM]
+    """Whole tiles of positions: of the longest segment, and a quarter more, so that four of a quarter fit beside what
+    they compute.
+    """
+    return ceil_div(max_model_len * 5, 4 * TILE_TOKENS[WIDE_DIM]) * TILE_TOKENS[WIDE_DIM]
 
 
 def scratch_elements(layers: Iterable[Heads], max_model_len: int) -> tuple[int, int]:

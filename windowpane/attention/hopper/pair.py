@@ -20,24 +20,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from windowpane.attention.hopper.tiles import copy_from_pages, load_entries
+from windowpane.attention.hopper.tiles import EDGES, copy_from_pages, load_entries, segment_of, store_rows, tile_of
 from windowpane.attention.triton.view import LOG2E
 
 _LOG2E = gl.constexpr(LOG2E)
 
 
 @gluon.jit
-def _copy_tile(source, entries, head, kv_heads, j, start, edge_tile, bar, buf, BLOCK_TOKENS: gl.constexpr):
+def _copy_tile(source, entries, head, kv_heads, j, held, edge_tile, bar, buf, BLOCK_TOKENS: gl.constexpr):
     arena, edges, present, tiles = source
+    start, stop, first_row, first_edge = held
     TILE: gl.constexpr = tiles.type.shape[1]
     DIM: gl.constexpr = tiles.type.shape[2]
     mbarrier.expect(bar, TILE * DIM * 2)
     at = j * TILE
-    if at >= start:
-        tma.async_copy_global_to_shared(present, [at - start, head * DIM], bar, tiles.index(buf))
+    if (at >= start) & (at + TILE <= stop):
+        tma.async_copy_global_to_shared(present, [first_row + at, head * DIM], bar, tiles.index(buf))
     elif (j == edge_tile) | (at + TILE > start):
-        which = gl.where(j == edge_tile, 0, kv_heads)
-        tma.async_copy_global_to_shared(edges, [(which + head) * TILE, 0], bar, tiles.index(buf))
+        which = gl.where(j == edge_tile, 0, gl.where(at < start, 1, 2))
+        row = ((first_edge + which) * kv_heads + head) * TILE
+        tma.async_copy_global_to_shared(edges, [row, 0], bar, tiles.index(buf))
     else:
         copy_from_pages(arena, entries, head * BLOCK_TOKENS, bar, tiles, buf, BLOCK_TOKENS)
 
@@ -51,11 +53,12 @@ def _produce(q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS: gl.cons
     GROUP: gl.constexpr = q_boxes.type.shape[2]
     PAGES: gl.constexpr = TILE // BLOCK_TOKENS
     q_full, k_full, k_empty, v_full, v_empty = bars
-    heads, head, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns = place
+    heads, head, kv_heads, first_row, first_tile, n_tiles, held, edge_tile, columns = place
+    start = held[0]
     WARP_GROUPS: gl.constexpr = q_boxes.type.shape[0]
     mbarrier.expect(q_full, WARP_GROUPS * 64 * DIM * 2)
     for i in gl.static_range(WARP_GROUPS):
-        tma.async_copy_global_to_shared(q, [first_token + i * TOKENS, heads * GROUP, 0], q_full, q_boxes.index(i))
+        tma.async_copy_global_to_shared(q, [first_row + i * TOKENS, heads * GROUP, 0], q_full, q_boxes.index(i))
     entries = load_entries(table, first_tile, (first_tile + 1) * TILE <= start, columns, PAGES, STRIPES)
     for i in range(n_tiles):
         j = first_tile + i
@@ -64,21 +67,21 @@ def _produce(q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS: gl.cons
         buf = i % 2
         phase = (i // 2 & 1) ^ 1
         mbarrier.wait(k_empty.index(buf), phase)
-        _copy_tile(keys, entries, head, kv_heads, j, start, edge_tile, k_full.index(buf), buf, BLOCK_TOKENS)
+        _copy_tile(keys, entries, head, kv_heads, j, held, edge_tile, k_full.index(buf), buf, BLOCK_TOKENS)
         mbarrier.wait(v_empty.index(buf), phase)
-        _copy_tile(values, entries, head, kv_heads, j, start, edge_tile, v_full.index(buf), buf, BLOCK_TOKENS)
+        _copy_tile(values, entries, head, kv_heads, j, held, edge_tile, v_full.index(buf), buf, BLOCK_TOKENS)
         entries = next_entries
 
 
 @gluon.jit
-def _softmax(s, m, norm, position, first_query, j, window, scale_log2, TOKENS: gl.constexpr):
+def _softmax(s, m, norm, position, first_query, j, scale_log2, WINDOW: gl.constexpr, TOKENS: gl.constexpr):
     """Mask, then one step of the running softmax."""
     TILE: gl.constexpr = s.type.shape[1]
     at = j * TILE
     # most tiles are seen whole by all tokens of the rows
-    if (at + (TILE - 1) > first_query) | (at <= first_query + (TOKENS - 1) - window):
+    if (at + (TILE - 1) > first_query) | (at <= first_query + (TOKENS - 1) - WINDOW):
         key = at + gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))
-        hidden = (key[None, :] > position[:, None]) | (key[None, :] <= position[:, None] - window)
+        hidden = (key[None, :] > position[:, None]) | (key[None, :] <= position[:, None] - WINDOW)
         s = gl.where(hidden, float("-inf"), s)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     alpha = gl.exp2(m - m_new)
@@ -87,13 +90,16 @@ def _softmax(s, m, norm, position, first_query, j, window, scale_log2, TOKENS: g
 
 
 @gluon.jit
-def _attend(q_box, out, SINKS, tiles, bars, heads, first_token, first_query, seen):
+def _attend(q_box, to, tiles, bars, at, seen, WINDOW: gl.constexpr, OUT_STRIDE: gl.constexpr):
     """64 rows, which `q_box` [tokens, heads, dims] holds, and in the end the output.
 
-    The first is of the first head of `heads`, token `first_token` of those that ask, at position `first_query`.
+    The first is of the first head of `heads`, row `first_row` of those that ask, at position `first_query`. Rows of
+    positions from `stop` on are another segment's.
     """
+    out, OUT, SINKS, heads, stop = to
+    first_row, first_query = at
     k_tiles, v_tiles = tiles
-    first_tile, n_tiles, window, scale_log2 = seen
+    first_tile, n_tiles, scale_log2 = seen
     TILE: gl.constexpr = k_tiles.type.shape[1]
     DIM: gl.constexpr = k_tiles.type.shape[2]
     TOKENS: gl.constexpr = q_box.type.shape[0]
@@ -120,7 +126,7 @@ def _attend(q_box, out, SINKS, tiles, bars, heads, first_token, first_query, see
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(q.index(0), k_tiles.index(0).permute((1, 0)), zero, use_acc=False)
     mbarrier.arrive(k_empty.index(0), count=1)
-    p, m, norm, alpha = _softmax(s, m, norm, position, first_query, first_tile, window, scale_log2, TOKENS)
+    p, m, norm, alpha = _softmax(s, m, norm, position, first_query, first_tile, scale_log2, WINDOW, TOKENS)
     p = gl.convert_layout(p, prob)
     for i in range(n_tiles - 1):
         buf = i % 2
@@ -134,7 +140,7 @@ def _attend(q_box, out, SINKS, tiles, bars, heads, first_token, first_query, see
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(k_empty.index(buf ^ 1), count=1)
         p_next, m, norm, alpha = _softmax(
-            s, m, norm, position, first_query, first_tile + i + 1, window, scale_log2, TOKENS
+            s, m, norm, position, first_query, first_tile + i + 1, scale_log2, WINDOW, TOKENS
         )
         p_next = gl.convert_layout(p_next, prob)
         o, p = warpgroup_mma_wait(0, deps=[o_next, p])
@@ -144,36 +150,40 @@ def _attend(q_box, out, SINKS, tiles, bars, heads, first_token, first_query, see
     last = n_tiles - 1
     mbarrier.wait(v_full.index(last % 2), last // 2 & 1)
     o = warpgroup_mma(p, v_tiles.index(last % 2), o)
-    o = o / gl.convert_layout(norm, output_row)[:, None]
-    q.index(0).store(o.to(gl.bfloat16))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [first_token, heads * GROUP, 0], q_box)
-    tma.store_wait(0)
+    o = (o / gl.convert_layout(norm, output_row)[:, None]).to(gl.bfloat16)
+    if first_query + TOKENS <= stop:
+        q.index(0).store(o)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [first_row, heads * GROUP, 0], q_box)
+        tma.store_wait(0)
+    else:
+        store_rows(OUT, OUT_STRIDE, o, first_row, heads * GROUP, 0, stop - first_query, GROUP, DIM)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "slot", "start", "stop", "q_count", "edge_tile", "table_stride", "stripe", "columns", "kv_heads", "parts",
-        "window",
-    ],
-    do_not_specialize_on_alignment=["TABLE"],
-)  # fmt: skip
+    do_not_specialize=["table_stride", "stripe", "columns", "kv_heads", "parts"],
+    do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "MEMBERS", "TILES"],
+)
 def pair_kernel(
-    q, out, SINKS, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, slot, start, stop, q_count,
-    edge_tile, table_stride, stripe, columns, kv_heads, parts, window, scale_log2, GROUP: gl.constexpr,
-    DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    q, out, OUT, SINKS, k_arena, v_arena, k_edges, v_edges, k_present, v_present, TABLE, SEGMENTS, MEMBERS, TILES,
+    table_stride, stripe, columns, kv_heads, parts, scale_log2, WINDOW: gl.constexpr, OUT_STRIDE: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """GROUP query heads to a row block, and `parts` times as many to a KV head."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     TOKENS: gl.constexpr = 64 // GROUP  # of each warp group
-    # those that see most first; the heads of a row block side by side
+    # the heads of a row block side by side
     side_by_side = kv_heads * parts
-    block = gl.num_programs(0) // side_by_side - 1 - gl.program_id(0) // side_by_side
     heads = gl.program_id(0) % side_by_side
-    first_token = block * (WARP_GROUPS * TOKENS)
-    first_query = stop - q_count + first_token
+    member, block = tile_of(TILES, gl.program_id(0) // side_by_side)
+    slot, start, stop, row, q_row, q_count, _ = segment_of(SEGMENTS, MEMBERS, member)
+    first_row = q_row + block * (WARP_GROUPS * TOKENS)
+    first_query = stop - q_count + block * (WARP_GROUPS * TOKENS)
+    first_held = gl.maximum(start - WINDOW + 1, 0)
+    edge_tile = gl.where(first_held % TILE == 0, -1, first_held // TILE)
     last_query = gl.minimum(first_query + WARP_GROUPS * TOKENS, stop) - 1
-    first_tile = gl.maximum(first_query - window + 1, 0) // TILE
+    first_tile = gl.maximum(first_query - WINDOW + 1, 0) // TILE
     n_tiles = last_query // TILE + 1 - first_tile
     table = TABLE + slot.to(gl.int64) * table_stride + stripe
 
@@ -194,25 +204,27 @@ def pair_kernel(
         mbarrier.init(v_empty.index(i), count=WARP_GROUPS)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
     keys, values = (k_arena, k_edges, k_present, k_tiles), (v_arena, v_edges, v_present, v_tiles)
-    place = (heads, heads // parts, kv_heads, first_token, first_tile, n_tiles, start, edge_tile, columns)
-    tiles, seen = (k_tiles, v_tiles), (first_tile, n_tiles, window, scale_log2)
-    second_token, second_query = first_token + TOKENS, first_query + TOKENS
+    held = (start, stop, row - start, member * EDGES)
+    place = (heads, heads // parts, kv_heads, first_row, first_tile, n_tiles, held, edge_tile, columns)
+    to = (out, OUT, SINKS, heads, stop)
+    tiles, seen = (k_tiles, v_tiles), (first_tile, n_tiles, scale_log2)
+    first_at, second_at = (first_row, first_query), (first_row + TOKENS, first_query + TOKENS)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (q_boxes.index(0), out, SINKS, tiles, bars, heads, first_token, first_query, seen)),
-                (_attend, (q_boxes.index(1), out, SINKS, tiles, bars, heads, second_token, second_query, seen)),
+                (_attend, (q_boxes.index(0), to, tiles, bars, first_at, seen, WINDOW, OUT_STRIDE)),
+                (_attend, (q_boxes.index(1), to, tiles, bars, second_at, seen, WINDOW, OUT_STRIDE)),
                 (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
-        third_token, third_query = second_token + TOKENS, second_query + TOKENS
+        third_at = (first_row + 2 * TOKENS, first_query + 2 * TOKENS)
         gl.warp_specialize(
             [
-                (_attend, (q_boxes.index(0), out, SINKS, tiles, bars, heads, first_token, first_query, seen)),
-                (_attend, (q_boxes.index(1), out, SINKS, tiles, bars, heads, second_token, second_query, seen)),
-                (_attend, (q_boxes.index(2), out, SINKS, tiles, bars, heads, third_token, third_query, seen)),
+                (_attend, (q_boxes.index(0), to, tiles, bars, first_at, seen, WINDOW, OUT_STRIDE)),
+                (_attend, (q_boxes.index(1), to, tiles, bars, second_at, seen, WINDOW, OUT_STRIDE)),
+                (_attend, (q_boxes.index(2), to, tiles, bars, third_at, seen, WINDOW, OUT_STRIDE)),
                 (_produce, (q, keys, values, table, q_boxes, bars, place, BLOCK_TOKENS, STRIPES)),
             ],
             [4, 4, 1], [160, 160, 24],

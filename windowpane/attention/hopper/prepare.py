@@ -1,4 +1,4 @@
-"""What the prefill kernels need besides pages and activations, made once per segment and layer, in plain Triton."""
+"""What the prefill kernels need besides pages and activations, made once per launch and layer, in plain Triton."""
 
 from __future__ import annotations
 
@@ -6,40 +6,47 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.attention.segments import window_edge
+from windowpane.attention.segments import Launch
 from windowpane.attention.triton.view import ELEMENTS, PagedLayer, rotate, section
+from windowpane.kv.hopper_scratch import EDGES
 from windowpane.schedule.step import Segment
 
 ROTATE_TOKENS = 64
+FIELDS = tl.constexpr(len(Segment._fields))
 
 
 def copy_edges(
-    k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segment: Segment, tile_tokens: int, out: torch.Tensor
-) -> None:
-    """Fill `out` [vectors, 2, KV heads, tile tokens, dim]: the tile in which the window begins and that of `start`.
+    k: torch.Tensor, v: torch.Tensor, layer: PagedLayer, segments: torch.Tensor, launch: Launch, tile_tokens: int,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fill `out` [vectors, segments, edges, KV heads, tile tokens, dim], for each segment of the launch: the tile in
+    which the window begins, that of `start` and that of `stop`.
 
     TMA copies whole pages. Where a tile is partly past, its rows lie in two places; where a window begins in it, rows
-    before may hold anything or stand in no page, and 0 x NaN would be NaN in P.V. Rows of no token are 0 here.
+    before may hold anything or stand in no page, and behind the last token other segments' rows follow: 0 x NaN would
+    be NaN in P.V. Rows of no token are 0 here.
     """
     view, table = layer.view, layer.table
-    edge_tile = window_edge(segment, layer.mask, tile_tokens)
-    if edge_tile < 0 and segment.start % tile_tokens == 0:
-        return
-    _edges_kernel[(2, view.kv_heads, len(view.data_offsets))](
-        k, v, layer.arena, table, out, *segment[:4], edge_tile, layer.mask.first_visible(segment.start), k.stride(0),
-        v.stride(0), table.stride(0), view.stripe, view.columns, view.data_offsets[0], view.data_offsets[-1],
+    vectors = len(view.data_offsets)
+    _edges_kernel[(len(launch.members) * EDGES, view.kv_heads, vectors)](
+        k, v, layer.arena, table, segments, launch.members, out, layer.reach_tokens, k.stride(0), v.stride(0),
+        table.stride(0), view.stripe, view.columns, view.data_offsets[0], view.data_offsets[-1], out.stride(0),
         D=view.dim, P=view.block_tokens, UNIT=view.unit_elements, STRIPES=view.stripes, TILE=tile_tokens,
         DTYPE=ELEMENTS[view.dtype], num_warps=8,
     )  # fmt: skip
 
 
-def rotate_keys(n: torch.Tensor, layer: PagedLayer, segment: Segment, out: torch.Tensor) -> None:
-    """Fill `out` [KV heads, positions, 2R], up to the segment's end, with the rotary dims of K rebuilt from n."""
+def rotate_keys(
+    n: torch.Tensor, layer: PagedLayer, segments: torch.Tensor, launch: Launch, out: torch.Tensor
+) -> None:  # fmt: skip
+    """Fill `out` [KV heads, positions, 2R], where each segment of the launch has its rows up to its end, with the
+    rotary dims of K rebuilt from n.
+    """
     view, table = layer.view, layer.table
     assert layer.rope is not None
-    _rotate_kernel[(triton.cdiv(segment.stop, ROTATE_TOKENS), view.kv_heads)](
-        n, layer.arena, table, *layer.rope, out, *segment[:4], n.stride(0), out.stride(0), table.stride(0), view.stripe,
-        view.columns, view.data_offsets[0], D=view.dim, R=layer.rotary_pairs, P=view.block_tokens,
+    _rotate_kernel[(triton.cdiv(launch.longest, ROTATE_TOKENS), view.kv_heads, len(launch.members))](
+        n, layer.arena, table, *layer.rope, segments, launch.members, out, n.stride(0), out.stride(0), table.stride(0),
+        view.stripe, view.columns, view.data_offsets[0], D=view.dim, R=layer.rotary_pairs, P=view.block_tokens,
         UNIT=view.unit_elements, STRIPES=view.stripes, TILE=ROTATE_TOKENS, DTYPE=ELEMENTS[view.dtype], num_warps=8,
     )  # fmt: skip
 
@@ -57,24 +64,34 @@ def _rows(
     return tl.where(past, in_page, PRESENT + (row + t - start).to(tl.int64) * stride + head * D)[:, None]
 
 
+@triton.jit
+def _segment_of(SEGMENTS, MEMBERS, member):
+    """Slot, start, stop and row of a launch's segment."""
+    segment = SEGMENTS + tl.load(MEMBERS + member * 2) * FIELDS
+    return tl.load(segment), tl.load(segment + 1), tl.load(segment + 2), tl.load(segment + 3)
+
+
 @triton.jit(
-    do_not_specialize=[
-        "slot", "start", "stop", "row", "edge_tile", "first_held", "table_stride", "stripe", "columns",
-    ],
-    do_not_specialize_on_alignment=["TABLE"],
-)  # fmt: skip
+    do_not_specialize=["reach", "table_stride", "stripe", "columns"],
+    do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "MEMBERS"],
+)
 def _edges_kernel(
-    K, V, ARENA, TABLE, OUT, slot, start, stop, row, edge_tile, first_held, k_stride, v_stride, table_stride, stripe,
-    columns, k_offset, v_offset, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
+    K, V, ARENA, TABLE, SEGMENTS, MEMBERS, OUT, reach, k_stride, v_stride, table_stride, stripe, columns, k_offset,
+    v_offset, vector_stride, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
     TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    which = tl.program_id(0)
+    """Program (segment and edge, KV head, stored vector)."""
     head = tl.program_id(1)
     vector = tl.program_id(2)
-    tile = tl.where(which == 0, edge_tile, start // TILE)
+    which = tl.program_id(0) % 3
+    slot, start, stop, row = _segment_of(SEGMENTS, MEMBERS, tl.program_id(0) // 3)
+    first_held = tl.maximum(start - reach + 1, 0)
+    at = tl.where(which == 0, first_held, tl.where(which == 1, start, stop))
+    if at % TILE == 0:
+        return
     n = tl.arange(0, TILE)
     d = tl.arange(0, D)[None, :]
-    t = tile * TILE + n
+    t = at // TILE * TILE + n
     ok = (t >= first_held) & (t < stop)
     # Of a latent, what is stored is V; of a pair, vector 0 is K.
     first = vector + 1 < tl.num_programs(2)
@@ -86,20 +103,29 @@ def _edges_kernel(
         STRIPES, DTYPE,
     )  # fmt: skip
     x = tl.load(rows + d, mask=ok[:, None], other=0.0)
-    at = ((vector * 2 + which) * tl.num_programs(1) + head) * TILE + n
-    tl.store(OUT + at[:, None] * D + d, x)
+    to = (
+        OUT
+        + vector.to(tl.int64) * vector_stride
+        + ((tl.program_id(0) * tl.num_programs(1) + head) * TILE + n)[:, None] * D
+    )
+    tl.store(to + d, x)
 
 
 @triton.jit(
-    do_not_specialize=["slot", "start", "stop", "row", "table_stride", "stripe", "columns"],
-    do_not_specialize_on_alignment=["TABLE"],
+    do_not_specialize=["table_stride", "stripe", "columns"],
+    do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "MEMBERS"],
 )
 def _rotate_kernel(
-    N, ARENA, TABLE, COS, SIN, W, OUT, slot, start, stop, row, n_stride, out_stride, table_stride, stripe, columns,
-    offset, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr,
-    TILE: tl.constexpr, DTYPE: tl.constexpr,
+    N, ARENA, TABLE, COS, SIN, W, SEGMENTS, MEMBERS, OUT, n_stride, out_stride, table_stride, stripe, columns, offset,
+    D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, STRIPES: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """Program (tile of positions, KV head, segment)."""
     head = tl.program_id(1)
+    slot, start, stop, row = _segment_of(SEGMENTS, MEMBERS, tl.program_id(2))
+    if tl.program_id(0) * TILE >= stop:
+        return
+    first = tl.load(MEMBERS + tl.program_id(2) * 2 + 1)
     t = tl.program_id(0) * TILE + tl.arange(0, TILE)
     r = tl.arange(0, R)[None, :]
     ok = t < stop
@@ -114,6 +140,6 @@ def _rotate_kernel(
     sin = tl.load(SIN + t[:, None] * R + r, mask=ok, other=0.0)
     y1, y2 = rotate(x1, x2, cos, sin)
     # Rows after the last token, up to a whole tile, are 0.
-    out = OUT + head * out_stride + t[:, None] * (2 * R) + r
+    out = OUT + head * out_stride + (first + t)[:, None] * (2 * R) + r
     tl.store(out, y1.to(DTYPE))
     tl.store(out + R, y2.to(DTYPE))

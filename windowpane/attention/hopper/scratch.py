@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from windowpane.kv.hopper_scratch import ROTARY_DIMS, TILE_TOKENS, Heads, rotated_rows, scratch_elements
+from windowpane.kv.hopper_scratch import (
+    EDGES,
+    LAUNCH_SEGMENTS,
+    ROTARY_DIMS,
+    TILE_TOKENS,
+    Heads,
+    rotated_rows,
+    scratch_elements,
+)
 
 
 class PrefillScratch:
@@ -16,18 +24,19 @@ class PrefillScratch:
         edges, rotated = scratch_elements(layers, max_model_len)
         self._edges = torch.empty(edges, dtype=torch.bfloat16, device=device)
         self._rotated = torch.empty(rotated, dtype=torch.bfloat16, device=device)
-        self._rows = rotated_rows(max_model_len)
+        self.rotated_rows = rotated_rows(max_model_len)
 
     @property
     def bytes(self) -> int:
         return self._edges.nbytes + self._rotated.nbytes
 
     def edges(self, heads: Heads) -> torch.Tensor:
-        """[vectors, 2, KV heads, tile tokens, dim]."""
-        shape = (1 if heads.latent else 2, 2, heads.kv_heads, TILE_TOKENS[heads.dim], heads.dim)
+        """[vectors, segments, edges, KV heads, tile tokens, dim]."""
+        tile = (heads.kv_heads, TILE_TOKENS[heads.dim], heads.dim)
+        shape = (1 if heads.latent else 2, LAUNCH_SEGMENTS, EDGES, *tile)
         return self._edges[: heads.edge_elements].view(shape)
 
     def rotated(self, heads: Heads) -> torch.Tensor:
         """[KV heads, positions, rotary dims] of a latent."""
-        elements = heads.kv_heads * self._rows * ROTARY_DIMS
-        return self._rotated[:elements].view(heads.kv_heads, self._rows, ROTARY_DIMS)
+        elements = heads.kv_heads * self.rotated_rows * ROTARY_DIMS
+        return self._rotated[:elements].view(heads.kv_heads, self.rotated_rows, ROTARY_DIMS)

@@ -7,6 +7,9 @@ four bring a quarter each.
 
 Tile j has the tokens from position j * TILE on. It comes from pages where all of it is past and held, from the
 activations where all of it is present, and otherwise from a copy that `prepare.copy_edges` has made.
+
+A launch has the segments that its members name. Rows of other segments lie behind a segment's own: TMA may read their
+queries, whose results go nowhere, and writes whole tiles of rows only.
 """
 
 # mypy: disable-error-code="assignment"
@@ -16,6 +19,38 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from windowpane.kv import hopper_scratch
+from windowpane.schedule.step import Segment
+
+EDGES = gl.constexpr(hopper_scratch.EDGES)
+FIELDS = gl.constexpr(len(Segment._fields))
+
+
+@gluon.jit
+def tile_of(TILES, index):
+    """Which segment of the launch, and which tile of its queries."""
+    return gl.load(TILES + index * 2), gl.load(TILES + index * 2 + 1)
+
+
+@gluon.jit
+def segment_of(SEGMENTS, MEMBERS, member):
+    """The fields of a launch's segment, and the first of its rows among rotated keys."""
+    at = SEGMENTS + gl.load(MEMBERS + member * 2) * FIELDS
+    slot, start, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+    row, q_row, q_count = gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+    return slot, start, stop, row, q_row, q_count, gl.load(MEMBERS + member * 2 + 1)
+
+
+@gluon.jit
+def store_rows(
+    OUT, STRIDE: gl.constexpr, x, first_row, first_head, first_dim, tokens, GROUP: gl.constexpr, DIM: gl.constexpr
+):
+    """The rows of x, GROUP heads of each token, that belong to the first so many tokens."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+    dim = first_dim + gl.arange(0, x.type.shape[1], gl.SliceLayout(0, x.type.layout))
+    at = (first_row + row // GROUP).to(gl.int64) * STRIDE + (first_head + row % GROUP) * DIM
+    gl.store(OUT + at[:, None] + dim[None, :], x, mask=(row // GROUP < tokens)[:, None])
 
 
 @gluon.jit

@@ -23,19 +23,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from windowpane.attention.hopper.tiles import copy_from_page, copy_quarter, load_entry
+from windowpane.attention.hopper.tiles import (
+    EDGES,
+    copy_from_page,
+    copy_quarter,
+    load_entry,
+    segment_of,
+    store_rows,
+    tile_of,
+)
 
 
 @gluon.jit
 def _copy_tile(
-    source, entry, head, kv_heads, j, start, bar, tiles, buf, which: gl.constexpr, BLOCK_TOKENS: gl.constexpr
+    source, entry, head, kv_heads, j, held, bar, tiles, buf, which: gl.constexpr, BLOCK_TOKENS: gl.constexpr
 ):
     """Producer `which`'s quarter of tile j. An arena row is 4 x 256 bytes."""
     arena, edges, present = source
-    if j * 64 >= start:
-        copy_quarter(present, j * 64 - start, head * 512, bar, tiles, buf, which)
-    elif j * 64 + 64 > start:
-        copy_quarter(edges, (kv_heads + head) * 64, 0, bar, tiles, buf, which)
+    start, stop, first_row, first_edge = held
+    at = j * 64
+    if (at >= start) & (at + 64 <= stop):
+        copy_quarter(present, first_row + at, head * 512, bar, tiles, buf, which)
+    elif at + 64 > start:
+        edge = first_edge + gl.where(at < start, 1, 2)
+        copy_quarter(edges, (edge * kv_heads + head) * 64, 0, bar, tiles, buf, which)
     else:
         copy_from_page(arena, entry, 4, head * BLOCK_TOKENS, bar, tiles, buf, which, BLOCK_TOKENS)
 
@@ -47,14 +58,15 @@ def _produce(
 ):  # fmt: skip
     q, keys, values, rotated, table = sources
     q_box, tiles, rotated_tile = buffers
-    head, kv_heads, first_token, _first_query, n_tiles, start, columns, rotated_rows = place
+    head, kv_heads, first_row, _first_query, n_tiles, held, columns, first_rotated = place
+    start = held[0]
     GROUP: gl.constexpr = q_box.type.shape[1]
     PAGES: gl.constexpr = 64 // BLOCK_TOKENS
     PAGE: gl.constexpr = which * PAGES // 4
     q_full, full, empty, rotated_full, rotated_empty = bars
     if which == 0:
         mbarrier.expect(q_full, 64 * 512 * 2)
-        tma.async_copy_global_to_shared(q, [first_token, head * GROUP, 0], q_full, q_box)
+        tma.async_copy_global_to_shared(q, [first_row, head * GROUP, 0], q_full, q_box)
     entry = load_entry(table, PAGE, start >= 64, columns, STRIPES)
     for j in range(n_tiles):
         # the entry of the next tile is on its way while this one waits for a free buffer
@@ -62,16 +74,16 @@ def _produce(
         if LATENT:
             buf = j % 2
             mbarrier.wait(empty.index(buf), (j // 2 & 1) ^ 1)
-            _copy_tile(keys, entry, head, kv_heads, j, start, full.index(buf), tiles, buf, which, BLOCK_TOKENS)
+            _copy_tile(keys, entry, head, kv_heads, j, held, full.index(buf), tiles, buf, which, BLOCK_TOKENS)
             if which == 0:
                 mbarrier.wait(rotated_empty, (j & 1) ^ 1)
                 mbarrier.expect(rotated_full, 64 * 128 * 2)
-                tma.async_copy_global_to_shared(rotated, [head * rotated_rows + j * 64, 0], rotated_full, rotated_tile)
+                tma.async_copy_global_to_shared(rotated, [first_rotated + j * 64, 0], rotated_full, rotated_tile)
         else:
             mbarrier.wait(empty.index(0), (j & 1) ^ 1)
-            _copy_tile(keys, entry, head, kv_heads, j, start, full.index(0), tiles, 0, which, BLOCK_TOKENS)
+            _copy_tile(keys, entry, head, kv_heads, j, held, full.index(0), tiles, 0, which, BLOCK_TOKENS)
             mbarrier.wait(empty.index(1), (j & 1) ^ 1)
-            _copy_tile(values, entry, head, kv_heads, j, start, full.index(1), tiles, 1, which, BLOCK_TOKENS)
+            _copy_tile(values, entry, head, kv_heads, j, held, full.index(1), tiles, 1, which, BLOCK_TOKENS)
         entry = next_entry
 
 
@@ -145,7 +157,7 @@ def _weigh(W, shares, buffers, bars, place, scale_log2, LATENT: gl.constexpr):
     The first row is at position `first_query`.
     """
     q_box, tiles, rotated_tile = buffers
-    _head, _kv_heads, _first_token, first_query, n_tiles, _start, _columns, _rotated_rows = place
+    _head, _kv_heads, _first_row, first_query, n_tiles, _held, _columns, _first_rotated = place
     probs, shrinks, norms, p_full, p_empty, ended, _stored = shares
     GROUP: gl.constexpr = q_box.type.shape[1]
     row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -171,10 +183,12 @@ def _weigh(W, shares, buffers, bars, place, scale_log2, LATENT: gl.constexpr):
 
 
 @gluon.jit
-def _gather(which: gl.constexpr, out, shares, buffers, bars, place, LATENT: gl.constexpr):
-    """256 dims of the output, which takes the place of q in the end."""
+def _gather(
+    which: gl.constexpr, out, OUT, shares, buffers, bars, place, OUT_STRIDE: gl.constexpr, LATENT: gl.constexpr
+):
+    """256 dims of the output, which takes the place of q in the end. Rows from `stop` on are another segment's."""
     q_box, tiles, _rotated_tile = buffers
-    head, _kv_heads, first_token, _first_query, n_tiles, _start, _columns, _rotated_rows = place
+    head, _kv_heads, first_row, first_query, n_tiles, held, _columns, _first_rotated = place
     probs, shrinks, norms, p_full, p_empty, ended, stored = shares
     _q_full, full, empty, _rotated_full, _rotated_empty = bars
     GROUP: gl.constexpr = q_box.type.shape[1]
@@ -200,35 +214,40 @@ def _gather(which: gl.constexpr, out, shares, buffers, bars, place, LATENT: gl.c
         mbarrier.arrive(p_empty.index(share), count=1)
     mbarrier.wait(ended, 0)
     norm = norms.load(row)[:, None]
-    halves = q_box._reinterpret(gl.bfloat16, [4, 64, 128], shared)
-    halves.index(which * 2).store((o0 / norm).to(gl.bfloat16))
-    halves.index(which * 2 + 1).store((o1 / norm).to(gl.bfloat16))
-    fence_async_shared()
-    mbarrier.arrive(stored, count=1)
-    if which == 0:
-        mbarrier.wait(stored, 0)
-        tma.async_copy_shared_to_global(out, [first_token, head * GROUP, 0], q_box)
-        tma.store_wait(0)
+    y0 = (o0 / norm).to(gl.bfloat16)
+    y1 = (o1 / norm).to(gl.bfloat16)
+    tokens = held[1] - first_query
+    if tokens * GROUP >= 64:
+        halves = q_box._reinterpret(gl.bfloat16, [4, 64, 128], shared)
+        halves.index(which * 2).store(y0)
+        halves.index(which * 2 + 1).store(y1)
+        fence_async_shared()
+        mbarrier.arrive(stored, count=1)
+        if which == 0:
+            mbarrier.wait(stored, 0)
+            tma.async_copy_shared_to_global(out, [first_row, head * GROUP, 0], q_box)
+            tma.store_wait(0)
+    else:
+        store_rows(OUT, OUT_STRIDE, y0, first_row, head * GROUP, which * 256, tokens, GROUP, 512)
+        store_rows(OUT, OUT_STRIDE, y1, first_row, head * GROUP, which * 256 + 128, tokens, GROUP, 512)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "slot", "start", "stop", "q_count", "table_stride", "stripe", "columns", "kv_heads", "rotated_rows",
-    ],
-    do_not_specialize_on_alignment=["TABLE"],
-)  # fmt: skip
+    do_not_specialize=["table_stride", "stripe", "columns", "kv_heads", "rotated_rows"],
+    do_not_specialize_on_alignment=["TABLE", "SEGMENTS", "MEMBERS", "TILES"],
+)
 def wide_kernel(
-    q, out, k_arena, v_arena, k_edges, v_edges, k_present, v_present, rotated, W, TABLE, slot, start, stop, q_count,
-    table_stride, stripe, columns, kv_heads, rotated_rows, scale_log2, GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
-    STRIPES: gl.constexpr, LATENT: gl.constexpr,
+    q, out, OUT, k_arena, v_arena, k_edges, v_edges, k_present, v_present, rotated, W, TABLE, SEGMENTS, MEMBERS, TILES,
+    table_stride, stripe, columns, kv_heads, rotated_rows, scale_log2, OUT_STRIDE: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, STRIPES: gl.constexpr, LATENT: gl.constexpr,
 ):  # fmt: skip
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     TOKENS: gl.constexpr = 64 // GROUP
-    # those that see most first; the heads of a row block side by side
-    block = gl.num_programs(0) // kv_heads - 1 - gl.program_id(0) // kv_heads
+    # the heads of a row block side by side
     head = gl.program_id(0) % kv_heads
-    first_token = block * TOKENS
-    first_query = stop - q_count + first_token
+    member, block = tile_of(TILES, gl.program_id(0) // kv_heads)
+    slot, start, stop, row, q_row, q_count, first_rotated = segment_of(SEGMENTS, MEMBERS, member)
+    first_query = stop - q_count + block * TOKENS
     n_tiles = (gl.minimum(first_query + TOKENS, stop) + 63) // 64
     table = TABLE + slot.to(gl.int64) * table_stride + stripe
 
@@ -261,12 +280,14 @@ def wide_kernel(
     bars = (q_full, full, empty, rotated_full, rotated_empty)
     sources = (q, (k_arena, k_edges, k_present), (v_arena, v_edges, v_present), rotated, table)
     buffers, shares = (q_box, tiles, rotated_tile), (probs, shrinks, norms, p_full, p_empty, ended, stored)
-    place = (head, kv_heads, first_token, first_query, n_tiles, start, columns, rotated_rows)
+    held = (start, stop, row - start, member * EDGES)
+    first_rotated += head * rotated_rows
+    place = (head, kv_heads, q_row + block * TOKENS, first_query, n_tiles, held, columns, first_rotated)
     gl.warp_specialize(
         [
             (_weigh, (W, shares, buffers, bars, place, scale_log2, LATENT)),
-            (_gather, (0, out, shares, buffers, bars, place, LATENT)),
-            (_gather, (1, out, shares, buffers, bars, place, LATENT)),
+            (_gather, (0, out, OUT, shares, buffers, bars, place, OUT_STRIDE, LATENT)),
+            (_gather, (1, out, OUT, shares, buffers, bars, place, OUT_STRIDE, LATENT)),
             (_produce, (0, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
             (_produce, (1, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),
             (_produce, (2, sources, buffers, bars, place, BLOCK_TOKENS, STRIPES, LATENT)),

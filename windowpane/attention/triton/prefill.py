@@ -10,14 +10,11 @@ both, and a chunk may begin anywhere in a tile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from windowpane.attention.triton.view import (
     ELEMENTS,
@@ -35,8 +32,6 @@ from windowpane.attention.triton.view import (
     weighted,
     with_sinks,
 )
-
-SEGMENT_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +66,6 @@ def tuning_for(view: LayerView) -> Tuning:
 def prefill_tile_tokens(view: LayerView, query_heads: int) -> int:
     """Query tokens of a tile: what `prefill_tiles` needs to know of a layer."""
     return tuning_for(view).rows // (query_heads // view.kv_heads)
-
-
-def prefill_tiles(segments: Sequence[Sequence[int]] | NDArray[np.int32], tile_tokens: int) -> NDArray[np.int32]:
-    """All (segment, tile of its queries), those that may see most first, so that none of them ends the launch alone."""
-    rows = np.asarray(segments, dtype=np.int64).reshape(-1, SEGMENT_FIELDS)
-    stops, counts = rows[:, 2], rows[:, 5]
-    tiles = -(-counts // tile_tokens)
-    segment = np.repeat(np.arange(len(rows)), tiles)
-    index = np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    positions = (stops - counts)[segment] + index * tile_tokens
-    order = np.argsort(-positions, kind="stable")
-    return np.stack([segment[order], index[order]], axis=1).astype(np.int32)
 
 
 def prefill(

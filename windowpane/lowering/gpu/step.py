@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from windowpane.attention.segments import ChunkQueries, Tiling
+from windowpane.attention.segments import ChunkQueries, Tiling, queries_of
 from windowpane.attention.triton.decode_several import split_rows
-from windowpane.attention.triton.prefill import prefill_tiles
 from windowpane.device.pages import KVPages, LayerPages, RoutePages
 from windowpane.device.tables import NO_UPDATES, DeviceTables
 from windowpane.device.transfer import Transfer
@@ -166,7 +165,16 @@ class StepBuilder:
         self, segments: tuple[Segment, ...], transfer: Transfer
     ) -> Callable[[list[torch.Tensor]], ChunkQueries]:
         """Puts these segments and their tiles on the transfer; what is returned finds them in what was sent."""
-        table = np.array(segments, dtype=np.int32).reshape(-1, len(Segment._fields))
-        tiles = {t: transfer.add(prefill_tiles(t.queries(table), t.tokens)) for t in self._tilings}
-        at = transfer.add(table)
-        return lambda sent: ChunkQueries(sent[at], segments, {tiling: sent[tile] for tiling, tile in tiles.items()})
+        arrived: list[torch.Tensor] = []
+
+        def bring(array: NDArray[np.int32]) -> Callable[[], torch.Tensor]:
+            at = transfer.add(array)
+            return lambda: arrived[at]
+
+        make = queries_of(segments, self._tilings, bring)
+
+        def find(sent: list[torch.Tensor]) -> ChunkQueries:
+            arrived[:] = sent
+            return make()
+
+        return find
