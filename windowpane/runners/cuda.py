@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from windowpane.attention.triton.decode_several import MOST_ROWS
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer, to_device
@@ -44,6 +45,7 @@ from windowpane.runners.assistant import Assistant
 from windowpane.runners.compiling import compiling_ahead
 from windowpane.runners.drafting import DraftingLayers
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
+from windowpane.runners.multi_token import MultiTokenLayers, rows_of
 from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifies_only
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.step import Segment, Step
@@ -60,8 +62,8 @@ class CudaRunner:
     A step stores a decoding row's K and V before anything attends, so drafts are decoding rows of the same slot at the
     positions behind it, and are attended together with it in one pass over its pages; a recurrent state goes through
     them in turn. A step with prompts, or one that replaces a page which it still reads, takes drafts as chunks.
-    `drafter_weights` are those of a drafter with a checkpoint of its own. The drafts of an assistant are one
-    graph; other models draft launch by launch.
+    `drafter_weights` are those of a drafter with a checkpoint of its own. The drafts of an assistant, or of
+    layers for multi-token prediction, are one graph; other models draft launch by launch.
     """
 
     def __init__(
@@ -148,14 +150,17 @@ class CudaRunner:
                 if self._adapter_tables is not None:
                     self.adapted_graphs = DecodeGraphs(*common, self._adapter_tables)
             if drafting is not None and own is not None:
-                # What keeps K and V of its own runs in segments, so that no row of it decodes.
-                rows = 1 if drafting.caches else num_slots
+                # A smaller model runs in chunks, so that no row of it decodes.
+                rows = num_slots if drafting.join is not None else 1
                 model = GpuModel(drafting, own, self.pages, self.tables, max_model_len, rows, group, target=self.model)
-                if drafting.caches:
-                    self.drafter = DraftingLayers(SteppedGpuModel(model, self.pages), self.pages)
+                drafts = model, spec.hidden_size, logits[:num_slots], rollback_tokens
+                own_rows = rows_of(rollback_tokens, has_states=bool(self.pages.states))
+                if not drafting.caches:
+                    self.drafter = Assistant(*drafts, use_graphs=in_graphs)
+                elif drafting.join is not None and own_rows <= MOST_ROWS:
+                    self.drafter = MultiTokenLayers(*drafts, self.pages, own_rows, use_graphs=in_graphs)
                 else:
-                    logits = logits[:num_slots]
-                    self.drafter = Assistant(model, spec.hidden_size, logits, rollback_tokens, use_graphs=in_graphs)
+                    self.drafter = DraftingLayers(SteppedGpuModel(model, self.pages), self.pages)
 
     @property
     def arena(self) -> torch.Tensor:
