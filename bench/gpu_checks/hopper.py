@@ -180,7 +180,7 @@ def timings(words: Sequence[str] = ()) -> None:
             continue
         bare = Bare.make(layer, sequences, past + 1, arena)
         told = []
-        for scratch in (None, _scratch(layer, past + tokens)):
+        for scratch in (None, _scratch(layer, sequences * (past + tokens))):
             step, flops = prefill_step(bare, sequences, tokens, past, scratch)
             us = microseconds(step, repeat=1, rounds=5)
             told.append(f"{us:9.1f} us {flops / us / 1e6:6.1f} TFLOP/s")

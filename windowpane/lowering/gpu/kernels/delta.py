@@ -65,13 +65,9 @@ class DeltaShape(NamedTuple):
 
 
 def plan_decode(rows: int, shape: DeltaShape, *, several: bool = False) -> DecodeLaunch:
-    """The best that `bench.gpu_checks.states sweep decode` found on an H200; with several rows to a sequence, what
-    keeps the state in registers beside them.
-    """
+    """The best that `bench.gpu_checks.states sweep` found on an H200, for `decode` and `drafts`."""
     programs = rows * shape.value_heads
-    if several:
-        return DecodeLaunch(4, 4) if _FEW_PROGRAMS < programs <= FLAGS and shape.value_dim >= 64 else DecodeLaunch(1, 8)
-    if _FEW_PROGRAMS < programs <= FLAGS and shape.value_dim >= 32:
+    if not several and _FEW_PROGRAMS < programs <= FLAGS and shape.value_dim >= 32:
         return DecodeLaunch(2, 4, 128)
     return DecodeLaunch(1, 4)
 
