@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=ALL_WORKLOADS, help="default: b1 and serve")
     parser.add_argument("--kv-cache-dtype", action="append", help="as of serve; several are compared. Default: auto")
     parser.add_argument("--mamba-ssm-cache-dtype", default="auto", help="as of serve")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="as of serve")
     parser.add_argument("--prompts", type=int, default=16, help="of the workload prefill")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--eager", action="store_true", help="no graphs")
@@ -110,6 +111,8 @@ def measure(name: str, case: Case, kv_cache_dtype: str, given: argparse.Namespac
     longest = 66_560 if turns else ALL_WORKLOADS["prefill"].longest if prefill else SHORT_TOKENS
     flags |= {"max_model_len": longest, "enable_prefix_caching": turns, "kv_cache_dtype": kv_cache_dtype}
     flags["mamba_ssm_cache_dtype"] = given.mamba_ssm_cache_dtype
+    if given.max_num_batched_tokens:
+        flags["max_num_batched_tokens"] = given.max_num_batched_tokens
     if given.adapters:
         flags |= {"enable_lora": True, "max_loras": given.adapters, "max_lora_rank": given.adapter_rank}
         flags["lora_target_modules"] = given.adapter_targets

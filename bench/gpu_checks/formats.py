@@ -84,9 +84,10 @@ def _prefill(layer: Layer, dtype: torch.dtype) -> str:
     heads = hopper.heads_of(layer)
     if not (hopper.is_hopper() and heads.has_kernel):
         return told
-    lengths, chunks = [0, 37, 5003], [(heads.least_queries + 77,) * 2, (5, 5), (heads.least_queries + 200,) * 2]
-    paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=2 * heads.least_queries, arena_bytes=ARENA_BYTES)
-    scratch = PrefillScratch([heads], 5003 + 2 * heads.least_queries, torch.device(DEVICE))
+    longest = heads.least_queries + 200
+    lengths, chunks = [0, 37, 5003], [(longest - 123,) * 2, (5, 5), (longest,) * 2]
+    paged = make_pages(layer, lengths, DEVICE, dtype, room_tokens=longest, arena_bytes=ARENA_BYTES)
+    scratch = PrefillScratch([heads], 5003 + longest, torch.device(DEVICE))
     return f"{told}; hopper {judge(*run_prefill(paged, chunks, scratch))}"
 
 

@@ -11,7 +11,7 @@ that. With `adapted`, two of three requests have an adapter each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from tests.running.small_models import CONFIGS, FULL, LINEAR, QUANTIZED, SLIDING
 from windowpane.drafts.drafter import Known
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
+from windowpane.runners import cuda, multi_token
 from windowpane.runners.assistant import Assistant
 from windowpane.runners.cuda import CudaRunner
 from windowpane.schedule.request import Tokens
@@ -188,9 +189,36 @@ def check_drafter(name: str, who: str) -> None:
         return begun[-1]
 
     Assistant._take_begun = counting
+    replayed = layers_in_graphs() if who == engine.OWN_LAYER else [0]
     engine.drafter_equals_reference(name, who, "cpu", (1, 13), 6)
     if who == engine.ASSISTANT and not any(drafts is not None for drafts in begun):
         sys.exit(f"{name}: no drafts were begun on the device")
+    if not replayed:
+        sys.exit(f"{name}: no graph of drafts was replayed")
+
+
+def layers_in_graphs() -> list[int]:
+    """Has layers for multi-token prediction capture graphs, which run what they captured. Returns the sizes that do."""
+    replayed = []
+
+    class Replay:
+        def __init__(self, run: Callable[[], None], pool: None) -> None:
+            self.replay = run
+            run()  # a capture runs it once before, and what it leaves behind is what the next capture begins with
+
+    class Drafting(multi_token.MultiTokenLayers):
+        def __init__(self, *args: Any, use_graphs: bool) -> None:
+            super().__init__(*args, use_graphs=True)
+
+        def draft(self, known: Sequence[Known]) -> list[Tokens]:
+            replayed.append(len(known))
+            return super().draft(known)
+
+    # As many captures as a runner for more sequences makes.
+    multi_token.ladder = lambda slots: [1, 1, 1, slots]
+    multi_token.capture, cuda.MultiTokenLayers = Replay, Drafting
+    torch.cuda.graph_pool_handle = lambda: None
+    return replayed
 
 
 def chain_in_torch(chains: list[Links]) -> None:

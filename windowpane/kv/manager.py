@@ -421,11 +421,12 @@ class KVManager:
         self.books.check_integrity(slot for slot, tokens in enumerate(self.reserved_tokens) if tokens)
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless nothing is live or promised, as befits memory without sequences."""
+        """Raise AssertionError unless nothing is live or promised, as befits memory without sequences.
+
+        The engine asks whenever it falls idle, so the arena is not looked through: that takes 70 ms with 110 GiB.
+        """
         assert not any(self.reserved_tokens), "a slot is in use"
         assert not any(self.live_pages) and not any(self.promised_pages), "idle, but pages are held"
-        if not self.books.points:
-            self.check_integrity()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

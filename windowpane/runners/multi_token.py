@@ -126,7 +126,7 @@ class MultiTokenLayers(DraftingLayers):
             drafts.copy_(found)
             if number + 1 < self._most:
                 following = positions[last] + is_real.int()
-                last += 1
+                last += is_real  # padding stays where it is, however often it is run
                 positions.index_copy_(0, last, following)
                 tokens.index_copy_(0, last, found)
                 before.index_copy_(0, last, self._gpu.passed_on(normed))
