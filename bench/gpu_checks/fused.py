@@ -51,10 +51,12 @@ PRODUCTS = [
     (1024, 6144),
     (3072, 1024),
     (2048, 1024),
+    (4096, 2816),
 ]
 LAUNCHES = [
     *(Launch(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)),
     *(Launch(rows, 4, uses_dot=True) for rows in (16, 32, 64)),
+    *(Launch(64, 4, uses_dot=True, parts=parts) for parts in (2, 3, 4)),
 ]
 
 
@@ -394,7 +396,7 @@ def timed(weights: list[torch.Tensor], product: Callable[[torch.Tensor], None]) 
 
 
 def short(launch: Launch) -> str:
-    return f"{launch.weight_rows}×{launch.warps}{'d' if launch.uses_dot else ''}"
+    return f"{launch.weight_rows}×{launch.warps}{f'd{launch.parts}' if launch.uses_dot else ''}"
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -324,6 +324,8 @@ def check_products_of_ragged_sizes() -> None:
         (8, 520, 10, Launch(8, 1)),
         (5, 300, 70, Launch(64, 4, uses_dot=True)),
         (8, 256, 64, Launch(64, 4, uses_dot=True)),
+        (5, 700, 70, Launch(64, 4, uses_dot=True, parts=3)),
+        (4, 256, 64, Launch(64, 4, uses_dot=True, parts=4)),  # two of which have nothing
     ]
     for rows, inputs, outputs, launch in shapes:
         x, weight = strided(rows, inputs), strided(outputs, inputs)
@@ -335,7 +337,7 @@ def check_products_of_ragged_sizes() -> None:
 
 def check_products_as_planned() -> None:
     """Few outputs, and fewer inputs than threads have room for."""
-    for rows, inputs, outputs in ((1, 1100, 3), (2, 96, 4)):
+    for rows, inputs, outputs in ((1, 1100, 3), (2, 96, 4), (3, 200, 70)):
         x, weight, out = strided(rows, inputs), strided(outputs, inputs), nans(rows, outputs)
         matvec(x, weight, out)
         close(out, F.linear(x, weight), 1e-4)
@@ -344,6 +346,7 @@ def check_products_as_planned() -> None:
 def check_gated_products() -> None:
     width = 7
     launches = [(1, Launch(4, 2)), (3, Launch(1, 1)), (6, Launch(64, 4, uses_dot=True)), (2, None)]
+    launches.append((4, Launch(64, 4, uses_dot=True, parts=2)))
     for rows, launch in launches:
         x, gate_up = strided(rows, 264), strided(2 * width, 264) / 8
         gate, up = F.linear(x, gate_up).chunk(2, -1)

@@ -29,7 +29,7 @@ def _product(x: torch.Tensor, linear: Linear, *, pdl: bool) -> torch.Tensor:
         out = torch.cat([product(x, Linear(part), pdl=pdl) for part in weight.parts], dim=-1)
         return out if bias is None else out + bias
     assert isinstance(weight, torch.Tensor)  # strips are refused before they are loaded on a GPU
-    if len(x) and pays(len(x), len(weight)):
+    if len(x) and pays(len(x)):
         out = x.new_empty(len(x), len(weight))
         matvec(x, weight, out, bias, pdl=pdl)
         return out
@@ -57,7 +57,7 @@ def gated_product(
         rows.gate(gate_up.adapter, x, _product(x, gate_up, pdl=pdl), inner, activation)
     elif isinstance(weight, PackedWeight) and not has_bias and len(x) <= SPLIT_ROWS:
         packed_linear(x, weight, inner, activation=activation)
-    elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x), len(weight)):
+    elif isinstance(weight, torch.Tensor) and not has_bias and pays(len(x)):
         matvec(x, weight, inner, activation=activation, pdl=pdl)
     else:
         gated(product(x, gate_up, pdl=pdl), inner, activation, pdl=pdl)

@@ -279,13 +279,22 @@ def _finish(results, sums0, sums1, staged, expert, rows, first, distance, shape,
 
 
 @gluon.jit
-def _multiply_units(
-    which: gl.constexpr, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION: gl.constexpr,
-    PDL: gl.constexpr,
+def _pass_over(i, full, empty, blocks, STAGES: gl.constexpr):
+    """A tile of which this warp group has nothing: the tensor cores are the other one's."""
+    for step in range(i, i + blocks):
+        mbarrier.wait(full.index(step % STAGES), step // STAGES % 2)
+        mbarrier.arrive(empty.index(step % STAGES), count=1)
+
+
+@gluon.jit
+def _units_tile(
+    which: gl.constexpr, i, results, SCALES, tiles_of, share, place, tile_first, shape, numbers,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """64 outputs of either half of the program's tiles."""
+    """64 outputs of either half of a tile by a block of pairs; `i` blocks of inputs came before."""
     unit_tiles, x_tiles, staged = tiles_of
     full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
+    expert, begin, end = place
     outputs, width = shape
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     ROWS: gl.constexpr = x_tiles.type.shape[1]
@@ -293,48 +302,64 @@ def _multiply_units(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     of_words: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2))
     units = unit_tiles._reinterpret(gl.int16, [STAGES * 4, 64, 32], gl.NVMMASharedLayout(64, 16, rank=2))
+    first = tile_first + which * 64
+    SECOND = width if GATED else _HALF
+    # Beyond the last output the last one's are read, and what they give is not stored.
+    of_word = gl.arange(0, 64, of_words)
+    word0 = gl.minimum(first + of_word, (width if GATED else outputs) - 1)
+    word1 = gl.minimum(first + SECOND + of_word, outputs - 1)
+    at0 = SCALES + (expert * outputs + word0) * blocks
+    at1 = SCALES + (expert * outputs + word1) * blocks
+    s0 = gl.load(at0)
+    s1 = gl.load(at1)
+    sums0 = gl.full([64, ROWS], 0.0, gl.float32, layout)
+    sums1 = sums0
+    w0 = _operand(units, i % STAGES * 4 + which, s0, ROWS)
+    for step in range(blocks):
+        # One product is in flight while the operand of the next is made ready.
+        buf = i % STAGES
+        following = gl.minimum(step + 1, blocks - 1)
+        next_s0 = gl.load(at0 + following)
+        next_s1 = gl.load(at1 + following)
+        x = x_tiles.index(buf).permute((1, 0))
+        product0 = warpgroup_mma(w0, x, sums0, is_async=True)
+        w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
+        product1 = warpgroup_mma(w1, x, sums1, is_async=True)
+        sums0, w0 = warpgroup_mma_wait(1, deps=[product0, w0])
+        i += 1
+        # After the last block, what was there before is decoded and never used.
+        mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=step + 1 < blocks)
+        w0 = _operand(units, i % STAGES * 4 + which, next_s0, ROWS)
+        sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
+        mbarrier.arrive(empty.index(buf), count=1)
+        s1 = next_s1
+    rows = _rows_of(results[2], begin, end, ROWS, GATED)
+    sums0, sums1 = gl.permute(sums0, (1, 0)), gl.permute(sums1, (1, 0))
+    _finish(results, sums0, sums1, staged.index(which), expert, rows, first, SECOND, shape, numbers, ACTIVATION)
+
+
+@gluon.jit
+def _multiply_units(
+    which: gl.constexpr, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """64 outputs of either half of the program's tiles. Of a last tile the second warp group may have none."""
+    full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
+    outputs, width = shape
+    STAGES: gl.constexpr = tiles_of[1].type.shape[0]
+    GATED: gl.constexpr = is_gated(ACTIVATION)
     if PDL:
         gdc_wait()
     i = 0
     n = 0
-    zero = gl.full([64, ROWS], 0.0, gl.float32, layout)
-    of_word = which * 64 + gl.arange(0, 64, of_words)
     expert, begin, end, tile = _told(items, n, i, full, STAGES)
     while expert >= 0:
-        tile_first = tile * (_HALF if GATED else 2 * _HALF)
-        SECOND = width if GATED else _HALF
-        # Beyond the last output the last one's are read, and what they give is not stored.
-        word0 = gl.minimum(tile_first + of_word, (width if GATED else outputs) - 1)
-        word1 = gl.minimum(tile_first + SECOND + of_word, outputs - 1)
-        at0 = SCALES + (expert * outputs + word0) * blocks
-        at1 = SCALES + (expert * outputs + word1) * blocks
-        s0 = gl.load(at0)
-        s1 = gl.load(at1)
-        sums0 = zero
-        sums1 = zero
-        w0 = _operand(units, i % STAGES * 4 + which, s0, ROWS)
-        for step in range(blocks):
-            # One product is in flight while the operand of the next is made ready.
-            buf = i % STAGES
-            following = gl.minimum(step + 1, blocks - 1)
-            next_s0 = gl.load(at0 + following)
-            next_s1 = gl.load(at1 + following)
-            x = x_tiles.index(buf).permute((1, 0))
-            product0 = warpgroup_mma(w0, x, sums0, is_async=True)
-            w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
-            product1 = warpgroup_mma(w1, x, sums1, is_async=True)
-            sums0, w0 = warpgroup_mma_wait(1, deps=[product0, w0])
-            i += 1
-            # After the last block, what was there before is decoded and never used.
-            mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=step + 1 < blocks)
-            w0 = _operand(units, i % STAGES * 4 + which, next_s0, ROWS)
-            sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
-            mbarrier.arrive(empty.index(buf), count=1)
-            s1 = next_s1
-        rows = _rows_of(results[2], begin, end, ROWS, GATED)
-        sums0, sums1 = gl.permute(sums0, (1, 0)), gl.permute(sums1, (1, 0))
-        first = tile_first + which * 64
-        _finish(results, sums0, sums1, staged.index(which), expert, rows, first, SECOND, shape, numbers, ACTIVATION)
+        place, first = (expert, begin, end), tile * (_HALF if GATED else 2 * _HALF)
+        if first + which * 64 >= (width if GATED else outputs):
+            _pass_over(i, full, empty, blocks, STAGES)
+        else:
+            _units_tile(which, i, results, SCALES, tiles_of, share, place, first, shape, numbers, ACTIVATION)
+        i += blocks
         n += 1
         expert, begin, end, tile = _told(items, n, i, full, STAGES)
 
@@ -405,9 +430,7 @@ def _multiply_plain(
         place = expert, begin + which * PAIRS, end
         first = tile * (_HALF if GATED else 2 * _HALF)
         if place[1] >= end:
-            for step in range(i, i + blocks):
-                mbarrier.wait(full.index(step % STAGES), step // STAGES % 2)
-                mbarrier.arrive(empty.index(step % STAGES), count=1)
+            _pass_over(i, full, empty, blocks, STAGES)
         elif _is_half(tile, width, GATED):
             _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, _HALF)
         else:

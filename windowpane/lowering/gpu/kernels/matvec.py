@@ -1,26 +1,27 @@
 """Products of a few rows with a weight [outputs, inputs]: each weight is read once, and reading is all that takes time.
 
-A program has a few rows of the weight to itself and walks along its inputs, one tile ahead of what it multiplies. No
-sum is shared between programs, so that results do not depend on timing.
+A program has a few rows of the weight to itself and walks along its inputs, one tile ahead of what it multiplies. Where
+rows of the weight are so few that programs would be, several share the inputs; the last to finish adds up what they
+found in their order, so that results do not depend on timing.
 """
 
 # mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.gated import gate_times_up, is_gelu, store_gated
-from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
+from windowpane.lowering.gpu.kernels.launch import flags_of, wait_if_overlapped
 
-# What the kernels take. They beat cuBLAS up to FEW_ROWS; beyond, only where outputs are many (`pays`).
-MAX_ROWS = 8
-FEW_ROWS = 2
+MAX_ROWS = 8  # that the kernels take
+FEW_ROWS = 2  # up to which the tensor cores are not needed
 _LOAD_BYTES = 16
 
 
@@ -28,12 +29,13 @@ class Launch(NamedTuple):
     """How a weight is shared out: rows of it per program, and warps to share each row.
 
     In a step, each thread takes one 16-byte load of every row: 256 16-bit weights a warp. With `uses_dot` the tensor
-    cores multiply instead, 128 inputs a step.
+    cores multiply instead, 128 inputs a step, and so many programs have `parts` of the inputs.
     """
 
     weight_rows: int
     warps: int
     uses_dot: bool = False
+    parts: int = 1
 
 
 # By least number of outputs, then of inputs; the best of a sweep on an H200. Memory is busy when some 50 KB are on
@@ -48,18 +50,21 @@ _LAUNCHES = (
 )
 # 8 rows at 4.3 TB/s are 17 T multiply-adds a second, more than half of what float32 units can do.
 _DOT_LAUNCH = Launch(64, 4, uses_dot=True)
-_DOT_LEAST_ROWS, _DOT_LEAST_OUTPUTS = FEW_ROWS + 1, 16_384
 _DOT_STEP, _DOT_STAGES = 128, 5
+_DOT_COLUMNS = 16  # the fewest of a tensor-core product
+# Up to one program to a multiprocessor of an H200, inputs are shared out, but not among more than these.
+_PROCESSORS, _MOST_PARTS = 132, 8
 
 
-def pays(rows: int, outputs: int) -> bool:
+def pays(rows: int) -> bool:
     """Whether these kernels are the faster way (measured on an H200; docs/performance.md)."""
-    return rows <= FEW_ROWS or (rows <= MAX_ROWS and outputs >= _DOT_LEAST_OUTPUTS)
+    return rows <= MAX_ROWS
 
 
 def plan_launch(rows: int, outputs: int, inputs: int) -> Launch:
-    if rows >= _DOT_LEAST_ROWS and outputs >= _DOT_LEAST_OUTPUTS:
-        return _DOT_LAUNCH
+    if rows > FEW_ROWS:
+        parts = max(1, _PROCESSORS // ceil_div(outputs, _DOT_LAUNCH.weight_rows))
+        return _DOT_LAUNCH._replace(parts=min(parts, _MOST_PARTS, ceil_div(inputs, _DOT_STEP)))
     launch = next(launch for least, width, launch in _LAUNCHES if outputs >= least and inputs >= width)
     # Threads beyond the last input would have nothing to read.
     most_warps = max(1, triton.next_power_of_2(inputs) // 256)
@@ -79,15 +84,28 @@ def matvec(
     launch = launch or plan_launch(rows, outputs, inputs)
     # A gate and what it gates go together.
     weight_rows = launch.weight_rows if activation is None else max(2, launch.weight_rows)
+    tiles = ceil_div(outputs, weight_rows)
+    strides = x.stride(0), weight.stride(0), out.stride(0)
+    common: dict[str, Any] = {
+        "WEIGHT_ROWS": weight_rows, "GATED": activation is not None, "PDL": pdl, "num_warps": launch.warps,
+        "GELU": activation is not None and is_gelu(activation), "launch_pdl": pdl,
+    }  # fmt: skip
     if launch.uses_dot:
-        kernel, step, tiling = _dot_kernel, _DOT_STEP, {"STEP": _DOT_STEP, "STAGES": _DOT_STAGES}
-    else:
-        lanes, vector = 32 * launch.warps, _LOAD_BYTES // weight.element_size()
-        kernel, step, tiling = _sums_kernel, lanes * vector, {"LANES": lanes, "VECTOR": vector}
-    kernel[(triton.cdiv(outputs, weight_rows),)](
-        x, weight, bias, out, x.stride(0), weight.stride(0), out.stride(0), outputs, inputs, ROWS=rows,
-        WEIGHT_ROWS=weight_rows, IS_WHOLE=inputs % step == 0, GATED=activation is not None,
-        GELU=activation is not None and is_gelu(activation), PDL=pdl, num_warps=launch.warps, launch_pdl=pdl, **tiling,
+        share, parts = ceil_div(ceil_div(inputs, _DOT_STEP), launch.parts) * _DOT_STEP, launch.parts
+        partial = flags = None
+        if parts > 1:
+            partial = torch.empty(tiles * parts * weight_rows * _DOT_COLUMNS, device=x.device)
+            flags = flags_of(x.device)
+        _dot_kernel[(tiles, parts)](
+            x, weight, bias, out, partial, flags, *strides, outputs, inputs, rows, share,
+            IS_WHOLE=inputs % _DOT_STEP == 0, STEP=_DOT_STEP, STAGES=_DOT_STAGES, PADDED=_DOT_COLUMNS, PARTS=parts,
+            **common,
+        )  # fmt: skip
+        return
+    lanes, vector = 32 * launch.warps, _LOAD_BYTES // weight.element_size()
+    _sums_kernel[(tiles,)](
+        x, weight, bias, out, *strides, outputs, inputs, ROWS=rows, IS_WHOLE=inputs % (lanes * vector) == 0,
+        LANES=lanes, VECTOR=vector, **common,
     )  # fmt: skip
 
 
@@ -159,32 +177,56 @@ def _sums_kernel(
 
 
 @triton.jit
+def _store_sums(
+    OUT, BIAS, sums, n, rows, out_stride, outputs, WEIGHT_ROWS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr
+):
+    """Sums [weight rows, rows] of this program's tile."""
+    if GATED:
+        store_gated(OUT, sums, tl.program_id(0), out_stride, rows, outputs // 2, GELU)
+    else:
+        if BIAS is not None:
+            sums += tl.load(BIAS + n).to(tl.float32)[:, None]
+        m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+        row = tl.arange(0, sums.shape[1])
+        inside = (m[:, None] < outputs) & (row[None, :] < rows)
+        tl.store(OUT + row[None, :] * out_stride + m[:, None], sums.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _dot_kernel(
-    X, W, BIAS, OUT, x_stride, w_stride, out_stride, outputs, inputs, ROWS: tl.constexpr,
+    X, W, BIAS, OUT, PARTIAL, FLAGS_AT, x_stride, w_stride, out_stride, outputs, inputs, rows, share,
     WEIGHT_ROWS: tl.constexpr, IS_WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The weight's rows are the tensor core's rows; the rows of x, padded to 16, its columns."""
+    """Program (tile, part of the inputs, `share` of them). The weight's rows are the tensor core's rows; the rows of x,
+    padded, its columns.
+    """
     wait_if_overlapped(PDL)
-    PADDED: tl.constexpr = 16
     n = _weight_row(outputs, WEIGHT_ROWS, GATED)
     k = tl.arange(0, STEP)
     row = tl.arange(0, PADDED)
     at = W + n.to(tl.int64)[:, None] * w_stride + k[None, :]
     x_at = X + row[None, :] * x_stride + k[:, None]
     sums = tl.zeros([WEIGHT_ROWS, PADDED], tl.float32)
-    for start in tl.range(0, inputs, STEP, num_stages=STAGES):
+    first = tl.program_id(1) * share
+    for start in tl.range(first, tl.minimum(first + share, inputs), STEP, num_stages=STAGES):
         w = _load_weights(at, k[None, :], start, inputs, IS_WHOLE)
         if IS_WHOLE:
-            x = tl.load(x_at + start, mask=row[None, :] < ROWS, other=0.0)
+            x = tl.load(x_at + start, mask=row[None, :] < rows, other=0.0)
         else:
-            x = tl.load(x_at + start, mask=(row[None, :] < ROWS) & (start + k[:, None] < inputs), other=0.0)
+            x = tl.load(x_at + start, mask=(row[None, :] < rows) & (start + k[:, None] < inputs), other=0.0)
         sums = tl.dot(w, x, sums, input_precision="ieee")
-    if GATED:
-        store_gated(OUT, sums, tl.program_id(0), out_stride, ROWS, outputs // 2, GELU)
+    if PARTS == 1:
+        _store_sums(OUT, BIAS, sums, n, rows, out_stride, outputs, WEIGHT_ROWS, GATED, GELU)
     else:
-        if BIAS is not None:
-            sums += tl.load(BIAS + n).to(tl.float32)[:, None]
-        m = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
-        inside = (m[:, None] < outputs) & (row[None, :] < ROWS)
-        tl.store(OUT + row[None, :] * out_stride + m[:, None], sums.to(OUT.dtype.element_ty), mask=inside)
+        SUMS: tl.constexpr = WEIGHT_ROWS * PADDED
+        places = tl.program_id(0) * (PARTS * SUMS) + tl.arange(0, WEIGHT_ROWS)[:, None] * PADDED + row[None, :]
+        tl.store(PARTIAL + tl.program_id(1) * SUMS + places, sums)
+        # All threads of the program have stored before one of them says so.
+        tl.debug_barrier()
+        if tl.atomic_add(FLAGS_AT + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1:
+            total = tl.load(PARTIAL + places, cache_modifier=".cg")
+            for part in tl.static_range(1, PARTS):
+                total += tl.load(PARTIAL + part * SUMS + places, cache_modifier=".cg")
+            _store_sums(OUT, BIAS, total, n, rows, out_stride, outputs, WEIGHT_ROWS, GATED, GELU)
+            tl.store(FLAGS_AT + tl.program_id(0), 0)
