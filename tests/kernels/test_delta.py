@@ -58,8 +58,9 @@ def test_a_decoded_state_stays_in_registers(rows, several, monkeypatch, tmp_path
                  segments=segments)  # fmt: skip
     ptx = kernel.compiled.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4", ptx) and re.search(r"st\.global\S*\.v4", ptx)
-    # The cap on registers that lets more programs run at once may cost a few addresses.
-    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 16
+    # The cap on registers that lets more programs run at once may cost a few addresses. So may rows behind the first:
+    # launches that spill nothing take half again as long on an H200 (`bench.gpu_checks.states sweep drafts`).
+    assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= (24 if several else 16)
 
 
 def test_chunks_use_the_tensor_cores(monkeypatch, tmp_path):
