@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from windowpane.attention.triton.decode_several import MOST_ROWS
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer, to_device
@@ -25,6 +24,7 @@ from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import (
     DRAFT_INPUTS,
+    MOST_SEGMENT_TOKENS,
     PLAIN_INPUTS,
     STATE_DRAFT_INPUTS,
     DeviceStep,
@@ -157,7 +157,7 @@ class CudaRunner:
                 own_rows = rows_of(rollback_tokens, has_states=bool(self.pages.states))
                 if not drafting.caches:
                     self.drafter = Assistant(*drafts, use_graphs=in_graphs)
-                elif drafting.join is not None and own_rows <= MOST_ROWS:
+                elif drafting.join is not None and own_rows <= MOST_SEGMENT_TOKENS:
                     self.drafter = MultiTokenLayers(*drafts, self.pages, own_rows, use_graphs=in_graphs)
                 else:
                     self.drafter = DraftingLayers(SteppedGpuModel(model, self.pages), self.pages)

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from windowpane.attention.triton.decode_several import MOST_ROWS
 from windowpane.device.pages import KVPages
 from windowpane.device.transfer import Transfer
 from windowpane.drafts.drafter import Known
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import DeviceStep, PageWrites, Sequences
+from windowpane.lowering.gpu.step import MOST_SEGMENT_TOKENS, DeviceStep, PageWrites, Sequences
 from windowpane.lowering.gpu.stepped import SteppedGpuModel
 from windowpane.runners.drafting import DraftingLayers
 from windowpane.runners.graphs import capture, ladder, next_size
@@ -45,7 +44,7 @@ class MultiTokenLayers(DraftingLayers):
         use_graphs: bool,
     ) -> None:  # fmt: skip
         super().__init__(SteppedGpuModel(model, pages), pages)
-        assert rows <= MOST_ROWS
+        assert rows <= MOST_SEGMENT_TOKENS
         self._gpu, self._logits, self._rows, self._most = model, logits, rows, most_drafts
         slots, device = len(logits), logits.device
         self._tokens = torch.zeros(slots * rows, dtype=torch.int64, device=device)

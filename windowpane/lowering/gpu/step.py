@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from windowpane.attention.segments import ChunkQueries, Tiling, queries_of
-from windowpane.attention.triton.decode_several import split_rows
+from windowpane.attention.triton.decode_several import MOST_ROWS, split_rows
 from windowpane.device.pages import KVPages, LayerPages, RoutePages
 from windowpane.device.tables import NO_UPDATES, DeviceTables
 from windowpane.device.transfer import Transfer
@@ -24,6 +24,7 @@ from windowpane.kv.changes import Changes
 from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
 from windowpane.schedule.step import Segment, Step
 
+MOST_SEGMENT_TOKENS = MOST_ROWS  # of one whose rows decode together
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
 NO_DRAFT = -1
 # How many inputs decoding rows have: those, then a draft, then the slot and the first position of a sequence. These two
