@@ -115,6 +115,17 @@ def test_a_chat_finds_what_it_said_before(cluster: Running) -> None:
     assert 'windowpane:replicas{model_name="tiny"} 3.0' in shown
 
 
+def test_many_turns_within_a_second_go_where_the_first_went(cluster: Running) -> None:
+    """Before a digest says that they have ended."""
+    messages = [SYSTEM, user("a short question about a long text. " * 20)]
+    found = []
+    for _ in range(30):
+        answer = cluster.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=1, temperature=0)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        found.append((answer.usage.prompt_tokens_details.cached_tokens or 0) / answer.usage.prompt_tokens)
+    assert min(found[1:]) > 0.9
+
+
 def test_memory_is_told_by_replica_and_in_sum_and_caches_are_dropped_everywhere(cluster: Running) -> None:
     def shown() -> dict[str, Any]:
         return dict(cluster.http.get("/stats").json())

@@ -73,6 +73,38 @@ def test_a_prompt_goes_where_most_of_it_is_held() -> None:
     assert (choice.replica, choice.reused_tokens) == ("e", 800)
 
 
+def test_turns_that_have_ended_do_not_count_against_who_knows_the_chat() -> None:
+    """More of them than a prompt's worth of tokens, before a digest comes."""
+    hashes = prefix_hashes("0:", PROMPT)
+
+    def chosen(tell: bool) -> Counter[str]:
+        router = Router(seed=0, clock=lambda: 0.0)
+        for name in "abc":
+            router.update(name, digest(load=Load(tokens_per_s=1e9)))
+        router.update("b", digest(("0:", PROMPT[:992]), load=Load(tokens_per_s=1e9)))
+        found: Counter[str] = Counter()
+        for _ in range(40):
+            choice = router.choose(hashes, len(PROMPT))
+            router.sent(choice, hashes, len(PROMPT))
+            found[choice.replica] += 1
+            if tell:
+                router.ended(choice.replica)
+        router.ended("nobody")
+        return found
+
+    assert chosen(tell=True) == {"b": 40}
+    assert chosen(tell=False)["b"] < 40  # those that run do count
+
+
+def test_an_end_that_is_told_behind_its_digest_makes_nobody_faster_than_idle() -> None:
+    router = Router(seed=0, clock=lambda: 0.0)
+    for name in "ab":
+        router.update(name, digest(load=Load(tokens_per_s=1000.0)))
+    router.ended("a")
+    found = {router.choose(prefix_hashes("0:", PROMPT), len(PROMPT)).expected_s for _ in range(8)}
+    assert found == {1.0}
+
+
 def test_what_lies_on_the_host_is_worth_less_than_what_lies_on_the_device() -> None:
     router = Router(seed=0)
     router.update("host", digest(("0:", PROMPT[:800]), tier=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -21,6 +22,8 @@ class RestorePointRouter(RequestRouter):
         self._router = Router()
         self._seen: dict[str, int] = {}  # the id of the digest that was taken in last
         self._choices: dict[str, Choice] = {}  # of requests that Ray has not sent yet, oldest first
+        self._under_way: dict[str, str] = {}  # who has an order
+        self._ended: deque[str] = deque()  # orders, as another thread tells
         self._published = published.LATEST[self._deployment_id.name]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -35,6 +38,9 @@ class RestorePointRouter(RequestRouter):
         order = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if isinstance(order, To):
             return [[by_name[order.replica]] if order.replica in by_name else []]
+        while self._ended:
+            if (replica := self._under_way.pop(self._ended.popleft(), None)) is not None:
+                self._router.ended(replica)
         known = set(by_name) & set(self._router.replicas)
         if pending_request is None or not isinstance(order, Order) or not known:
             return [candidate_replicas]
@@ -51,12 +57,19 @@ class RestorePointRouter(RequestRouter):
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        choice = self._choices.pop(pending_request.metadata.internal_request_id, None)
+        request = pending_request.metadata.internal_request_id
+        choice = self._choices.pop(request, None)
         order = pending_request.args[0] if pending_request.args else None
+        if isinstance(order, Order):
+            self._under_way[request] = replica_id.unique_id
         if choice is not None and isinstance(order, Order) and choice.replica != (taker := replica_id.unique_id):
             # The queue of the one that was chosen is full.
             taken = Choice(taker, 0, choice.expected_s)
             self._router.sent(taken, order.hashes, len(order.prompt), order.message_ends)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Comes from a thread of Ray's."""
+        self._ended.append(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -48,18 +48,20 @@ class Choice:
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of one. `sent` are requests that its digest does not have yet, and at `free_s` the prompts of all
-    that it has are computed.
+    """What is known of one. `sent` are requests that its digest does not have yet, `ended` those that have ended since,
+    and at `free_s` the prompts of all that it has are computed.
     """
 
     load: Load = field(default_factory=Load)
     hashes: Hashes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     held: set[int] = field(default_factory=set)
     sent: int = 0
+    ended: int = 0
     free_s: float = 0.0
 
     def expected_s(self, tokens: int, now_s: float, usual_tokens_per_s: float) -> float:
-        beside = RUNNING_TOKENS * (self.load.running + self.load.waiting + self.sent)
+        # One that had ended when the digest was made may be told of behind it.
+        beside = RUNNING_TOKENS * max(0, self.load.running + self.load.waiting + self.sent - self.ended)
         return max(0.0, self.free_s - now_s) + (beside + tokens) / (self.load.tokens_per_s or usual_tokens_per_s)
 
 
@@ -90,7 +92,7 @@ class Router:
         replica.load, replica.hashes = digest.load, digest.hashes
         # Who has computed nothing yet is taken to be as fast as others: it must not look slow beside who is busy.
         self._usual_tokens_per_s = digest.load.tokens_per_s or self._usual_tokens_per_s
-        replica.sent, replica.free_s = 0, self._clock() + digest.load.wait_s
+        replica.sent, replica.ended, replica.free_s = 0, 0, self._clock() + digest.load.wait_s
 
     def _enter(self, name: str, replica: _Replica, digest: Digest) -> None:
         """The differences to the digest before."""
@@ -155,6 +157,13 @@ class Router:
         held = [int(hashes[end // BLOCK_TOKENS - 1]) for end in ends]
         self._index.put(choice.replica, held, ends, replace=False)
         self._expected.append((now_s + EXPECTED_S, choice.replica, held))
+
+    def ended(self, name: str) -> None:
+        """A request that went to this replica is over. The next digest says so too, but a chat may come before it, and
+        its own turns are not to count against who knows it.
+        """
+        if (replica := self._replicas.get(name)) is not None:
+            replica.ended += 1
 
     def _some(self, holders: Mapping[str, int], allowed: Collection[str] | None) -> list[str]:
         names = list(holders) if allowed is None else [name for name in holders if name in allowed]
