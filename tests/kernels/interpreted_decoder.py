@@ -25,7 +25,7 @@ from tests.running.small_models import CONFIGS, FULL, LINEAR, QUANTIZED, SLIDING
 from windowpane.drafts.drafter import Known
 from windowpane.lowering.gpu import chaining
 from windowpane.lowering.gpu.kernels.chain import ChainScratch, Links
-from windowpane.runners import cuda, multi_token
+from windowpane.runners import cuda, graphs, multi_token
 from windowpane.runners.assistant import Assistant
 from windowpane.runners.cuda import CudaRunner
 from windowpane.schedule.request import Tokens
@@ -215,8 +215,8 @@ def layers_in_graphs() -> list[int]:
             return super().draft(known)
 
     # As many captures as a runner for more sequences makes.
-    multi_token.ladder = lambda slots: [1, 1, 1, slots]
-    multi_token.capture, cuda.MultiTokenLayers = Replay, Drafting
+    graphs.ladder = lambda slots: [1, 1, 1, slots]
+    graphs.capture, cuda.MultiTokenLayers = Replay, Drafting
     torch.cuda.graph_pool_handle = lambda: None
     return replayed
 

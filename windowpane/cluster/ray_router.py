@@ -57,12 +57,13 @@ class RestorePointRouter(RequestRouter):
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        request = pending_request.metadata.internal_request_id
+        request, taker = pending_request.metadata.internal_request_id, replica_id.unique_id
         choice = self._choices.pop(request, None)
         order = pending_request.args[0] if pending_request.args else None
-        if isinstance(order, Order):
-            self._under_way[request] = replica_id.unique_id
-        if choice is not None and isinstance(order, Order) and choice.replica != (taker := replica_id.unique_id):
+        if not isinstance(order, Order):
+            return
+        self._under_way[request] = taker
+        if choice is not None and choice.replica != taker:
             # The queue of the one that was chosen is full.
             taken = Choice(taker, 0, choice.expected_s)
             self._router.sent(taken, order.hashes, len(order.prompt), order.message_ends)

@@ -20,13 +20,11 @@ from windowpane.device.transfer import HostCopy, Transfer
 from windowpane.drafts.drafter import Known
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import NO_DRAFT, DeviceStep
-from windowpane.runners.graphs import capture, ladder, next_size
+from windowpane.lowering.gpu.step import FEWEST_ROWS, NO_DRAFT, DeviceStep
+from windowpane.runners.graphs import DraftGraphs, drafts_of
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
-
-ROWS_AT_ONCE = 2  # the fewest that the kernels take, of which each segment has one
 
 
 class Assistant:
@@ -45,12 +43,9 @@ class Assistant:
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
         # Of drafts that were begun on the device: their slots, and positions, tokens and drafts as they will be known.
         self._begun: tuple[Sequence[int], HostCopy] | None = None
-        self._sizes, self._graphs = ladder(slots), dict[int, torch.cuda.CUDAGraph]()
         if use_graphs:
-            pool = torch.cuda.graph_pool_handle()
             self._send([], slots)
-            for size in reversed(self._sizes):
-                self._graphs[size] = capture(lambda size=size: self._draft(size), pool)  # type: ignore[misc]
+        self._graphs = DraftGraphs(self._draft, slots, use_graphs=use_graphs)
 
     def observe(self, segments: Iterable[Segment], hidden: torch.Tensor) -> None:
         """A step of the target: `hidden` has the final states of the rows that these segments ask for."""
@@ -76,7 +71,7 @@ class Assistant:
             sampled_row += 1 + len(tokens)
         if not asked:
             return
-        count, size = len(asked), self._size(len(asked))
+        count, size = len(asked), self._graphs.size(len(asked))
         # The first of each slot's rows: in `sampled`, in its sequence, and in `_hidden`.
         there, expected = self._send([(slot, 0, 0) for slot in asked], size, np.array(first).T, np.array(verified))
         rows, positions, hidden_rows = there
@@ -87,7 +82,7 @@ class Assistant:
         self._places[1, :count] = drawn.gather(1, accepted[:, None])[:, 0]
         self._segments[:count, 1:3] = (positions + accepted + 1)[:, None]
         torch.index_select(self._hidden, 0, hidden_rows + accepted, out=self._before[:count])
-        self._replay(size)
+        self._graphs.run(self._draft, size)
         self._begun = asked, HostCopy(torch.cat([self._places[:, :count], self._drafts[:, :count]]))
 
     @torch.inference_mode()
@@ -97,7 +92,7 @@ class Assistant:
         found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
             return [NO_TOKENS] * len(known)
-        size = self._size(len(found))
+        size = self._graphs.size(len(found))
         places = [(k.slot, k.length - 1, int(k.tokens[0])) for k, _ in found]
         [rows] = self._send(places, size, np.array([s if isinstance(s, int) else 0 for _, s in found]))
         if len(self._hidden):
@@ -105,10 +100,8 @@ class Assistant:
         for row, (_, source) in enumerate(found):
             if isinstance(source, torch.Tensor):
                 self._before[row] = source[0]
-        self._replay(size)
-        drafts = iter(self._drafts[:, : len(found)].cpu().numpy().T)
-        having = {k.slot for k, _ in found}
-        return [next(drafts)[: k.most].copy() if k.slot in having else NO_TOKENS for k in known]
+        self._graphs.run(self._draft, size)
+        return drafts_of(known, [k for k, _ in found], self._drafts)
 
     def _take_begun(self, known: Sequence[Known]) -> list[Tokens] | None:
         """What was drafted ahead, if all of these were, behind the tokens that they have."""
@@ -128,12 +121,6 @@ class Assistant:
         first, row, count = self._rows.get(asked.slot, (0, 0, 0))
         at = asked.length - 1 - first
         return row + at if 0 <= at < count else None
-
-    def _size(self, count: int) -> int:
-        """How many rows so many are padded to."""
-        size = next_size(self._sizes, count) if self._graphs else count
-        assert size is not None  # there is one for all slots
-        return size
 
     def _send(
         self, places: Sequence[tuple[int, int, int]], size: int, *more: NDArray[np.integer[Any]]
@@ -156,15 +143,9 @@ class Assistant:
         self._segments[:size].copy_(sent[sent_segments])
         return [sent[handle] for handle in sent_more]
 
-    def _replay(self, size: int) -> None:
-        if self._graphs:
-            self._graphs[size].replay()
-        else:
-            self._draft(size)
-
     def _draft(self, size: int) -> None:
         positions, tokens = self._places[0, :size], self._places[1, :size].long()
-        step, before = DeviceStep.asking(positions, self._segments[:size], ROWS_AT_ONCE), self._before[:size]
+        step, before = DeviceStep.asking(positions, self._segments[:size], FEWEST_ROWS), self._before[:size]
         for drafts in self._drafts[:, :size]:
             normed = self._model.final_hidden(step, tokens, before)
             tokens = self._model.logits(normed, self._logits[:size]).argmax(dim=-1)

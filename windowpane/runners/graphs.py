@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from windowpane.drafts.drafter import Known
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
 from windowpane.runners.compiling import compiling_ahead
+from windowpane.schedule.batch import NO_TOKENS
+from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
 
 WARM_UPS = 1  # before a capture: kernels are loaded and libraries take their workspaces
@@ -47,6 +51,36 @@ def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, pool=pool):
         run()
     return graph
+
+
+class DraftGraphs:
+    """What `run` does for so many sequences: a graph for each size of a ladder, or launch by launch."""
+
+    def __init__(self, run: Callable[[int], None], slots: int, *, use_graphs: bool) -> None:
+        self._sizes, self._graphs = ladder(slots), dict[int, torch.cuda.CUDAGraph]()
+        if use_graphs:
+            pool = torch.cuda.graph_pool_handle()
+            for size in reversed(self._sizes):  # the largest takes the memory for all
+                self._graphs[size] = capture(partial(run, size), pool)
+
+    def size(self, count: int) -> int:
+        """How many so many are padded to."""
+        size = next_size(self._sizes, count) if self._graphs else count
+        assert size is not None  # there is one for all slots
+        return size
+
+    def run(self, run: Callable[[int], None], size: int) -> None:
+        """`run` again. It is not kept: it is its owner's, who would never be freed by count."""
+        if self._graphs:
+            self._graphs[size].replay()
+        else:
+            run(size)
+
+
+def drafts_of(known: Sequence[Known], having: Sequence[Known], drafts: torch.Tensor) -> list[Tokens]:
+    """For each of `known` its drafts, where it has some: int32 `drafts` [most, sequences] has those of all `having`."""
+    found = dict(zip((k.slot for k in having), drafts[:, : len(having)].cpu().numpy().T, strict=True))
+    return [found[k.slot][: k.most].copy() if k.slot in found else NO_TOKENS for k in known]
 
 
 class DecodeGraphs:

@@ -18,15 +18,13 @@ from windowpane.device.transfer import Transfer
 from windowpane.drafts.drafter import Known
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
-from windowpane.lowering.gpu.step import MOST_SEGMENT_TOKENS, DeviceStep, PageWrites, Sequences
+from windowpane.lowering.gpu.step import FEWEST_ROWS, MOST_SEGMENT_TOKENS, DeviceStep, PageWrites, Sequences
 from windowpane.lowering.gpu.stepped import SteppedGpuModel
 from windowpane.runners.drafting import DraftingLayers
-from windowpane.runners.graphs import capture, ladder, next_size
+from windowpane.runners.graphs import DraftGraphs, drafts_of
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
-
-ASKING_ROWS = 2  # the fewest of a segment that the kernels take, of which each has one
 
 
 def rows_of(most_drafts: int, *, has_states: bool) -> int:
@@ -52,32 +50,23 @@ class MultiTokenLayers(DraftingLayers):
         self._before = torch.zeros(slots * rows, width, dtype=model.embedding.dtype, device=device)
         self._segments = torch.zeros(slots, len(Segment._fields), dtype=torch.int32, device=device)
         self._last = torch.zeros(2, slots, dtype=torch.int64, device=device)  # the last row, and 1 where there is one
-        self._drafts = torch.zeros(most_drafts, slots, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(most_drafts, slots, dtype=torch.int32, device=device)
         nothing = self._positions[:0]
         self._writes = [PageWrites(nothing, nothing.expand(group.stripes, 0), nothing) for group in pages.layout.groups]
-        self._sizes, self._graphs = ladder(slots), dict[int, torch.cuda.CUDAGraph]()
         if use_graphs:
-            pool = torch.cuda.graph_pool_handle()
             self._send([], slots)
-            for size in reversed(self._sizes):
-                self._graphs[size] = capture(lambda size=size: self._draft_all(size), pool)  # type: ignore[misc]
+        self._graphs = DraftGraphs(self._draft_all, slots, use_graphs=use_graphs)
 
     @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
         found = [(k, states) for k in known if (states := self._states_of(k)) is not None]
         if not found:
             return [NO_TOKENS] * len(known)
-        size = next_size(self._sizes, len(found)) if self._graphs else len(found)
-        assert size is not None  # there is one for all slots
-        rows = self._send([k for k, _ in found], size)
+        having, size = [k for k, _ in found], self._graphs.size(len(found))
+        rows = self._send(having, size)
         self._before.index_copy_(0, rows, torch.cat([states for _, states in found]))
-        if self._graphs:
-            self._graphs[size].replay()
-        else:
-            self._draft_all(size)
-        drafts = iter(self._drafts[:, : len(found)].cpu().numpy().T)
-        having = {k.slot for k, _ in found}
-        return [next(drafts)[: k.most].astype(np.int32) if k.slot in having else NO_TOKENS for k in known]
+        self._graphs.run(self._draft_all, size)
+        return drafts_of(known, having, self._drafts)
 
     def _states_of(self, known: Known) -> torch.Tensor | None:
         """Hidden states of the tokens before the known ones."""
@@ -118,7 +107,7 @@ class MultiTokenLayers(DraftingLayers):
         nobody = Sequences(positions[:0], positions[:0], positions[:0])
         for number, drafts in enumerate(self._drafts[:, :size]):
             step = DeviceStep(
-                positions, positions, nobody, wanted=last, writes=self._writes, segments=segments, most_rows=ASKING_ROWS
+                positions, positions, nobody, wanted=last, writes=self._writes, segments=segments, most_rows=FEWEST_ROWS
             )
             normed = self._gpu.final_hidden(step, tokens, before)
             found = self._gpu.logits(normed, self._logits[:size]).argmax(dim=-1)

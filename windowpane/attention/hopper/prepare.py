@@ -13,6 +13,7 @@ from windowpane.schedule.step import Segment
 
 ROTATE_TOKENS = 64
 FIELDS = tl.constexpr(len(Segment._fields))
+_EDGES = tl.constexpr(EDGES)
 
 
 def copy_edges(
@@ -83,8 +84,8 @@ def _edges_kernel(
     """Program (segment and edge, KV head, stored vector)."""
     head = tl.program_id(1)
     vector = tl.program_id(2)
-    which = tl.program_id(0) % 3
-    slot, start, stop, row = _segment_of(SEGMENTS, MEMBERS, tl.program_id(0) // 3)
+    which = tl.program_id(0) % _EDGES
+    slot, start, stop, row = _segment_of(SEGMENTS, MEMBERS, tl.program_id(0) // _EDGES)
     first_held = tl.maximum(start - reach + 1, 0)
     at = tl.where(which == 0, first_held, tl.where(which == 1, start, stop))
     if at % TILE == 0:

@@ -25,6 +25,7 @@ from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
 from windowpane.schedule.step import Segment, Step
 
 MOST_SEGMENT_TOKENS = MOST_ROWS  # of one whose rows decode together
+FEWEST_ROWS = 2  # at once that kernels for such segments take, though each segment may have one
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
 NO_DRAFT = -1
 # How many inputs decoding rows have: those, then a draft, then the slot and the first position of a sequence. These two
