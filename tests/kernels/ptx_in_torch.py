@@ -63,7 +63,8 @@ def _plain(name: str) -> Callable[..., torch.Tensor]:
     operation, *_, kind = name.split(".")
     if kind in HALVES:
         return lambda *x: _in_halves(HALVES[kind], {"mul": torch.mul, "fma": _fma}[operation], *x)
-    return {"mov.b32": lambda a: a, "and.b32": torch.bitwise_and, "or.b32": torch.bitwise_or}[name]
+    words = {"and.b32": torch.bitwise_and, "or.b32": torch.bitwise_or, "add.u32": torch.add}
+    return {"mov.b32": lambda a: a, **words}[name]
 
 
 def _in_halves(dtype: torch.dtype, operation: Callable[..., torch.Tensor], *words: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,9 @@ from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, 
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels import experts_hopper
 from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, NO_ACTIVATION, SILU, is_gated
-from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product
+from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, has_large_scales
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
+from windowpane.lowering.gpu.kernels.hopper_experts import LARGEST_SCALE
 from windowpane.lowering.packed import PackedWeight
 from windowpane.models.packing import PackedForm
 
@@ -28,10 +29,10 @@ KERNEL, PLAIN_KERNEL = experts_hopper.mxfp4_experts_kernel, experts_hopper.plain
 
 
 def weight_of(outputs: int, inputs: int) -> PackedWeight:
-    """Outputs have scales of their own from 2^-20 to 2^4, and spans of inputs others near them."""
+    """Outputs have scales of their own from 2^-20 to 2, and spans of inputs others near them."""
     made = PackedWeight.empty(PackedForm("mxfp4", outputs, inputs, 32), BF16, CPU)
     made.units.random_(-(2**15), 2**15)
-    of_output = torch.randint(127 - 20 + 2, 127 + 4 - 1, (outputs, 1))
+    of_output = torch.randint(127 - 20 + 2, LARGEST_SCALE, (outputs, 1))
     return replace(made, scales=(of_output + torch.randint(-2, 2, made.scales.shape)).to(torch.uint8))
 
 
@@ -88,6 +89,13 @@ def sort(experts: torch.Tensor, local: int, block_rows: int) -> Sorted:
     room = [[9999, 9999, 9999]] * 2  # as there is where experts have more blocks than these
     numbers = (torch.tensor(x, dtype=torch.int32) for x in (blocks + room, [len(blocks), 0, 0]))
     return Sorted(pairs, *numbers, torch.where(experts < local, pairs.argsort().int(), -1))
+
+
+def test_larger_scales_than_the_kernel_takes_are_found():
+    weight = weight_of(8, 256)
+    assert weight.scales.max() <= LARGEST_SCALE and not has_large_scales(torch.ones(8, 256), weight)
+    weight.scales[3, 5] = LARGEST_SCALE + 1
+    assert has_large_scales(torch.ones(8, 256), weight)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])

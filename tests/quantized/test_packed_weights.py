@@ -18,7 +18,7 @@ from windowpane.lowering.packed import (
     stack,
     unpack_units,
 )
-from windowpane.models.packing import PackedForm
+from windowpane.models.packing import MXFP4_BITS, PackedForm
 
 
 def int4(outputs: int, inputs: int, group: int | None, *, zeros: bool) -> tuple[PackedWeight, torch.Tensor]:
@@ -73,11 +73,16 @@ def test_a_unit_holds_inputs_32_apart() -> None:
     for place, column in enumerate((5, 37, 69, 101)):
         assert (units[1, 5].item() >> 4 * place) & 15 == values[1, column]
     assert (units[2, 32 + 7].item() >> 8) & 15 == values[2, 128 + 64 + 7]
-    assert torch.equal(unpack_units(units)[:, :200], values)
+    assert torch.equal(unpack_units(units, "int4")[:, :200], values)
     floats = torch.randint(0, 256, (3, 200), dtype=torch.uint8)
     units = pack_units(floats, "fp8")
     assert (units[1, 5].item() >> 16) & 255 == floats[1, 69]
-    assert torch.equal(unpack_units(units)[:, :200], floats)
+    assert torch.equal(unpack_units(units, "fp8")[:, :200], floats)
+    units = pack_units(values, "mxfp4")
+    for column, (sign, (high, middle, low)) in zip((5, 37, 69, 101), MXFP4_BITS, strict=True):
+        bits = [units[1, 5].item() >> place & 1 for place in (sign, high, middle, low)]
+        assert bits == [values[1, column].item() >> bit & 1 for bit in (3, 2, 1, 0)]
+    assert torch.equal(unpack_units(units, "mxfp4")[:, :200], values)
 
 
 def test_products_in_tiles_are_those_of_the_whole_matrix() -> None:

@@ -17,6 +17,7 @@ from windowpane.models.packing import (
     BLOCK_INPUTS,
     BLOCK_UNITS,
     MIDDLE_OF_INT4,
+    MXFP4_BITS,
     MXFP4_GROUP_INPUTS,
     MXFP4_ONE,
     VALUES_PER_UNIT,
@@ -141,7 +142,7 @@ class PackedWeight:
         """These columns of the units, whose groups are these."""
         units = self.units.new_empty(len(self), -(-len(columns) // BLOCK_INPUTS) * BLOCK_UNITS)
         for tile in self._tiles():
-            units[tile] = pack_units(unpack_units(self.units[tile])[:, columns], self.kind)
+            units[tile] = pack_units(unpack_units(self.units[tile], self.kind)[:, columns], self.kind)
         zeros = self.zeros
         if zeros is not None:
             zeros = pack_zeros(unpack_zeros(zeros, self.scales.shape[1])[:, groups])
@@ -179,7 +180,7 @@ class PackedWeight:
         # Every 32 columns are of one group.
         group_of = torch.arange(part.units.shape[1] // BLOCK_UNITS * VALUES_PER_UNIT, device=part.device)
         group_of = (group_of * BLOCK_UNITS // (part.group_inputs or max(1, part.inputs))).clamp(max=groups - 1)
-        spans = unpack_units(part.units).view(len(part), -1, BLOCK_UNITS)
+        spans = unpack_units(part.units, part.kind).view(len(part), -1, BLOCK_UNITS)
         scales = part.scales.float()[:, group_of, None]
         if part.kind == "fp8":
             values: torch.Tensor = spans.view(torch.float8_e4m3fn).float() * scales
@@ -334,15 +335,19 @@ def pack_units(values: torch.Tensor, kind: str) -> torch.Tensor:
     """uint8 [outputs, inputs] (0 to 15, codes of E2M1, or the bytes of fp8) as units; inputs are padded with zeros."""
     padding = -values.shape[1] % BLOCK_INPUTS
     spans = F.pad(values, (0, padding)).reshape(len(values), -1, VALUES_PER_UNIT, BLOCK_UNITS)
+    if kind == "mxfp4":
+        return _units_of_codes(spans).reshape(len(values), -1)
     if kind != "fp8":
         spans = spans[:, :, 0::2] | spans[:, :, 1::2] << 4  # two values to a byte
     unit = torch.int32 if kind == "fp8" else torch.int16
     return spans.transpose(2, 3).contiguous().view(unit).reshape(len(values), -1)
 
 
-def unpack_units(units: torch.Tensor) -> torch.Tensor:
+def unpack_units(units: torch.Tensor, kind: str) -> torch.Tensor:
     """uint8 [outputs, inputs and padding]."""
     blocks = units.shape[1] // BLOCK_UNITS
+    if kind == "mxfp4":
+        return _codes_of_units(units.view(len(units), blocks, BLOCK_UNITS)).reshape(len(units), -1)
     found: torch.Tensor = units.contiguous().view(torch.uint8).view(len(units), blocks, BLOCK_UNITS, -1).transpose(2, 3)
     if units.dtype == torch.int16:
         found = torch.stack([found & 15, found >> 4], dim=3)
@@ -380,6 +385,27 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
         codes = torch.stack([tile & 15, tile >> 4], dim=-1).view(len(tile), inputs)
         units[start : start + at_once] = pack_units(codes, "mxfp4")
     return PackedWeight("mxfp4", inputs, MXFP4_GROUP_INPUTS, 1, units, _whole_words(scales))
+
+
+def _units_of_codes(spans: torch.Tensor) -> torch.Tensor:
+    """int16 [outputs, blocks, 32] of uint8 codes [outputs, blocks, 4, 32]."""
+    units = torch.zeros(len(spans), spans.shape[1], BLOCK_UNITS, dtype=torch.int32, device=spans.device)
+    for span, (sign, magnitude) in enumerate(MXFP4_BITS):
+        code = spans[:, :, span].int()
+        for bit, place in zip((3, 2, 1, 0), (sign, *magnitude), strict=True):
+            units |= (code >> bit & 1) << place
+    return units.to(torch.int16)
+
+
+def _codes_of_units(units: torch.Tensor) -> torch.Tensor:
+    """What `_units_of_codes` was given."""
+    spans = []
+    for sign, magnitude in MXFP4_BITS:
+        code = torch.zeros_like(units, dtype=torch.uint8)
+        for bit, place in zip((3, 2, 1, 0), (sign, *magnitude), strict=True):
+            code |= (units >> place & 1).to(torch.uint8) << bit
+        spans.append(code)
+    return torch.stack(spans, dim=2)
 
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:

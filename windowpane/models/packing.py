@@ -4,10 +4,12 @@ A weight [outputs, inputs] is cut along its inputs into blocks of 128, the last 
 units, and unit j holds the values of inputs j, 32 + j, 64 + j and 96 + j, the first in its lowest bits:
 
     int4   unit: 16 bits    0-3: j    4-7: 32 + j     8-11: 64 + j     12-15: 96 + j
-    mxfp4  as int4, of E2M1 codes: a sign bit and the magnitude 0, 0.5, 1, 1.5, 2, 3, 4 or 6
+    mxfp4  unit: 16 bits, of E2M1 codes, whose bits lie as MXFP4_BITS says: a sign and the magnitude 0, 0.5, 1, 1.5, 2,
+           3, 4 or 6. After at most one shift the first three lie where bfloat16 has its sign and the end of its
+           exponent, so that one mask and one product with a power of two make them numbers.
     fp8    unit: 32 bits    0-7: j    8-15: 32 + j    16-23: 64 + j    24-31: 96 + j
 
-So one shift and one mask turn a row of units into 32 consecutive inputs, which are of one group: a kernel needs one
+So a shift and a mask turn a row of units into 32 consecutive inputs, which are of one group: a kernel needs one
 scale for them, and reads the inputs themselves in order. Scales of mxfp4 are bytes e that mean 2^(e - 127), one for 32
 inputs; those of a block are a 32-bit word.
 """
@@ -36,6 +38,8 @@ MIDDLE_OF_INT4 = 8
 # Inputs that share a scale of mxfp4, and what scale byte means 1.
 MXFP4_GROUP_INPUTS = 32
 MXFP4_ONE = 127
+# Where a unit of mxfp4 has the sign and the magnitude, its highest bit first, of each of its values.
+MXFP4_BITS = ((15, (8, 7, 6)), (12, (5, 4, 3)), (9, (2, 1, 0)), (10, (14, 13, 11)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,13 @@ typedef struct {
     int64_t scales_each;
 } Units;
 
+/* Value k of a unit. The bits of MXFP4's codes lie as MXFP4_BITS of models/packing.py says. */
+static uint8_t value_of_unit(unsigned u, int k, int is_mxfp4) {
+    if (!is_mxfp4) return u >> 4 * k & 15;
+    if (k == 3) return (u >> 10 & 1) << 3 | (u >> 13 & 3) << 1 | (u >> 11 & 1);
+    return (u >> (15 - 3 * k) & 1) << 3 | (u >> (6 - 3 * k) & 7);
+}
+
 static void strip_of_units(const Packed *to, const Form *f, const Units *from, long strip) {
     long blocks = to->inputs / 128, values_bytes = to->inputs * f->low / 8, zero_bytes = (from->scales_each + 7) / 8 * 4;
     uint8_t *values = (uint8_t *)to->values + strip * STRIP * values_bytes;
@@ -214,7 +221,7 @@ static void strip_of_units(const Packed *to, const Form *f, const Units *from, l
         for (long block = 0; block < blocks; block++, units += GROUP)
             for (int k = 0; k < 4; k++) {
                 uint8_t group[GROUP];
-                for (int j = 0; j < GROUP; j++) group[j] = units[j] >> 4 * k & 15;
+                for (int j = 0; j < GROUP; j++) group[j] = value_of_unit(units[j], k, to->kind == MXFP4);
                 put_values(values + (block * 4 + k) * group_bytes(f), f, o, group);
             }
         for (long g = 0; g < from->scales_each; g++) {

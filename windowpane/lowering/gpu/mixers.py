@@ -29,6 +29,7 @@ from windowpane.device.tables import DeviceTables
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.gpu.adapters import DeviceRows, run_adapted_experts
 from windowpane.lowering.gpu.kernels.experts import run_experts
+from windowpane.lowering.gpu.kernels.experts_hopper import has_large_scales
 from windowpane.lowering.gpu.kernels.gated import gated, times_row_gate, times_sigmoid
 from windowpane.lowering.gpu.kernels.heads import PageWrite, prepare_heads
 from windowpane.lowering.gpu.kernels.norms import rms_norm
@@ -375,6 +376,7 @@ class GpuExperts:
             for spec in (router.bias, router.correction, router.expert_scales)
         )
         self.gate_up, self.down = parameters.experts(described.gate_up), parameters.experts(described.down)
+        self._large_scales = has_large_scales(self.gate_up.weight, self.down.weight)
         self._first = context.group.place.rank * self.gate_up.experts
         self._routes = context.pages.routes
 
@@ -418,7 +420,7 @@ class GpuExperts:
             x, routing, self.gate_up.weight, self.down.weight, experts=self.gate_up.experts,
             activation=described.activation, gate_up_bias=self.gate_up.bias, down_bias=self.down.bias,
             limit=described.limit, alpha=described.alpha, weighs_inputs=described.weighs_inputs,
-            first_expert=self._first, pdl=context.pdl,
+            first_expert=self._first, large_scales=self._large_scales, pdl=context.pdl,
         )  # fmt: skip
         return context.group.all_reduce(out)
 

@@ -31,7 +31,7 @@ def run_experts(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, *, experts: int, activation: str,
     gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, limit: float | None = None,
     alpha: float = 1.702, weighs_inputs: bool = False, first_expert: int = 0, local_experts: int | None = None,
-    out: torch.Tensor | None = None, launches: Launches | None = None, pdl: bool = False,
+    large_scales: bool = False, out: torch.Tensor | None = None, launches: Launches | None = None, pdl: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """out [rows, hidden] = Σ share · expert(x), added in float32 in the order of `routing`.
 
@@ -39,6 +39,7 @@ def run_experts(
     "relu2" one set of rows. `limit` (gpt-oss): gate = min(gate, limit), up = clamp(up, ±limit), and the result of both
     is gate · σ(alpha · gate) · (up + 1). `weighs_inputs` (Llama 4): Σ expert(share · x). Weights and biases
     [experts, outputs] may be those of `local_experts` experts from `first_expert` on: others then add nothing.
+    `large_scales` is what `has_large_scales` says of the weights.
     `launches`: how both products are shared out, where that is not to be planned here.
     """
     local = experts if local_experts is None else local_experts
@@ -50,7 +51,7 @@ def run_experts(
     if not rows:
         return out
     if launches is None:
-        has_boxes = code != RELU2.value and not weighs_inputs
+        has_boxes = code != RELU2.value and not weighs_inputs and not large_scales
         launches = plan_experts(rows, chosen, experts, x.dtype, *weights, has_boxes=has_boxes)
     inner = x.new_empty(rows * chosen, width)
     common: dict[str, Any] = {"limit": float(limit or 0.0), "alpha": float(alpha), "local": local, "pdl": pdl}

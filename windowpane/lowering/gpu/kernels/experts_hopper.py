@@ -13,10 +13,10 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import is_gated
 from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
-from windowpane.lowering.gpu.kernels.hopper_experts import mxfp4_experts_kernel, plain_experts_kernel
+from windowpane.lowering.gpu.kernels.hopper_experts import LARGEST_SCALE, mxfp4_experts_kernel, plain_experts_kernel
 from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.packed import PackedWeight
+from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
@@ -41,6 +41,12 @@ def takes_boxes(weight: torch.Tensor | PackedWeight, dtype: torch.dtype, rows: i
         has_kernel, copied = rows == PLAIN_ROWS, weight
     has_rows = dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
     return has_kernel and has_rows and is_hopper(weight.device) and is_copied(copied)
+
+
+def has_large_scales(*weights: Weight) -> bool:
+    """Whether scales are larger than `takes_boxes` knows of: no kernel here takes these. Waits for the device."""
+    packed = [w for w in weights if isinstance(w, PackedWeight) and w.kind == "mxfp4"]
+    return any(bool((w.scales > LARGEST_SCALE).any()) for w in packed)
 
 
 def takes_rows(weight: torch.Tensor | PackedWeight, activation: int) -> bool:

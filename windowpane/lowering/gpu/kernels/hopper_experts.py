@@ -35,18 +35,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, is_gated
 from windowpane.lowering.gpu.kernels.unpacking import TAKE_MXFP4_BFLOAT16, four_of
 
+LARGEST_SCALE = 128  # the byte of the largest scale of MXFP4 that the kernel takes
 # The second half of a tile, where it is not what the first one gates.
 _HALF = gl.constexpr(128)
 # How a warp group stores [pairs, outputs]: each thread 8 outputs of a pair.
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # A product with the scale is exact: it is a power of two.
 _DECODE = gl.constexpr(TAKE_MXFP4_BFLOAT16)
-# The four scales of a word as bfloat16, each in both halves of a register: byte e becomes the bits e << 7.
+# The four scales of a word times 2^126 as bfloat16, each in both halves of a register: byte e becomes the bits
+# (e + 126) << 7, which has no room for scales above 2 (LARGEST_SCALE).
 _SPREAD = gl.constexpr("""{
-.reg .b32 high, low;
-shr.u32 high, $4, 1;
+.reg .b32 high, low, biased;
+add.u32 biased, $4, 0x7e7e7e7e;
+shr.u32 high, biased, 1;
 and.b32 high, high, 0x7f7f7f7f;
-and.b32 low, $4, 0x01010101;
+and.b32 low, biased, 0x01010101;
 shl.b32 low, low, 7;
 prmt.b32 $0, low, high, 0x4040;
 prmt.b32 $1, low, high, 0x5151;

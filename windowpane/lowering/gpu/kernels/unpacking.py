@@ -22,41 +22,43 @@ _INT4 = "{{ .reg .b32 t0, t1, t2, t3, one; mov.b32 one, {one};" + TAKE_INT4 + _T
 _INT4_BFLOAT16 = tl.constexpr(_INT4.format(one="0x3f803f80", magic="0x43004300", kind="bf16x2"))
 _INT4_FLOAT16 = tl.constexpr(_INT4.format(one="0x3c003c00", magic="0x64006400", kind="f16x2"))
 
-# Two units of E2M1 codes: the sign goes to the top of a half register, the three other bits to where exponent and
-# mantissa meet, and a product puts the exponent's bias right (subnormal numbers too: 0.5 is one).
-_MXFP4_SPAN = """
-{shift}.b32 t, $4, {by};
-shl.b32 s, $4, {sign};
-and.b32 t, t, {mask};
+# Two units of E2M1 codes: a shift and a mask put the sign to the top of a half register and the three other bits where
+# bfloat16 has the end of its exponent and the top of its mantissa; those of the last code lie in three places.
+_MXFP4_SPANS = (
+    "and.b32 t, $4, 0x81c081c0;\n",
+    "shl.b32 t, $4, 3;\nand.b32 t, t, 0x81c081c0;\n",
+    "shl.b32 t, $4, 6;\nand.b32 t, t, 0x81c081c0;\n",
+    """shr.u32 t, $4, 6;
+and.b32 t, t, 0x01800180;
+shr.u32 s, $4, 5;
+lop3.b32 t, s, 0x00400040, t, 0xea;
+shl.b32 s, $4, 5;
 lop3.b32 t, s, 0x80008000, t, 0xea;
-fma.rn.{kind} ${span}, t, bias, none;
-"""
+""",
+)
+# Of float16 the exponent ends three bits higher.
+_MXFP4_HIGHER = "and.b32 s, t, 0x01c001c0;\nshl.b32 s, s, 3;\nlop3.b32 t, t, 0x80008000, s, 0xea;\n"
+# A product puts the exponent's bias right (subnormal numbers too: 0.5 is one), or with a scale that has that in it.
+_MXFP4_BIASED = "fma.rn.{kind} ${span}, t, bias, none;\n"
+_MXFP4_SCALED = "mul.rn.bf16x2 ${span}, t, ${scale};\n"
 
 
-# As an operand times a scale, which lies in both halves of a register.
-_TIMES_SCALE = "mul.rn.{kind} ${span}, ${span}, ${scale};\n"
-
-
-def _mxfp4_asm(kind: str, mantissa: int, bias: str, *, scaled: bool = False) -> str:
-    """`mantissa`: bits of it. `scaled`: four scales for two units each come behind the units."""
-    mask = 7 << (mantissa - 1)
-    spans = []
-    for span in range(4):
-        by = mantissa - 1 - 4 * span
-        spans.append(
-            _MXFP4_SPAN.format(
-                shift="shl" if by >= 0 else "shr", by=abs(by), sign=12 - 4 * span, mask=f"0x{mask << 16 | mask:08x}",
-                kind=kind, span=span,
-            )
-        )  # fmt: skip
-        if scaled:
-            spans.append(_TIMES_SCALE.format(kind=kind, span=span, scale=5 + 2 * span))
+def _mxfp4_asm(kind: str, bias: str) -> str:
+    spans = [
+        code + (_MXFP4_HIGHER if kind == "f16x2" else "") + _MXFP4_BIASED.format(kind=kind, span=span)
+        for span, code in enumerate(_MXFP4_SPANS)
+    ]
     return "{ .reg .b32 t, s, bias, none; mov.b32 bias, " + bias + "; mov.b32 none, 0x80008000;" + "".join(spans) + "}"
 
 
-_MXFP4_BFLOAT16 = tl.constexpr(_mxfp4_asm("bf16x2", 7, "0x7e807e80"))
-TAKE_MXFP4_BFLOAT16 = _mxfp4_asm("bf16x2", 7, "0x7e807e80", scaled=True)
-_MXFP4_FLOAT16 = tl.constexpr(_mxfp4_asm("f16x2", 10, "0x74007400"))
+# Four scales for two units each come behind the units, in both halves of a register, times 2^126.
+TAKE_MXFP4_BFLOAT16 = (
+    "{ .reg .b32 t, s;\n"
+    + "".join(code + _MXFP4_SCALED.format(span=span, scale=5 + 2 * span) for span, code in enumerate(_MXFP4_SPANS))
+    + "}"
+)
+_MXFP4_BFLOAT16 = tl.constexpr(_mxfp4_asm("bf16x2", "0x7e807e80"))
+_MXFP4_FLOAT16 = tl.constexpr(_mxfp4_asm("f16x2", "0x74007400"))
 # Turns the exponent of E2M1 (bias 1) into that of bfloat16 and float32.
 _MXFP4_BIAS = tl.constexpr(2.0**126)
 
@@ -186,8 +188,11 @@ def decode(
         )  # fmt: skip
     elif KIND == MXFP4:
         for span in tl.static_range(4):
-            code = u.to(tl.int32) >> 4 * span
-            bits = (code & 8) << 28 | (code & 7) << 22
+            unit = u.to(tl.int32)
+            if span < 3:
+                bits = (unit >> 15 - 3 * span & 1) << 31 | (unit >> 6 - 3 * span & 7) << 22
+            else:
+                bits = (unit >> 10 & 1) << 31 | (unit >> 13 & 3) << 23 | (unit >> 11 & 1) << 22
             values += ((bits.to(tl.float32, bitcast=True) * _MXFP4_BIAS).to(DTYPE),)
     elif KIND == INT4:
         for span in tl.static_range(4):
