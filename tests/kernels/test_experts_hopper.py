@@ -18,7 +18,7 @@ from tests.kernels.test_hopper_compiles import FEW_SPILLED_BYTES, SHARED_BYTES, 
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels import experts_hopper
 from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, NO_ACTIVATION, SILU, is_gated
-from windowpane.lowering.gpu.kernels.experts_hopper import Boxed, boxed_product, has_large_scales
+from windowpane.lowering.gpu.kernels.experts_hopper import GROUPS, Boxed, boxed_product, has_large_scales
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
 from windowpane.lowering.gpu.kernels.hopper_experts import LARGEST_SCALE
 from windowpane.lowering.packed import PackedWeight
@@ -37,10 +37,12 @@ def weight_of(outputs: int, inputs: int) -> PackedWeight:
 
 
 @pytest.mark.parametrize(
-    ("rows", "activation", "pdl"),
-    [(16, CLAMPED, True), (64, NO_ACTIVATION, False), (128, SILU, True)],
+    ("rows", "activation", "tiles", "pdl"),
+    [(16, CLAMPED, 15, True), (32, NO_ACTIVATION, 8, False), (64, NO_ACTIVATION, 12, False), (128, SILU, 23, True)],
 )
-def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activation, pdl, monkeypatch, tmp_path):
+def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(
+    rows, activation, tiles, pdl, monkeypatch, tmp_path
+):
     recorder = Recorder(KERNEL)
     monkeypatch.setattr(experts_hopper, "mxfp4_experts_kernel", recorder)
     outputs = 5760 if activation != NO_ACTIVATION else 2880
@@ -53,13 +55,13 @@ def test_a_launch_compiles_for_hopper_and_keeps_a_product_in_flight(rows, activa
     )  # fmt: skip
     compiled = recorder.compile()
     ptx = compiled.asm["ptx"]
-    assert recorder.launched["tiles"] == (23 if outputs == 5760 else 12) and recorder.launched["blocks"] == 23
+    assert recorder.launched["tiles"] == tiles and recorder.launched["blocks"] == 23
     assert compiled.metadata.shared <= SHARED_BYTES
     assert stack_bytes(compiled.asm["cubin"], tmp_path) <= FEW_SPILLED_BYTES
     assert ("griddepcontrol.wait" in ptx) == pdl
     # Two products of 8 steps in each warp group's loop, and one is waited for while the other is in flight.
-    assert ptx.count("wgmma.mma_async") == 2 * 2 * 8
-    assert ptx.count("wgmma.wait_group.sync.aligned 1") == 2
+    assert ptx.count("wgmma.mma_async") == GROUPS[rows] * 2 * 8
+    assert ptx.count("wgmma.wait_group.sync.aligned 1") == GROUPS[rows]
 
 
 def test_plain_weights_compile_for_hopper(monkeypatch, tmp_path):
@@ -120,6 +122,8 @@ def test_a_rank_whose_experts_nobody_chose_writes_nothing(is_plain, monkeypatch)
         (GELU, 16, 128, 2 * 64, False, False),
         (NO_ACTIVATION, 16, 328, 428, True, False),
         (NO_ACTIVATION, 32, 136, 272, False, False),
+        (CLAMPED, 64, 136, 2 * 136, True, False),
+        (NO_ACTIVATION, 64, 136, 428, False, False),
         (GELU, 16, 328, 2 * 192, False, True),
         (NO_ACTIVATION, 16, 200, 428, True, True),
     ],

@@ -14,17 +14,20 @@ from windowpane.lowering.gpu.kernels.experts_activation import is_gated
 from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS
 from windowpane.lowering.gpu.kernels.experts_sorted import Sorted
 from windowpane.lowering.gpu.kernels.hopper_experts import LARGEST_SCALE, mxfp4_experts_kernel, plain_experts_kernel
-from windowpane.lowering.gpu.kernels.hopper_tiled import REGISTERS, described, is_copied, is_hopper
+from windowpane.lowering.gpu.kernels.hopper_tiled import described, is_copied, is_hopper
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
-HALF_OUTPUTS = 128
+# Warp groups that multiply, each 64 outputs of either half of a tile, by the pairs of a tile: as many as have registers.
+GROUPS = {16: 3, 32: 3, 64: 2, 128: 2}
+GROUP_OUTPUTS = 64
+REGISTERS = {2: 168, 3: 128}  # of each thread at launch, by warp groups; these then trade them
 # Blocks of inputs that are on their way or being multiplied, as many as fit into shared memory, by the pairs of a tile.
-STAGES = {16: 10, 32: 8, 64: 6, 128: 4}
+STAGES = {16: 7, 32: 6, 64: 6, 128: 4}
 # Weights in bf16 have smaller blocks. With fewer pairs, memory is the limit, and other kernels reach it.
-PLAIN_OUTPUTS, PLAIN_INPUTS, PLAIN_ROWS, PLAIN_STAGES = 64, 64, 128, 4
+PLAIN_GROUPS, PLAIN_INPUTS, PLAIN_ROWS, PLAIN_STAGES = 2, 64, 128, 4
 
 
 class Boxed(NamedTuple):
@@ -75,18 +78,19 @@ def boxed_product(
     """
     outputs, gated = len(weight) // local, is_gated(activation)
     width = outputs // 2 if gated else outputs
-    tiles = ceil_div(width, HALF_OUTPUTS) if gated else ceil_div(outputs, 2 * HALF_OUTPUTS)
+    groups = GROUPS[launch.rows] if isinstance(weight, PackedWeight) else PLAIN_GROUPS
+    tiles = ceil_div(width, (1 if gated else 2) * groups * GROUP_OUTPUTS)
     programs = min(processors_of(x.device), len(by_expert.blocks) * tiles)
     sizes = outputs, width, out.stride(0), float(limit), float(alpha)
     common = {
         "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4,
-        "maxnreg": REGISTERS, "launch_pdl": pdl,
+        "maxnreg": REGISTERS[groups], "launch_pdl": pdl,
     }  # fmt: skip
     if isinstance(weight, PackedWeight):
         mxfp4_experts_kernel[(programs,)](
-            described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [HALF_OUTPUTS, BLOCK_UNITS], 64),
+            described(x, [launch.rows, BLOCK_INPUTS], 128), described(weight.units, [GROUP_OUTPUTS, BLOCK_UNITS], 64),
             weight.scales.view(torch.int32), out, bias, *by_expert[:3], tiles, ceil_div(weight.inputs, BLOCK_INPUTS),
-            *sizes, STAGES=STAGES[launch.rows], **common,
+            *sizes, GROUPS=groups, STAGES=STAGES[launch.rows], **common,
         )  # fmt: skip
         return
     by_rows = takes_rows(weight, activation)
@@ -95,7 +99,7 @@ def boxed_product(
     tokens = (None, x, x.stride(0) // 8, x.shape[1] // 8)
     inputs = tokens if by_rows else (described(x, [launch.rows, PLAIN_INPUTS], 128), None, 0, 0)
     plain_experts_kernel[(programs,)](
-        *inputs, described(weight, [PLAIN_OUTPUTS, PLAIN_INPUTS], 128), out, bias, *by_expert[:3], tiles,
+        *inputs, described(weight, [GROUP_OUTPUTS, PLAIN_INPUTS], 128), out, bias, *by_expert[:3], tiles,
         ceil_div(weight.shape[1], PLAIN_INPUTS), *sizes, CHOSEN=chosen if by_rows else 0, STAGES=PLAIN_STAGES, **common,
     )  # fmt: skip
 

@@ -36,8 +36,7 @@ from windowpane.lowering.gpu.kernels.experts_activation import CLAMPED, GELU, is
 from windowpane.lowering.gpu.kernels.unpacking import TAKE_MXFP4_BFLOAT16, four_of
 
 LARGEST_SCALE = 128  # the byte of the largest scale of MXFP4 that the kernel takes
-# The second half of a tile, where it is not what the first one gates.
-_HALF = gl.constexpr(128)
+_PLAIN_OUTPUTS = gl.constexpr(256)  # of a tile
 # How a warp group stores [pairs, outputs]: each thread 8 outputs of a pair.
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # A product with the scale is exact: it is a power of two.
@@ -96,9 +95,10 @@ def _bring(
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     INPUTS: gl.constexpr = x_tiles.type.shape[2]
     BOXES: gl.constexpr = w_tiles.type.shape[0] // STAGES
-    IS_PLAIN: gl.constexpr = BOXES == 4
     BOX: gl.constexpr = w_tiles.type.shape[1]
+    HALF: gl.constexpr = BOX * BOXES // 2
     UNITS: gl.constexpr = w_tiles.type.shape[2]
+    IS_PLAIN: gl.constexpr = UNITS == INPUTS
     # Copies row by row say by themselves that they have landed.
     BY_ROWS: gl.constexpr = CHOSEN > 0
     X_BYTES: gl.constexpr = 0 if BY_ROWS else x_tiles.type.shape[1] * INPUTS * 2
@@ -121,9 +121,9 @@ def _bring(
         _tell(items, n % (STAGES + 1), expert, begin, end, tile)
         if BY_ROWS:
             rows, columns = _inputs_of(x, PAIRS, begin, end, x_tiles.type.shape[1], INPUTS, CHOSEN)
-        is_half = _is_half(tile, width, GATED) & IS_PLAIN
-        first = expert * outputs + tile * (_HALF if GATED else 2 * _HALF)
-        second = first + (width if GATED else gl.where(is_half, _HALF // 2, _HALF))
+        is_half = _is_half(tile, width, HALF, GATED) & IS_PLAIN
+        first = expert * outputs + tile * (HALF if GATED else 2 * HALF)
+        second = first + (width if GATED else gl.where(is_half, HALF // 2, HALF))
         for step in range(blocks):
             buf = i % STAGES
             bar = full.index(buf)
@@ -194,12 +194,12 @@ def _scalar(items, at):
 
 
 @gluon.jit
-def _is_half(tile, width, GATED: gl.constexpr):
+def _is_half(tile, width, HALF: gl.constexpr, GATED: gl.constexpr):
     """Whether a tile, the last one, has at most half the outputs of others."""
     if GATED:
-        return width - tile * _HALF <= _HALF // 2
+        return width - tile * HALF <= HALF // 2
     else:  # noqa: RET505 - all branches are compiled unless one is chosen here
-        return width - tile * (2 * _HALF) <= _HALF
+        return width - tile * (2 * HALF) <= HALF
 
 
 @gluon.jit
@@ -304,9 +304,10 @@ def _units_tile(
     GATED: gl.constexpr = is_gated(ACTIVATION)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     of_words: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2))
-    units = unit_tiles._reinterpret(gl.int16, [STAGES * 4, 64, 32], gl.NVMMASharedLayout(64, 16, rank=2))
+    BOXES: gl.constexpr = unit_tiles.type.shape[0] // STAGES
+    GROUPS: gl.constexpr = BOXES // 2
     first = tile_first + which * 64
-    SECOND = width if GATED else _HALF
+    SECOND = width if GATED else GROUPS * 64
     # Beyond the last output the last one's are read, and what they give is not stored.
     of_word = gl.arange(0, 64, of_words)
     word0 = gl.minimum(first + of_word, (width if GATED else outputs) - 1)
@@ -317,7 +318,7 @@ def _units_tile(
     s1 = gl.load(at1)
     sums0 = gl.full([64, ROWS], 0.0, gl.float32, layout)
     sums1 = sums0
-    w0 = _operand(units, i % STAGES * 4 + which, s0, ROWS)
+    w0 = _operand(unit_tiles, i % STAGES * BOXES + which, s0, ROWS)
     for step in range(blocks):
         # One product is in flight while the operand of the next is made ready.
         buf = i % STAGES
@@ -326,13 +327,13 @@ def _units_tile(
         next_s1 = gl.load(at1 + following)
         x = x_tiles.index(buf).permute((1, 0))
         product0 = warpgroup_mma(w0, x, sums0, is_async=True)
-        w1 = _operand(units, buf * 4 + 2 + which, s1, ROWS)
+        w1 = _operand(unit_tiles, buf * BOXES + GROUPS + which, s1, ROWS)
         product1 = warpgroup_mma(w1, x, sums1, is_async=True)
         sums0, w0 = warpgroup_mma_wait(1, deps=[product0, w0])
         i += 1
         # After the last block, what was there before is decoded and never used.
         mbarrier.wait(full.index(i % STAGES), i // STAGES % 2, pred=step + 1 < blocks)
-        w0 = _operand(units, i % STAGES * 4 + which, next_s0, ROWS)
+        w0 = _operand(unit_tiles, i % STAGES * BOXES + which, next_s0, ROWS)
         sums1, w1 = warpgroup_mma_wait(0, deps=[product1, w1])
         mbarrier.arrive(empty.index(buf), count=1)
         s1 = next_s1
@@ -346,10 +347,11 @@ def _multiply_units(
     which: gl.constexpr, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """64 outputs of either half of the program's tiles. Of a last tile the second warp group may have none."""
+    """64 outputs of either half of the program's tiles. Of a last tile a warp group may have none."""
     full, empty, _tiles, blocks, _BLOCKS, _COUNT = share
     outputs, width = shape
     STAGES: gl.constexpr = tiles_of[1].type.shape[0]
+    TILE: gl.constexpr = tiles_of[0].type.shape[0] // STAGES * 64
     GATED: gl.constexpr = is_gated(ACTIVATION)
     if PDL:
         gdc_wait()
@@ -357,7 +359,7 @@ def _multiply_units(
     n = 0
     expert, begin, end, tile = _told(items, n, i, full, STAGES)
     while expert >= 0:
-        place, first = (expert, begin, end), tile * (_HALF if GATED else 2 * _HALF)
+        place, first = (expert, begin, end), tile * (TILE // 2 if GATED else TILE)
         if first + which * 64 >= (width if GATED else outputs):
             _pass_over(i, full, empty, blocks, STAGES)
         else:
@@ -391,7 +393,7 @@ def _plain_tile(
     GATED: gl.constexpr = is_gated(ACTIVATION)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 16])
-    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES, 2 * _HALF, 64], shared)
+    weights = w_tiles._reinterpret(gl.bfloat16, [STAGES, _PLAIN_OUTPUTS, 64], shared)
     pairs = x_tiles._reinterpret(gl.bfloat16, [STAGES * 2, PAIRS, 64], shared)
     rows = _rows_of(results[2], begin, end, PAIRS, GATED)
     sums = gl.full([PAIRS, OUTPUTS], 0.0, gl.float32, layout)
@@ -424,6 +426,7 @@ def _multiply_plain(
     STAGES: gl.constexpr = x_tiles.type.shape[0]
     PAIRS: gl.constexpr = x_tiles.type.shape[1] // 2
     GATED: gl.constexpr = is_gated(ACTIVATION)
+    HALF: gl.constexpr = _PLAIN_OUTPUTS // 2
     if PDL:
         gdc_wait()
     i = 0
@@ -431,13 +434,13 @@ def _multiply_plain(
     expert, begin, end, tile = _told(items, n, i, full, STAGES)
     while expert >= 0:
         place = expert, begin + which * PAIRS, end
-        first = tile * (_HALF if GATED else 2 * _HALF)
+        first = tile * (HALF if GATED else _PLAIN_OUTPUTS)
         if place[1] >= end:
             _pass_over(i, full, empty, blocks, STAGES)
-        elif _is_half(tile, width, GATED):
-            _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, _HALF)
+        elif _is_half(tile, width, HALF, GATED):
+            _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, HALF)
         else:
-            _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, 2 * _HALF)
+            _plain_tile(which, i, results, tiles_of, share, place, first, shape, numbers, ACTIVATION, _PLAIN_OUTPUTS)
         i += blocks
         n += 1
         expert, begin, end, tile = _told(items, n, i, full, STAGES)
@@ -447,31 +450,43 @@ def _multiply_plain(
 @gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
 def mxfp4_experts_kernel(
     x, units, SCALES, OUT, BIAS, PAIRS, BLOCKS, COUNT, tiles, blocks, outputs, width, out_stride, limit, alpha,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`tiles`: of outputs. `blocks`: of 128 inputs. `width`: results of a pair, outputs where nothing is gated."""
     if PDL:
         gdc_launch_dependents()
-    unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, 128, 32], units.layout)
+    unit_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2 * GROUPS, 64, 32], units.layout)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], gl.NVMMASharedLayout(128, 16, rank=2))
-    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    staged = gl.allocate_shared_memory(OUT.dtype.element_ty, [GROUPS, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     items = gl.allocate_shared_memory(gl.int32, [(STAGES + 1) * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # both warp groups read every block
+        mbarrier.init(empty.index(i), count=GROUPS)  # all warp groups read every block
     share, shape = (full, empty, tiles, blocks, BLOCKS, COUNT), (outputs, width)
     results, numbers, tiles_of = (OUT, BIAS, PAIRS), (out_stride, limit, alpha), (unit_tiles, x_tiles, staged)
     GATED: gl.constexpr = is_gated(ACTIVATION)
-    gl.warp_specialize(
-        [
-            (_multiply_units, (0, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
-            (_multiply_units, (1, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
-            (_bring, (x, units, PAIRS, tiles_of, items, share, shape, GATED, 0, GROUP_BLOCKS, PDL)),
-        ],
-        [4, 1], [240, 24],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_units, (0, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+                (_multiply_units, (1, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+                (_bring, (x, units, PAIRS, tiles_of, items, share, shape, GATED, 0, GROUP_BLOCKS, PDL)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_units, (0, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+                (_multiply_units, (1, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+                (_multiply_units, (2, results, SCALES, tiles_of, items, share, shape, numbers, ACTIVATION, PDL)),
+                (_bring, (x, units, PAIRS, tiles_of, items, share, shape, GATED, 0, GROUP_BLOCKS, PDL)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "limit", "alpha"])
