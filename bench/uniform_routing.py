@@ -19,12 +19,16 @@ from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 
 @triton.jit
 def uniform_kernel(
-    LOGITS, IDS, SHARES, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr, PDL: tl.constexpr
-):
+    LOGITS, IDS, SHARES, rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, CHOSEN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Program: a row."""
     wait_if_overlapped(PDL)
     row, expert = tl.program_id(0), tl.arange(0, PADDED)
-    bits = tl.load(LOGITS + row * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.int32, bitcast=True)
+    logits = tl.zeros([PADDED], tl.float32)
+    for split in tl.static_range(SPLITS):
+        logits += tl.load(LOGITS + (split * rows + row) * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
+    bits = logits.to(tl.int32, bitcast=True)
     score = tl.where(expert < EXPERTS, tl.rand(tl.xor_sum(bits ^ (expert * 40503), 0), expert), -1.0)
     for place in tl.static_range(CHOSEN):
         best = tl.min(tl.where(score == tl.max(score, 0), expert, PADDED), 0)
@@ -39,11 +43,12 @@ class _Choice:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(
             logits: torch.Tensor, bias: Any, correction: Any, scales: Any, ids: torch.Tensor, shares: torch.Tensor,
-            *rest: Any, EXPERTS: int, PADDED: int, CHOSEN: int, PDL: bool, **others: Any,
+            *rest: Any, EXPERTS: int, PADDED: int, SPLITS: int, CHOSEN: int, PDL: bool, **others: Any,
         ) -> None:  # fmt: skip
             uniform_kernel[grid](
-                logits, ids, shares, EXPERTS=EXPERTS, PADDED=PADDED, CHOSEN=CHOSEN, PDL=PDL, num_warps=1, launch_pdl=PDL
-            )
+                logits, ids, shares, len(ids), EXPERTS=EXPERTS, PADDED=PADDED, SPLITS=SPLITS, CHOSEN=CHOSEN, PDL=PDL,
+                num_warps=1, launch_pdl=PDL,
+            )  # fmt: skip
 
         return launch
 

@@ -18,7 +18,7 @@ from windowpane.lowering.gpu.kernels import experts_hopper, experts_sorted
 from windowpane.lowering.gpu.kernels.experts import Few, Grouped, run_experts
 from windowpane.lowering.gpu.kernels.experts_hopper import Boxed
 from windowpane.lowering.gpu.kernels.experts_sorted import sort_pairs
-from windowpane.lowering.gpu.kernels.routing import route
+from windowpane.lowering.gpu.kernels.routing import FEW_ROWS, route
 from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
 
@@ -90,8 +90,8 @@ def ties() -> None:
 
 
 def rows_are_routed_alone_as_together() -> None:
-    x, weight, together = routing_agrees(40, 300, 33, 4, "softmax")
-    for row in (0, 17, 39):
+    x, weight, together = routing_agrees(FEW_ROWS + 4, 300, 33, 4, "softmax")
+    for row in (0, 17, FEW_ROWS + 3):
         alone = route(x[row : row + 1], weight, None, None, None, chosen=4, scoring="softmax", renormalize=False)
         assert torch.equal(alone.ids, together.ids[row : row + 1])
         assert torch.equal(alone.shares, together.shares[row : row + 1])
@@ -199,10 +199,10 @@ def crowds() -> None:
 
 
 def sorting() -> None:
-    """Pairs of an expert are in order and blocks cover them all, in one chunk, in few, and in many, whose counts are
-    added at once and in turns.
+    """Pairs of an expert are in order and blocks cover them all: few, which are compared with all others at once and
+    in turns, and many, whose counts are added at once and in turns.
     """
-    for rows in (5, 200, 3000):
+    for rows in (5, 200, 1000, 1024, 1025, 3000):
         sorted_rows(rows)
     experts_sorted._ADDED = tl.constexpr(8)
     sorted_rows(3000)

@@ -14,7 +14,7 @@ from windowpane.kv.caches import RouteCache
 from windowpane.kv.layout import plan_layout
 from windowpane.lowering.gpu.kernels import experts_few, experts_grouped, experts_sorted, route_places, routing
 from windowpane.lowering.gpu.kernels.experts import Grouped, run_experts
-from windowpane.lowering.gpu.kernels.experts_sorted import CHUNK, COUNTED_HERE
+from windowpane.lowering.gpu.kernels.experts_sorted import RANKED_PAIRS
 from windowpane.lowering.gpu.kernels.routing import RouteWrite, route
 from windowpane.lowering.gpu.step import DeviceStep
 from windowpane.lowering.packed import PackedWeight
@@ -61,8 +61,8 @@ def record(monkeypatch, module, name: str) -> Both:
 
 def record_sort(monkeypatch, pairs: int) -> list[Both]:
     """The launches that sort so many pairs."""
-    counting = ["count_kernel", "add_counts_kernel"] if pairs > COUNTED_HERE * CHUNK else []
-    return [record(monkeypatch, experts_sorted, name) for name in (*counting, "place_kernel")]
+    names = ["rank_kernel"] if pairs <= RANKED_PAIRS else ["count_kernel", "add_counts_kernel", "place_kernel"]
+    return [record(monkeypatch, experts_sorted, name) for name in names]
 
 
 @pytest.mark.parametrize("rows", [1, 256, 8192])

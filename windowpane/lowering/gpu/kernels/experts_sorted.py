@@ -1,7 +1,8 @@
 """Pairs of a row and an expert by expert, in blocks that have their expert in common.
 
-A chunk of pairs is counted by one program and placed by another: where a pair goes is told by the counts of all chunks,
-which a launch between adds up, and by the pairs of its own chunk before it.
+Few pairs are compared with all others: where a pair goes is how many come before it. Of more, a chunk is counted by one
+program and placed by another: where a pair goes is told by the counts of all chunks, which a launch between adds up,
+and by the pairs of its own chunk before it.
 """
 
 # mypy: disable-error-code="assignment"
@@ -18,10 +19,10 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.reference.routing import Routing
 
+# Up to so many pairs, all are compared: those of a program with so many at once.
+RANKED_PAIRS, RANKED_BY, RANKED_WITH = 2048, 32, 1024
 # Pairs of a chunk, each of which is compared with all others.
 CHUNK = 256
-# So few chunks are counted anew by every program that places: that takes less time than launches.
-COUNTED_HERE = 4
 # Chunks whose counts are added at once, and experts of a program that adds them.
 _ADDED, ADDED_BINS = tl.constexpr(256), 8
 
@@ -50,18 +51,44 @@ def sort_pairs(routing: Routing, first: int, local: int, block_rows: int, *, pdl
     parts = torch.empty(sum(padded), dtype=torch.int32, device=routing.ids.device).split(padded)
     by_expert, blocks, count, places = (part[:size] for part, size in zip(parts, sizes, strict=True))
     found = Sorted(by_expert, blocks.view(most, 3), count, places)
-    chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
-    chunks, bins = ceil_div(pairs, chunk), max(32, triton.next_power_of_2(local + 1))
-    common = {"LOCAL": local, "BINS": bins, "CHUNK": chunk, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
-    counts = None
-    if chunks > COUNTED_HERE:
-        counts = torch.empty(chunks + 1, bins, dtype=torch.int32, device=routing.ids.device)
-        count_kernel[(chunks,)](routing.ids, counts, pairs, first, **common)
-        add_counts_kernel[(bins // ADDED_BINS,)](
-            counts, chunks, BINS=bins, OWN=ADDED_BINS, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
-    place_kernel[(chunks,)](routing.ids, counts, *found, pairs, first, ROWS=block_rows, **common)
+    bins = max(32, triton.next_power_of_2(local + 1))
+    common = {"LOCAL": local, "BINS": bins, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+    if pairs <= RANKED_PAIRS:
+        whole = max(32, triton.next_power_of_2(pairs))
+        rank_kernel[(ceil_div(pairs, RANKED_BY) + 1,)](
+            routing.ids, *found, pairs, first, ROWS=block_rows, OWN=RANKED_BY, CHUNK=min(whole, RANKED_WITH), ALL=whole,
+            **common,
+        )  # fmt: skip
+        return found
+    chunks = ceil_div(pairs, CHUNK)
+    counts = torch.empty(chunks + 1, bins, dtype=torch.int32, device=routing.ids.device)
+    count_kernel[(chunks,)](routing.ids, counts, pairs, first, CHUNK=CHUNK, **common)
+    add_counts_kernel[(bins // ADDED_BINS,)](
+        counts, chunks, BINS=bins, OWN=ADDED_BINS, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    place_kernel[(chunks,)](routing.ids, counts, *found, pairs, first, ROWS=block_rows, CHUNK=CHUNK, **common)
     return found
+
+
+@triton.jit(do_not_specialize=["pairs", "first"])
+def rank_kernel(
+    IDS, PAIRS, BLOCKS, COUNT, PLACES, pairs, first, ROWS: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
+    OWN: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program: OWN pairs; the last one: the blocks of all experts."""
+    wait_if_overlapped(PDL)
+    mine = tl.program_id(0)
+    if mine == tl.num_programs(0) - 1:
+        totals = tl.histogram(_experts(IDS, 0, pairs, first, LOCAL, ALL), BINS)
+        _write_blocks(BLOCKS, COUNT, totals, ROWS, LOCAL)
+    else:
+        expert, pair = _experts(IDS, mine, pairs, first, LOCAL, OWN), mine * OWN + tl.arange(0, OWN)
+        key = expert * ALL + pair
+        to = tl.zeros([OWN], tl.int32)
+        for chunk in tl.range(0, ALL // CHUNK):
+            other = _experts(IDS, chunk, pairs, first, LOCAL, CHUNK) * ALL + chunk * CHUNK + tl.arange(0, CHUNK)
+            to += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
+        _write_pairs(PAIRS, PLACES, expert, pair, to, pairs, LOCAL)
 
 
 @triton.jit(do_not_specialize=["pairs", "first"])
@@ -97,34 +124,38 @@ def place_kernel(
     """One chunk; the first program writes the blocks of all experts besides."""
     wait_if_overlapped(PDL)
     mine, bins = tl.program_id(0), tl.arange(0, BINS)
-    if COUNTS is None:
-        totals = tl.zeros([BINS], tl.int32)
-        ahead = tl.zeros([BINS], tl.int32)  # pairs of chunks before this one
-        for chunk in tl.range(0, tl.num_programs(0)):
-            counts = tl.histogram(_experts(IDS, chunk, pairs, first, LOCAL, CHUNK), BINS)
-            totals += counts
-            ahead += tl.where(chunk < mine, counts, 0)
-    else:
-        totals = tl.load(COUNTS + tl.num_programs(0) * BINS + bins, cache_modifier=".cg")
-        ahead = tl.load(COUNTS + mine * BINS + bins, cache_modifier=".cg")
+    totals = tl.load(COUNTS + tl.num_programs(0) * BINS + bins, cache_modifier=".cg")
+    ahead = tl.load(COUNTS + mine * BINS + bins, cache_modifier=".cg")
     begins = tl.cumsum(totals, 0) - totals
     expert = _experts(IDS, mine, pairs, first, LOCAL, CHUNK)
     place = tl.arange(0, CHUNK)
     is_before = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
     to = tl.gather(begins + ahead, expert, 0) + tl.sum(is_before.to(tl.int32), 1)
-    pair = mine * CHUNK + place
+    _write_pairs(PAIRS, PLACES, expert, mine * CHUNK + place, to, pairs, LOCAL)
+    if mine == 0:
+        _write_blocks(BLOCKS, COUNT, totals, ROWS, LOCAL)
+
+
+@triton.jit
+def _write_pairs(PAIRS, PLACES, expert, pair, to, pairs, LOCAL: tl.constexpr):
     tl.store(PAIRS + to, pair, mask=expert < LOCAL)
     tl.store(PLACES + pair, tl.where(expert < LOCAL, to, -1), mask=pair < pairs)
-    if mine == 0:
-        blocks = tl.where(bins < LOCAL, (totals + ROWS - 1) // ROWS, 0)
-        at = BLOCKS + (tl.cumsum(blocks, 0) - blocks) * 3
-        tl.store(COUNT, tl.sum(blocks, 0))
-        tl.store(COUNT + 1, 0)
-        tl.store(COUNT + 2, 0)
-        for n in tl.range(0, tl.max(blocks, 0)):
-            tl.store(at + n * 3, bins, mask=n < blocks)
-            tl.store(at + n * 3 + 1, begins + n * ROWS, mask=n < blocks)
-            tl.store(at + n * 3 + 2, begins + totals, mask=n < blocks)
+
+
+@triton.jit
+def _write_blocks(BLOCKS, COUNT, totals, ROWS: tl.constexpr, LOCAL: tl.constexpr):
+    """`totals`: the pairs of each expert."""
+    bins = tl.arange(0, totals.shape[0])
+    begins = tl.cumsum(totals, 0) - totals
+    blocks = tl.where(bins < LOCAL, (totals + ROWS - 1) // ROWS, 0)
+    at = BLOCKS + (tl.cumsum(blocks, 0) - blocks) * 3
+    tl.store(COUNT, tl.sum(blocks, 0))
+    tl.store(COUNT + 1, 0)
+    tl.store(COUNT + 2, 0)
+    for n in tl.range(0, tl.max(blocks, 0)):
+        tl.store(at + n * 3, bins, mask=n < blocks)
+        tl.store(at + n * 3 + 1, begins + n * ROWS, mask=n < blocks)
+        tl.store(at + n * 3 + 2, begins + totals, mask=n < blocks)
 
 
 @triton.jit

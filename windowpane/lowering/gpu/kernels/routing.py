@@ -23,7 +23,7 @@ from windowpane.lowering.reference.routing import Routing
 # A tile of logits. Larger ones read weights less often; from 64 rows on they would be multiplied by instructions that
 # need not add in the same order.
 TILE, LARGE_TILE = (16, 32), (32, 128)
-FEW_ROWS, MANY_ROWS = 16, 1024
+FEW_ROWS, MANY_ROWS = 256, 1024
 # Inputs that are multiplied at once.
 PART_INPUTS, MOST_PARTS = 128, 32
 
