@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from bench.gpu_checks.attention_cases import Layer, error, make_pages, run_decode, run_prefill, run_rows, run_write
 from windowpane.attention.mask import CAUSAL, Mask
 from windowpane.attention.segments import prefill_tiles
+from windowpane.attention.triton import decode as decoding
 from windowpane.attention.triton.decode import MAX_ROWS, plan_decode
 from windowpane.kv.retention import Chunk, Full, Window
 
@@ -145,19 +147,23 @@ def write() -> None:
 
 
 def programs() -> None:
-    """Shares of the line that cut heads and rows anywhere: one program, few, and many that get nothing."""
+    """Shares of the line that cut heads and rows anywhere: one program, few, and many that get nothing. Parts are merged
+    head by head, and as for many rows all heads of a KV head at once.
+    """
     capped = {"softcap": 0.7, "has_sinks": True}
     for layer, counts in (
         (Layer(2, 2, 64), (1, 5, 30)),
         (Layer(3, 2, 64, window_tokens=70), (1, 30)),
-        (Layer(1, 2, 64, rotary=8), (5,)),
-        (Layer(2, 2, 64, **capped), (5,)),
+        (Layer(1, 6, 64, rotary=8), (5,)),
+        (Layer(2, 4, 64, **capped), (5,)),
         (Layer(1, 2, 64, rotary=8, **capped), (1, 30)),
     ):
         paged = make_pages(layer, [200, 0, 64, 130], "cpu", FLOAT, room_tokens=1)
         for count in counts:
-            got, exact, _ = run_decode(paged, padding=1, programs=count)
-            require(error(got, exact), f"{layer}, {count} programs")
+            for most in (decoding.MOST_COMBINED, 0):
+                with patch.object(decoding, "MOST_COMBINED", most):
+                    got, exact, _ = run_decode(paged, padding=1, programs=count)
+                require(error(got, exact), f"{layer}, {count} programs, heads at once above {most}")
     nobody = make_pages(Layer(2, 2, 64), [0, 0], "cpu", FLOAT, room_tokens=1)
     got, exact, _ = run_decode(nobody, padding=1, programs=3)
     require(error(got, exact), "rows without a past")

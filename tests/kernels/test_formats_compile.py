@@ -127,7 +127,8 @@ def record(monkeypatch, module, name: str, capability: int = 90) -> Recorder:
 )
 def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     kernel = record(monkeypatch, decoding, "_decode_kernel", capability)
-    record(monkeypatch, decoding, "combine_kernel", capability)
+    combine = record(monkeypatch, decoding, "combine_kernel", capability)
+    monkeypatch.setattr(decoding, "MOST_COMBINED", 0)
     view = view_of(fmt, latent=latent)
     q, k = numbers(ROWS, 32, view.dim), numbers(ROWS, view.kv_heads, view.dim)
     scratch = decoding.DecodeScratch(ROWS, view.kv_heads, 32 // view.kv_heads, view.dim, 256, CPU)
@@ -142,6 +143,7 @@ def test_decoding(fmt, latent, capability, monkeypatch, tmp_path):
     assert kernel.compiled.metadata.shared <= SHARED_BYTES[capability]
     # A few registers less to a thread measured faster than none spilled: more programs run at once.
     assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= 320
+    assert stack_bytes(combine.compiled.asm["cubin"], tmp_path) == 0
 
 
 @pytest.mark.parametrize(("fmt", "latent"), [("int8_per_token_head", False), ("int4_per_token_head", True)])

@@ -60,6 +60,7 @@ from windowpane.kv.layout import OFFSET_UNIT_BYTES, TILE_TOKENS
 
 MAX_ROWS = 1024  # every program looks at the running sums of all rows at once
 GROUP_ROWS = 16  # query heads of a KV head fill a tensor-core tile of 16 rows; fewer are padded
+MOST_COMBINED = 2048  # query heads of all rows, up to which each has a program that merges its parts
 FEW_HEADS = 8  # as columns, for coded rows, they are padded to this
 UNIT_BYTES = tl.constexpr(OFFSET_UNIT_BYTES)
 LINE_BYTES = tl.constexpr(128)  # of L2
@@ -142,10 +143,13 @@ def decode(
         raise ValueError(f"{group} query heads share a KV head; kernels take at most {GROUP_ROWS}")
     tuning = tuning_for(view, q.dtype, lone_window=rows == 1 and layer.mask.is_windowed)
     _launch(q, k_present, v_present, layer, slots, positions, cum_tiles, scratch, out, rows, 1, tuning, pdl)
-    combine_kernel[(query_heads, rows)](
+    # Most items of many rows are whole: their programs only take time to begin, and fewer take less.
+    heads = group & -group if rows * query_heads > MOST_COMBINED else 1
+    warps = max(1, dim // 32) if rows == 1 else max(1, heads * dim // 512, dim // 128)
+    combine_kernel[(query_heads // heads, rows)](
         q, k_present, v_present, scratch.part, scratch.lse, positions, cum_tiles, out, sinks, rows, view.kv_heads,
         scratch.programs, q.stride(0), k_present.stride(0), v_present.stride(0), out.stride(0), layer.scale_log2, D=dim,
-        G=group, S=16, CAP=layer.softcap, PDL=pdl, num_warps=max(1, dim // (32 if rows == 1 else 128)), launch_pdl=pdl,
+        G=group, HEADS=heads, S=max(2, 16 // heads), CAP=layer.softcap, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -21,14 +21,15 @@ def share_of(total, programs):
 @triton.jit(do_not_specialize=["rows", "programs"], do_not_specialize_on_alignment=["POSITIONS", "CUM"])
 def combine_kernel(
     Q, K, V, PART, LSE, POSITIONS, CUM, OUT, SINKS, rows, kv_heads, programs, q_stride, k_stride, v_stride, out_stride,
-    scale_log2, D: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    scale_log2, D: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, S: tl.constexpr, CAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one query head, S at a time, with the present token. Whole items are done."""
+    """Merge the partial results of HEADS query heads, S at a time, with the present token. Whole items are done."""
     if PDL:
         gdc_launch_dependents()
-    query_head = tl.program_id(0)
+    query_head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     row = tl.program_id(1)
-    head = query_head // G
+    head = tl.program_id(0) * HEADS // G
     share = share_of(tl.load(CUM + rows) * kv_heads, programs)
     before = tl.load(CUM + row)
     tiles = tl.load(CUM + row + 1) - before
@@ -38,34 +39,35 @@ def combine_kernel(
     in_parts = (tiles == 0) | (first < last)
     # `decode` let this launch begin once heads were ready: the present token is weighed while the past is attended.
     d = tl.arange(0, D)
+    of_heads = query_head[:, None] * D + d[None, :]
     wanted = in_parts & (d >= 0)
     is_row = tl.load(POSITIONS + row) >= 0
-    q = tl.load(Q + row.to(tl.int64) * q_stride + query_head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
+    q = tl.load(Q + row.to(tl.int64) * q_stride + of_heads, mask=wanted[None, :], other=0.0, cache_modifier=".cg")
     k = tl.load(K + row.to(tl.int64) * k_stride + head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
     v = tl.load(V + row.to(tl.int64) * v_stride + head * D + d, mask=wanted, other=0.0, cache_modifier=".cg")
-    m = soft_capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)) * scale_log2, CAP)
-    acc = v.to(tl.float32)
-    norm = 1.0
+    m = soft_capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale_log2, CAP)
+    acc = tl.broadcast_to(v.to(tl.float32)[None, :], [HEADS, D])
+    norm = tl.full([HEADS], 1.0, tl.float32)
     if PDL:
         gdc_wait()
     if in_parts:
         if tiles > 0:
             for i in range(first, last + 1, S):
                 program = i + tl.arange(0, S)
-                ok = program <= last
-                at = (program + row * kv_heads + head).to(tl.int64) * G + query_head % G
+                ok = (program <= last)[:, None]
+                at = (program + row * kv_heads + head).to(tl.int64)[:, None] * G + query_head[None, :] % G
                 lse = tl.load(LSE + at, mask=ok, other=float("-inf"))
-                part = tl.load(PART + at[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+                part = tl.load(PART + at[:, :, None] * D + d[None, None, :], mask=ok[:, :, None], other=0.0)
                 m_new = tl.maximum(m, tl.max(lse, 0))
                 alpha = tl.exp2(m - m_new)
-                weight = tl.exp2(lse - m_new)
-                acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+                weight = tl.exp2(lse - m_new[None, :])
+                acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 0)
                 norm = norm * alpha + tl.sum(weight, 0)
                 m = m_new
         norm = with_sinks(norm, m, SINKS, query_head, query_head >= 0)
         # A padding row's activations may be anything.
-        attended = tl.where(is_row, acc / norm, 0.0)
-        tl.store(OUT + row.to(tl.int64) * out_stride + query_head * D + d, attended.to(OUT.dtype.element_ty))
+        attended = tl.where(is_row, acc / norm[:, None], 0.0)
+        tl.store(OUT + row.to(tl.int64) * out_stride + of_heads, attended.to(OUT.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count", "programs"], do_not_specialize_on_alignment=["SEGMENTS", "CUM"])
