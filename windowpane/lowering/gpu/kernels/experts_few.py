@@ -4,7 +4,9 @@ A program has a tile of outputs. Of the first product it takes one pair; of the 
 it goes through in order, so that nothing is left to add. No sum depends on other rows.
 
 What other kernels have written is read past the L1 cache: where launches overlap, it may hold what an earlier kernel
-has read there.
+has read there. The first product lets the second begin when its programs are about to end: those of the second that
+begin while most of the first still run come to lie together on the multiprocessors that are free first, and others
+then have none.
 """
 
 # mypy: disable-error-code="assignment"
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from windowpane.lowering.gpu.kernels.experts_activation import (
     NO_ACTIVATION,
@@ -24,7 +27,7 @@ from windowpane.lowering.gpu.kernels.experts_activation import (
     ungated,
     weight_rows,
 )
-from windowpane.lowering.gpu.kernels.launch import Operands, wait_if_overlapped
+from windowpane.lowering.gpu.kernels.launch import Operands
 from windowpane.lowering.gpu.kernels.unpacking import decode, fetch, scale_of
 from windowpane.lowering.packed import PackedWeight
 from windowpane.lowering.reference.routing import Routing
@@ -76,6 +79,15 @@ def few_product(
 
 
 @triton.jit
+def _begin(ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    """Wait for the launch before; what follows the second product is one program, and may begin."""
+    if PDL:
+        if ACTIVATION == NO_ACTIVATION:
+            gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def _pairs(IDS, SHARES, index, first, local, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     """Experts of COUNT pairs, -1 where they are another rank's, and shares: all kept in registers."""
     slot = tl.arange(0, SLOTS)
@@ -110,7 +122,7 @@ def few_kernel(
     """Program (tile of outputs, pair or row), for COUNT experts in turn. Tiles are [LANES, OUTPUTS, VECTOR]: a thread
     has the same inputs of each output, and the next step's weights are under way while it multiplies.
     """
-    wait_if_overlapped(PDL)
+    _begin(ACTIVATION, PDL)
     STEP: tl.constexpr = LANES * VECTOR
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
     index = tl.program_id(1)
@@ -145,7 +157,9 @@ def few_kernel(
         turn = next_turn
         expert = following
     total = tl.sum(sums, 0)
-    _finish(OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT, WEIGHTED, ACTIVATION)
+    _finish(
+        OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT, WEIGHTED, ACTIVATION, PDL
+    )
 
 
 @triton.jit
@@ -159,7 +173,7 @@ def few_packed_kernel(
     """As `few_kernel`. Tiles are [SPLIT, OUTPUTS, …]: each warp has its own blocks of inputs. The tensor cores multiply
     one row and seven of zeros, which leaves the other units to decode.
     """
-    wait_if_overlapped(PDL)
+    _begin(ACTIVATION, PDL)
     DTYPE: tl.constexpr = X.dtype.element_ty
     HAS_ZEROS: tl.constexpr = Z is not None
     COLUMNS: tl.constexpr = 8
@@ -206,16 +220,20 @@ def few_packed_kernel(
                 scale *= _of_turn(shares, turn)
             sums += products * scale[:, :, None]
     total = tl.sum(tl.sum(sums, 0), 1)
-    _finish(OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT, WEIGHTED, ACTIVATION)
+    _finish(
+        OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT, WEIGHTED, ACTIVATION, PDL
+    )
 
 
 @triton.jit
 def _finish(
     OUT, BIAS, experts, shares, total, n, index, out_stride, outputs, limit, alpha, COUNT: tl.constexpr,
-    WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+    WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds the experts' biases, weighted only where results are, applies the activation and stores a tile."""
     OUTPUTS: tl.constexpr = total.shape[0]
+    if PDL and ACTIVATION != NO_ACTIVATION:
+        gdc_launch_dependents()
     if BIAS is not None:
         for turn in tl.range(0, COUNT):
             expert = _of_turn(experts, turn)
