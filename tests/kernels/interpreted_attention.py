@@ -147,8 +147,8 @@ def write() -> None:
 
 
 def programs() -> None:
-    """Shares of the line that cut heads and rows anywhere: one program, few, and many that get nothing. Parts are merged
-    head by head, and as for many rows all heads of a KV head at once.
+    """Shares of the line that cut heads and rows anywhere: one program, few, and many that get nothing. Parts are
+    merged head by head, and as for many rows all heads of a KV head at once.
     """
     capped = {"softcap": 0.7, "has_sinks": True}
     for layer, counts in (

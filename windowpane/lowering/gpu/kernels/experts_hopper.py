@@ -20,10 +20,10 @@ from windowpane.lowering.packed import PackedWeight, Weight
 from windowpane.lowering.reference.routing import Routing
 from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 
-# Warp groups that multiply, each 64 outputs of either half of a tile, by the pairs of a tile: as many as have registers.
+# Warp groups that multiply, by the pairs of a tile: as many as have registers. Each has so many outputs of either half.
 GROUPS = {16: 3, 32: 3, 64: 2, 128: 2}
 GROUP_OUTPUTS = 64
-REGISTERS = {2: 168, 3: 128}  # of each thread at launch, by warp groups; these then trade them
+REGISTERS = {2: 168, 3: 128}  # of each thread at launch, by warp groups, which then trade them
 # Blocks of inputs that are on their way or being multiplied, as many as fit into shared memory, by the pairs of a tile.
 STAGES = {16: 7, 32: 6, 64: 6, 128: 4}
 # Weights in bf16 have smaller blocks. With fewer pairs, memory is the limit, and other kernels reach it.

@@ -1,9 +1,10 @@
 """Experts of many rows on Hopper (Gluon): MXFP4 weights, and bf16 ones where rows are many.
 
-A tile is 256 outputs of one expert by a block of its pairs: 128 outputs and the 128 that they gate, or 256 in a row.
-Two warp groups share it, so that a gate and what it gates are in the same thread's registers: of MXFP4, each has 64
-outputs of either half, of bf16 each has half the pairs. There is one program to a multiprocessor, and what it needs for
-its next tile is brought while it ends the last.
+A tile is a block of pairs of one expert by some outputs and as many that they gate, or by both halves in a row. Of bf16
+it has 256 outputs, and each of two warp groups has half the pairs. Of MXFP4 each warp group has 64 outputs of either
+half; there are three where pairs are few and leave the registers, else two. So a gate and what it gates are in the same
+thread's registers. There is one program to a multiprocessor, and what it needs for its next tile is brought while it
+ends the last.
 
 Weights come by TMA, and so do inputs that lie by expert. In bf16, where registers are left for that, four warps bring
 the inputs of gates row by row from where tokens lie. In bf16, too, whichever program is free takes the next tile: tiles
