@@ -90,7 +90,9 @@ LAYERS = {
 
 
 def attended() -> None:
-    """The kernels' sources in torch: several segments to a launch, that end within tiles of queries and of keys."""
+    """The kernels' sources in torch: several segments to a launch, that end within tiles of queries and of keys. The
+    last has few tokens, and goes along.
+    """
     attention_cases.kernel_arena = lambda paged: paged.arena  # type: ignore[assignment]  # which descriptors are of
     LEAST_PROGRAMS.update(dict.fromkeys(LEAST_PROGRAMS, 1))
     hopper.pair_kernel = Interpreted(hopper.pair_kernel, WITH_COLUMNS)
@@ -98,7 +100,8 @@ def attended() -> None:
     for name, (layer, pasts) in LAYERS.items():
         heads = heads_of(layer)
         tokens = heads.program_tokens
-        counts = [(2 * tokens + 1 + i * (tokens - 3), 2 * tokens + i * (tokens - 3)) for i in range(len(pasts))]
+        counts = [(2 * tokens + 1 + i * (tokens - 3), 2 * tokens + i * (tokens - 3)) for i in range(len(pasts) - 1)]
+        counts.append((5, 2))
         paged = make_pages(layer, list(pasts), "cpu", torch.bfloat16, room_tokens=4 * tokens + 64)
         scratch = PrefillScratch([heads], 1024, torch.device("cpu"))
         for x in (scratch.edges(heads), *([scratch.rotated(heads)] if layer.rotary else [])):

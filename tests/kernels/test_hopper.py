@@ -92,9 +92,19 @@ class TestSplitting:
     LARGE = Large(64, 16, 128)
 
     def test_large_segments_get_no_tile(self):
-        tiles = prefill_tiles(Tiling(64, self.LARGE).queries(self.SEGMENTS), 64)
-        assert sorted(tiles.tolist()) == [[1, 0], [1, 1]]
-        assert self.SEGMENTS[0, 5] == 600, "the segments themselves stay as they are"
+        full = segments_of((9, 127), *[(0, 512)] * 8)
+        tiles = prefill_tiles(Tiling(64, self.LARGE).queries(full), 64)
+        assert sorted(tiles.tolist()) == [[0, 0], [0, 1]]
+        assert full[1, 5] == 512, "the segments themselves stay as they are"
+
+    def test_small_segments_join_where_a_launch_has_room_and_those_that_see_most_first(self):
+        assert self.LARGE.takes(self.SEGMENTS).all()
+        large, asks_nothing = [(0, 512)] * 6, (70_000, 0)
+        some = segments_of(*large, (100, 1), asks_nothing, (5000, 1), (60_000, 1))
+        assert np.flatnonzero(~self.LARGE.takes(some)).tolist() == [6, 7]
+        assert replace(self.LARGE, rotated_rows=1152 + 192).takes(self.SEGMENTS).all()
+        assert np.flatnonzero(~replace(self.LARGE, rotated_rows=1152 + 191).takes(self.SEGMENTS)).tolist() == [1]
+        assert not self.LARGE.takes(segments_of((0, 256), (60_000, 1))).any(), "no launch is made for them"
 
     def test_without_a_limit_all_do(self):
         tiles = prefill_tiles(Tiling(64).queries(self.SEGMENTS), 64)
@@ -107,8 +117,10 @@ class TestSplitting:
 
     def test_a_launch_has_every_tile_of_its_segments_once_and_those_that_see_most_first(self):
         [launch] = self.LARGE.launches(self.SEGMENTS)
-        assert launch.members.tolist() == [[0, 0], [2, 640]] and launch.longest == 600
-        assert sorted(launch.tiles.tolist()) == [*([0, i] for i in range(10)), *([1, i] for i in range(8))]
+        assert launch.members.tolist() == [[0, 0], [1, 640], [2, 832]] and launch.longest == 600
+        assert sorted(launch.tiles.tolist()) == [
+            *([0, i] for i in range(10)), [1, 0], [1, 1], *([2, i] for i in range(8))
+        ]  # fmt: skip
         assert launch.tiles[0].tolist() == [0, 9]
 
     def test_launches_share_scratch(self):

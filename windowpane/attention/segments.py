@@ -32,9 +32,10 @@ class Launch(NamedTuple):
 class Large:
     """Which segments go to a kernel that wants many queries, and how they share its launches.
 
-    A program has `tokens` queries of one segment, and `side_by_side` of them their heads. Segments of less than two
-    such tiles are left out, and all are that have fewer than `least_programs` together. A launch has LAUNCH_SEGMENTS at
-    most, and, where keys are rotated ahead, `rotated_rows` positions of them.
+    A program has `tokens` queries of one segment, and `side_by_side` of them their heads. Segments of two such tiles and
+    more go there unless they have fewer than `least_programs` together. A launch has LAUNCH_SEGMENTS at most, and,
+    where keys are rotated ahead, `rotated_rows` positions of them. Smaller segments join where a launch has room: the
+    end of a long prompt has few programs, each of which sees all of it, and by itself would leave a device idle.
     """
 
     tokens: int
@@ -46,13 +47,23 @@ class Large:
         queries = segments[:, QUERIES]
         taken = queries >= 2 * self.tokens
         programs = int((-(-queries[taken] // self.tokens)).sum()) * self.side_by_side
-        return taken & (programs >= self.least_programs)
+        if programs < self.least_programs:
+            return np.zeros_like(taken)
+        rows = _rotated_rows(segments[:, STOP])
+        room = -int(taken.sum()) % LAUNCH_SEGMENTS
+        left = np.inf if self.rotated_rows is None else self.rotated_rows - int(rows[taken].sum())
+        # Those that see most first.
+        for index in np.argsort(-rows, kind="stable").tolist():
+            if room and queries[index] and not taken[index] and rows[index] <= left:
+                taken[index] = True
+                room, left = room - 1, left - rows[index]
+        return taken
 
     def launches(self, segments: Table) -> list[Launch]:
         found: list[list[tuple[int, int]]] = []
         rows = 0
         for index in np.flatnonzero(self.takes(segments)).tolist():
-            own = -(-int(segments[index, STOP]) // TILE_TOKENS[WIDE_DIM]) * TILE_TOKENS[WIDE_DIM]
+            own = int(_rotated_rows(segments[index, STOP]))
             is_full = not found or len(found[-1]) == LAUNCH_SEGMENTS
             if is_full or (self.rotated_rows is not None and rows + own > self.rotated_rows):
                 found.append([])
@@ -64,6 +75,11 @@ class Large:
     def _launch(self, members: Table, segments: Table) -> Launch:
         own = segments[members[:, 0]]
         return Launch(members, prefill_tiles(own, self.tokens), int(own[:, STOP].max()))
+
+
+def _rotated_rows(stops: Any) -> Any:
+    """Of segments that end there: whole tiles."""
+    return -(-stops // TILE_TOKENS[WIDE_DIM]) * TILE_TOKENS[WIDE_DIM]
 
 
 @dataclass(frozen=True, slots=True)
