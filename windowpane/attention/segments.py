@@ -32,10 +32,10 @@ class Launch(NamedTuple):
 class Large:
     """Which segments go to a kernel that wants many queries, and how they share its launches.
 
-    A program has `tokens` queries of one segment, and `side_by_side` of them their heads. Segments of two such tiles and
-    more go there unless they have fewer than `least_programs` together. A launch has LAUNCH_SEGMENTS at most, and,
+    A program has `tokens` queries of one segment, and `side_by_side` of them their heads. Segments of two such tiles
+    or more go there unless they have fewer than `least_programs` together. A launch has LAUNCH_SEGMENTS at most, and,
     where keys are rotated ahead, `rotated_rows` positions of them. Smaller segments join where a launch has room: the
-    end of a long prompt has few programs, each of which sees all of it, and by itself would leave a device idle.
+    end of a long prompt has few programs, each of which sees all of it, and by themselves they leave a device idle.
     """
 
     tokens: int
