@@ -52,9 +52,10 @@ class Large:
         rows = _rotated_rows(segments[:, STOP])
         room = -int(taken.sum()) % LAUNCH_SEGMENTS
         left = np.inf if self.rotated_rows is None else self.rotated_rows - int(rows[taken].sum())
+        others = np.flatnonzero(~taken & (queries > 0))
         # Those that see most first.
-        for index in np.argsort(-rows, kind="stable").tolist():
-            if room and queries[index] and not taken[index] and rows[index] <= left:
+        for index in others[np.argsort(-rows[others], kind="stable")].tolist():
+            if room and rows[index] <= left:
                 taken[index] = True
                 room, left = room - 1, left - rows[index]
         return taken
