@@ -11,10 +11,9 @@ from windowpane.attention.hopper.prepare import copy_edges, rotate_keys
 from windowpane.attention.hopper.scratch import PrefillScratch
 from windowpane.attention.hopper.wide import wide_kernel
 from windowpane.attention.segments import Launch
-from windowpane.attention.triton.view import LayerView, PagedLayer
+from windowpane.attention.triton.view import LayerView, PagedLayer, launch_registers
 from windowpane.kv.hopper_scratch import PROGRAM_ROWS, ROTARY_DIMS, TILE_TOKENS, WIDE_DIM, Heads
 
-REGISTERS = {2: 168, 3: 128}  # of each thread at launch, by warp groups, which then trade them with the producers
 ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
 HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
 
@@ -58,7 +57,7 @@ class HopperPrefill:
                 *asked, out, layer.scores.sinks, *self._sources, *fresh, *shared, *table, layer.group // group,
                 layer.scale_log2, WINDOW=layer.reach_tokens, OUT_STRIDE=out.stride(0), GROUP=group, DIM=view.dim,
                 TILE=self._tile, BLOCK_TOKENS=view.block_tokens, STRIPES=view.stripes, WARP_GROUPS=warp_groups,
-                num_warps=4, maxnreg=REGISTERS[warp_groups],
+                num_warps=4, maxnreg=launch_registers(warp_groups),
             )  # fmt: skip
             return
         rotated, w = self._rotated, layer.table
@@ -69,7 +68,7 @@ class HopperPrefill:
             *asked, out, *self._sources, *fresh,
             _described(rotated.view(-1, ROTARY_DIMS), [self._tile, ROTARY_DIMS]), w, *shared, *table, rotated.shape[1],
             layer.scale_log2, OUT_STRIDE=out.stride(0), GROUP=group, BLOCK_TOKENS=view.block_tokens,
-            STRIPES=view.stripes, LATENT=view.latent, num_warps=4, maxnreg=REGISTERS[3],
+            STRIPES=view.stripes, LATENT=view.latent, num_warps=4, maxnreg=launch_registers(3),
         )  # fmt: skip
 
 

@@ -145,6 +145,13 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def launch_registers(warp_groups: int) -> int:
+    """Of each thread, where so many warp groups and one that brings what they multiply have all of a multiprocessor's
+    65,536; they then trade them. Registers come in eights.
+    """
+    return 65_536 // (128 * (warp_groups + 1)) // 8 * 8
+
+
 @triton.jit
 def last_hidden(position, reach, CHUNKED: tl.constexpr):
     """The token before the first that `position` sees, below 0 where it sees them all. How far a layer looks back is

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from windowpane.attention.triton.view import processors_of
+from windowpane.attention.triton.view import launch_registers, processors_of
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.experts_activation import is_gated
 from windowpane.lowering.gpu.kernels.experts_grouped import GROUP_BLOCKS
@@ -23,7 +23,6 @@ from windowpane.models.packing import BLOCK_INPUTS, BLOCK_UNITS
 # Warp groups that multiply, by the pairs of a tile: as many as have registers. Each has so many outputs of either half.
 GROUPS = {16: 3, 32: 3, 64: 2, 128: 2}
 GROUP_OUTPUTS = 64
-REGISTERS = {2: 168, 3: 128}  # of each thread at launch, by warp groups, which then trade them
 # Blocks of inputs that are on their way or being multiplied, as many as fit into shared memory, by the pairs of a tile.
 STAGES = {16: 7, 32: 6, 64: 6, 128: 4}
 # Weights in bf16 have smaller blocks. With fewer pairs, memory is the limit, and other kernels reach it.
@@ -84,7 +83,7 @@ def boxed_product(
     sizes = outputs, width, out.stride(0), float(limit), float(alpha)
     common = {
         "ROWS": launch.rows, "ACTIVATION": activation, "GROUP_BLOCKS": GROUP_BLOCKS, "PDL": pdl, "num_warps": 4,
-        "maxnreg": REGISTERS[groups], "launch_pdl": pdl,
+        "maxnreg": launch_registers(groups), "launch_pdl": pdl,
     }  # fmt: skip
     if isinstance(weight, PackedWeight):
         mxfp4_experts_kernel[(programs,)](

@@ -9,6 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from windowpane.attention.triton.view import launch_registers
 from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.hopper_int4 import int4_kernel
 from windowpane.lowering.gpu.kernels.hopper_sums import MOST_PARTS
@@ -24,7 +25,6 @@ TILE_OUTPUTS = 256
 STAGES = {32: 6, 48: 6, 64: 5, 80: 5, 96: 4, 128: 4}
 # More programs to a tile would write and add more than they multiply.
 TILE_PROGRAMS = 6
-REGISTERS = 168  # of each thread at launch; warp groups then trade them
 
 
 class Shares(NamedTuple):
@@ -117,7 +117,7 @@ def hopper_product(
         described(out, [main // 2, 64], 128),
         out, sums, flags_of(x.device), bias, shares.tiles, shares.blocks, shares.work, rows, outputs, out.stride(0),
         ROWS=main, EXTRA=extra, STAGES=shares.stages, DTYPE=DTYPES[x.dtype], PDL=pdl,
-        num_warps=4, maxnreg=REGISTERS, launch_pdl=pdl,
+        num_warps=4, maxnreg=launch_registers(2), launch_pdl=pdl,
     )  # fmt: skip
 
 
