@@ -29,12 +29,13 @@ def uniform_kernel(
     for split in tl.static_range(SPLITS):
         logits += tl.load(LOGITS + (split * rows + row) * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
     bits = logits.to(tl.int32, bitcast=True)
-    score = tl.where(expert < EXPERTS, tl.rand(tl.xor_sum(bits ^ (expert * 40503), 0), expert), -1.0)
+    drawn = tl.randint(tl.xor_sum(bits ^ (expert * 40503), 0), expert).to(tl.int32, bitcast=True)
+    score = tl.where(expert < EXPERTS, drawn & 0x7FFFFFFF, -1)
     for place in tl.static_range(CHOSEN):
         best = tl.min(tl.where(score == tl.max(score, 0), expert, PADDED), 0)
         tl.store(IDS + row * CHOSEN + place, best)
         tl.store(SHARES + row * CHOSEN + place, 1.0 / CHOSEN)
-        score = tl.where(expert == best, -1.0, score)
+        score = tl.where(expert == best, -1, score)
 
 
 class _Choice:

@@ -190,14 +190,19 @@ def choose_kernel(
             choice = _among_groups(choice, expert, EXPERTS, GROUPS, GROUPS_PADDED, CHOSEN_GROUPS)
     # NaN compares with nothing: chosen or not, it shows in the shares of softmax, and ids stay experts.
     choice = tl.where(choice == choice, choice, float("-inf"))
+    # As integers of the same order: a warp finds the largest of those in one instruction, and so it does a sum.
+    bits = tl.where(choice == 0.0, 0.0, choice).to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    score_bits = scores.to(tl.int32, bitcast=True)
     slot = tl.arange(0, CHOSEN_PADDED)
     ids = tl.zeros([CHOSEN_PADDED], tl.int32)
     shares = tl.full([CHOSEN_PADDED], float("-inf"), tl.float32)
     for i in tl.static_range(CHOSEN):
-        _, at = _best(choice, expert, EXPERTS - 1)
+        _, at = _best(keys, expert, EXPERTS - 1)
+        score = tl.sum(tl.where(expert == at, score_bits, 0), 0).to(tl.float32, bitcast=True)
         ids = tl.where(slot == i, at, ids)
-        shares = tl.where(slot == i, tl.sum(tl.where(expert == at, scores, 0.0), 0), shares)
-        choice = tl.where(expert == at, float("-inf"), choice)
+        shares = tl.where(slot == i, score, shares)
+        keys = tl.where(expert == at, -0x80000000, keys)
     is_slot = slot < CHOSEN
     if SCORING == CHOSEN_SOFTMAX:
         powers = tl.exp(shares - tl.max(shares, 0))
