@@ -27,19 +27,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.known_drafts import Eager, KnownAnswers, Overheard
+from bench.known_drafts import Eager, KnownAnswers, sample_drafts
 from bench.machine import machine_line
 from windowpane import models
-from windowpane.device.transfer import to_device
 from windowpane.drafts.drafter import Drafter, ModelDrafter
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import Speculator
 from windowpane.engine.engine import Engine
-from windowpane.engine.sampler import Sampled
 from windowpane.engine.start import Started, start
 from windowpane.models.embedded import EMBEDDED
 from windowpane.schedule.request import Request, SamplingParams, Tokens
@@ -123,7 +120,7 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
     any_tokens: Drafter = KnownAnswers(lambda request: [7] * request.params.max_tokens, 1.0, always_most=True)
     if given.assistant:
         assert started.runner.drafter is not None
-        any_tokens = Overheard(ModelDrafter(started.runner.drafter), any_tokens)
+        any_tokens = ModelDrafter(started.runner.drafter)
     rng, params = np.random.default_rng(3), SamplingParams(max_tokens=given.new_tokens, temperature=0, ignore_eos=True)
     kind, found = Eager if given.eager else Speculator, []
     for count in given.requests:
@@ -132,23 +129,6 @@ def rated(given: argparse.Namespace) -> list[dict[str, Any]]:
         found.append({"model": started.spec.name, "load": f"{count} requests"} | measured)
         print(found[-1], flush=True)
     return found
-
-
-def sample_drafts(engine: Engine, rate: float) -> None:
-    """Let each draft be what is sampled in its place with this probability, and something else otherwise: random
-    weights often repeat the last token, which may be what was drafted.
-    """
-    sample, chance = engine.sampler.sample, np.random.default_rng(2)
-
-    def sampled(*given: Any) -> Sampled:
-        found, drafted = sample(*given), given[-1] or {}
-        told = {row - 1: int(drafts[-1]) + (chance.random() >= rate) for row, drafts in drafted.items()}
-        if told:
-            rows, tokens = (to_device(list(x), engine.sampler.device, torch.int64) for x in (told, told.values()))
-            found.tokens[rows] = tokens
-        return found
-
-    engine.sampler.sample = sampled  # type: ignore[method-assign]
 
 
 def _start(model: str, given: argparse.Namespace, drafts: int, **flags: Any) -> Started:

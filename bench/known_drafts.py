@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from windowpane.drafts.drafter import Asking, Drafter, waits_for_step
+from windowpane.device.transfer import to_device
+from windowpane.drafts.drafter import Asking, Drafter, ModelDrafter, waits_for_step
 from windowpane.drafts.speculator import Speculator
+from windowpane.engine.engine import Engine
+from windowpane.engine.sampler import Sampled
 from windowpane.schedule.request import Request, Tokens
 
 
@@ -47,6 +52,9 @@ class KnownAnswers:
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
         """Answers are known as they are."""
 
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return list(drafts)
+
     def forget(self, request: Request) -> None:
         self._answers.pop(request, None)
 
@@ -63,7 +71,7 @@ class Overheard:
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         said = self._model.propose(asking)
         if not waits_for_step(asking):
-            for a, tokens in zip(asking, said, strict=True):
+            for a, tokens in zip(asking, self._model.tell(said), strict=True):
                 self.said[a.request.id, a.request.known_tokens] = tokens.tolist()
         return self._others.propose(asking)
 
@@ -73,9 +81,19 @@ class Overheard:
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
         self._model.begin(slots, drafts, sampled)
 
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return list(drafts)
+
     def forget(self, request: Request) -> None:
         self._model.forget(request)
         self._others.forget(request)
+
+
+class Told(ModelDrafter):
+    """Says what a model's drafts are, and so waits for them."""
+
+    def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
+        return self.tell(super().propose(asking))
 
 
 class Eager(Speculator):
@@ -84,3 +102,23 @@ class Eager(Speculator):
     def drafts(self, asking: Sequence[Asking], sequences: int) -> dict[int, Tokens]:
         proposed = self.drafter.propose(asking)
         return {a.slot: tokens for a, tokens in zip(asking, proposed, strict=True) if len(tokens)}
+
+
+def sample_drafts(engine: Engine, rate: float) -> None:
+    """Let each draft be what is sampled in its place with this probability, and something else otherwise: random
+    weights often repeat the last token, which may be what was drafted.
+    """
+    sampler, sample, chance = engine.sampler, engine.sampler.sample, np.random.default_rng(2)
+
+    def sampled(*given: Any) -> Sampled:
+        found, drafted = sample(*given), given[-1]
+        if drafted:
+            rows, last = [row - 1 for row in drafted], [int(drafts[-1]) for drafts in drafted.values()]
+            wrong = (chance.random(len(rows)) >= rate).tolist()
+            at, tokens, more = (to_device(x, sampler.device, torch.int64) for x in (rows, last, wrong))
+            drafts = getattr(engine.runner.drafter, "drafts", None)
+            tokens = tokens if drafts is None else drafts.resolved(tokens)
+            found.tokens[at] = (tokens + more) % sampler.vocab_size
+        return found
+
+    sampler.sample = sampled  # type: ignore[method-assign]

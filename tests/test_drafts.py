@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.kv.test_layout import layout_of
 from tests.test_engine import BOTH_WAYS, CACHES, VOCAB, HistoryRunner, model_logits, request, run, solo
 from windowpane.drafts.config import DraftConfig, DraftConfigError
 from windowpane.drafts.costs import StepCosts
-from windowpane.drafts.drafter import Asking
+from windowpane.drafts.drafter import Asking, Known
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import REFRESH, TRY_AGAIN, Speculator
 from windowpane.engine.engine import Engine
@@ -24,8 +25,11 @@ from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.plan.config import EngineConfig
+from windowpane.runners.device_drafts import DeviceDrafts
+from windowpane.schedule.batch import NO_TOKENS, Batch
 from windowpane.schedule.request import FinishReason, Request, Tokens
 from windowpane.schedule.scheduler import Scheduler
+from windowpane.schedule.step import Segment, Step
 
 STATES = [*CACHES, StateCache(2, (StatePart("recurrent", 4, 64, "float32"),))]
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -198,6 +202,91 @@ def test_a_replaced_token_does_not_end_a_source():
     drafter.forget(one)
 
 
+# -- drafts that stay on the device --------------------------------------------------------------------------------
+
+
+def test_places_stand_for_the_drafts_that_were_made_for_their_sequence():
+    drafts = DeviceDrafts(4, 5, torch.device("cpu"))
+    drafts.made.copy_(torch.randint(0, 1000, (4, 5), dtype=torch.int32))
+    made, copy = drafts.made.clone(), drafts.copy(3)
+    asked = [Known(slot, 8, np.array([1]), most) for slot, most in ((7, 4), (2, 1), (9, 3), (0, 2))]
+    places = drafts.hand_out(asked, [9, 7, 2], copy)
+    assert [len(p) for p in places] == [4, 1, 3, 0], "slot 0 has none"
+    assert all(p.max(initial=-2) < -1 and p.dtype == np.int32 for p in places)
+    # Some are left out, and known tokens stand before the rest.
+    rows = np.concatenate([[17], places[0][:2], [0], places[1], [-1], places[2]]).astype(np.int32)
+    expected = [17, *made[:2, 1].tolist(), 0, *made[:1, 2].tolist(), -1, *made[:3, 0].tolist()]
+    assert drafts.resolved(torch.from_numpy(rows)).tolist() == expected
+    drafts.made.zero_()  # the next ones are on their way when the host asks
+    told = drafts.tell([places[0][:2], np.array([3, 4], dtype=np.int32), places[3], places[2]])
+    assert [t.tolist() for t in told] == [made[:2, 1].tolist(), [3, 4], [], made[:3, 0].tolist()]
+
+
+def test_drafts_that_are_known_are_told_as_they_are():
+    drafts = DeviceDrafts(4, 5, torch.device("cpu"))
+    known = [np.array([3, 4], dtype=np.int32), NO_TOKENS]
+    assert drafts.tell(known) == known
+
+
+class OnDevice(KnownAnswers):
+    """Passes on where its drafts lie. Others take their places as soon as a step that verifies them is on its way."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(alone)
+        self.drafts = DeviceDrafts(most, 8, torch.device("cpu"))
+
+    def propose(self, asking: list[Asking]) -> list[Tokens]:
+        for column, tokens in enumerate(super().propose(asking)):
+            self.drafts.made[:, column] = 0
+            self.drafts.made[: len(tokens), column] = torch.from_numpy(tokens)
+        known = [Known(a.slot, a.length, NO_TOKENS, a.most) for a in asking]
+        return self.drafts.hand_out(known, [a.slot for a in asking], self.drafts.copy(len(asking)))
+
+    def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> None:
+        self.drafts.made.fill_(1)
+
+    def tell(self, drafts: list[Tokens]) -> list[Tokens]:
+        return self.drafts.tell(drafts)
+
+
+class ResolvingRunner(HistoryRunner):
+    def __init__(self, drafts: DeviceDrafts) -> None:
+        super().__init__(8)
+        self._drafts = drafts
+
+    def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Any:
+        resolved = [replace(c, tokens=self._drafts.resolved(torch.from_numpy(c.tokens)).numpy()) for c in batch.chunks]
+        return super().forward(replace(batch, chunks=resolved), all_logits_slots=all_logits_slots)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_answers_are_the_same_with_drafts_that_only_the_device_knows(overlapped, kind):
+    drafter = OnDevice(4)
+    engine = drafting_engine(overlapped, 4, speculator=Eager(drafter, 4))
+    engine.runner = ResolvingRunner(drafter.drafts)
+    requests = [request(str(i), prompt(i, 3 + 9 * i), max_tokens=30, **SAMPLING[kind]) for i in range(5)]
+    run(engine, *requests)
+    assert [r.output for r in requests] == [solo(r.prompt, r.params) for r in requests]
+    assert sum(r.accepted_tokens for r in requests) > 50
+
+
+def test_decoding_rows_of_one_sequence_one_behind_another_are_one_segment():
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        runs = [(int(s), int(rng.integers(9)), int(rng.integers(1, 5))) for s in rng.integers(0, 3, rng.integers(0, 6))]
+        slots = np.array([slot for slot, _, count in runs for _ in range(count)], dtype=np.int64)
+        at = np.array([start + i for _, start, count in runs for i in range(count)], dtype=np.int64)
+        step = Step(NO_TOKENS, at, slots, (), (), np.arange(len(at)))
+        expected: list[Segment] = []
+        for row, (slot, position) in enumerate(zip(slots.tolist(), at.tolist(), strict=True)):
+            if expected and (expected[-1].slot, expected[-1].stop) == (slot, position):
+                expected[-1] = expected[-1]._replace(stop=position + 1, q_count=expected[-1].q_count + 1)
+            else:
+                expected.append(Segment(slot, position, position + 1, row, row, 1))
+        assert step.decoding_segments() == expected
+
+
 # -- how many ------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +306,9 @@ class Fixed:
 
     def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> None:
         pass
+
+    def tell(self, drafts: list[Tokens]) -> list[Tokens]:
+        return drafts
 
     def forget(self, request: Request) -> None:
         pass

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.known_drafts import Eager, KnownAnswers, Overheard
+from bench.known_drafts import Eager, KnownAnswers, Overheard, Told, sample_drafts
 from bench.random_adapters import engine_adapters
 from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING, WIDE_QUANTIZED, WINDOW, spec_of, weights_of
 from windowpane.drafts.drafter import ModelDrafter
@@ -111,7 +111,9 @@ def greedy_equals_reference(name: str, *, routes: bool = False, adapters: int = 
 def drafter_equals_reference(
     name: str, who: str, device: str = "cuda", lengths: tuple[int, ...] = (1, 5, 130), new_tokens: int = NEW_TOKENS
 ) -> str:
-    """What a model drafts in float32, beside drafts of which some are right: plain torch, and the fused path."""
+    """What a model drafts in float32, beside drafts of which some are right: plain torch, and the fused path. And
+    answers with its own drafts, accepted by chance: whether or not they stay on the device until they are verified.
+    """
     answers = run(name, Setting(fused=False, overlapped=False), device, lengths, new_tokens)
     found = []
     ways = [Setting(fused=False, overlapped=False), Setting(graphs=False, overlapped=False)]
@@ -127,6 +129,15 @@ def drafter_equals_reference(
         if greedy(engine, lengths, new_tokens) != answers:
             raise AssertionError(f"{setting}: tokens differ")
         found.append(overheard.said)
+        said = []
+        for kind in (ModelDrafter, Told):
+            engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
+            assert isinstance(engine.runner, Runner | CudaRunner) and engine.runner.drafter is not None
+            sample_drafts(engine, 0.7)
+            engine.speculator = Eager(kind(engine.runner.drafter), setting.drafts)
+            said.append(greedy(engine, lengths, new_tokens))
+        if said[0] != said[1]:
+            raise AssertionError(f"{setting}: tokens differ where drafts stay on the device")
     compared = 0
     for said in found[1:]:
         for at in said.keys() & found[0].keys():

@@ -78,6 +78,11 @@ class Drafter(Protocol):
         The host knows later which of them count. What drafts on the device can find that out there, and begin.
         """
 
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        """What these drafts are, of one step: `propose` may have given numbers below 0 in their stead, which only the
+        model's runner understands. Waits for them.
+        """
+
     def forget(self, request: Request) -> None:
         """The request is over."""
 
@@ -90,6 +95,9 @@ class DraftingModel(Protocol):
 
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         """See `Drafter.begin`."""
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        """See `Drafter.tell`."""
 
 
 class ModelDrafter:
@@ -110,6 +118,9 @@ class ModelDrafter:
 
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         self.model.begin(slots, drafts, sampled)
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return self.model.tell(drafts)
 
     def forget(self, request: Request) -> None:
         pass

@@ -37,6 +37,9 @@ class NgramDrafter:
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
         """Tokens are looked up on the host."""
 
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return list(drafts)
+
     def forget(self, request: Request) -> None:
         self._texts.pop(request, None)
 

@@ -287,6 +287,8 @@ class Engine:
         if not sent.sampling:
             sent.ended = Moment(output.logits.device)
             return
+        if sent.drafts and any(r.matcher is not None or r.params.has_penalties for r in sent.sampling):
+            self._tell_drafts(sent)
         positions = _sampled_positions(batch)
         masks, drafted = self._masks(sent, positions), sent.drafts_before_rows() if sent.drafts else None
         sampled = self.sampler.sample(output.logits, sent.row_requests(), positions, masks, drafted)
@@ -332,6 +334,7 @@ class Engine:
         sent = self._sent_steps.popleft()
         if sent.error is None:
             try:
+                self._tell_drafts(sent)
                 tokens = sent.tokens.array() if sent.tokens else np.zeros(0, dtype=np.int64)
                 logprobs = sent.read_logprobs()
                 sent.advance_matchers()
@@ -359,6 +362,11 @@ class Engine:
             self._read_routes(request)
             self._forget(request)
         return outputs
+
+    def _tell_drafts(self, sent: SentStep) -> None:
+        """A model's drafts may have stayed on the device until here."""
+        if sent.drafts and self.speculator is not None:
+            sent.drafts = self.speculator.drafter.tell(sent.drafts)
 
     @torch.inference_mode()
     def _settle_drafts(self, sent: SentStep, tokens: NDArray[np.int64], counts: Sequence[int]) -> None:

@@ -56,10 +56,14 @@ class ParallelRunner:
         assert self._own.drafter is not None
         with self._in_step():
             self._workers.send(Draft(known))
-            return self._own.drafter.draft(known)
+            # Other ranks are told tokens, not where this one has them.
+            return self._own.drafter.tell(self._own.drafter.draft(known))
 
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
         """Ranks draft together when all of them are told to."""
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return list(drafts)
 
     def landed(self) -> list[tuple[int, float]]:
         """Of this rank. Steps tell the others, whose devices wait for their own copies."""

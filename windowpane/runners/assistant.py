@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4 on a GPU: all drafts of a step in one graph, of which the host waits for the last alone.
+"""Assistants of Gemma 4 on a GPU: all drafts of a step in one graph, which the host does not wait for.
 
 An assistant's layers have queries only and read what its target keeps. So a row of it is a segment without tokens of
 its own: it stands at the last token that the target has computed, and finds that one in pages like those before it.
@@ -21,7 +21,8 @@ from windowpane.drafts.drafter import Known
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import FEWEST_ROWS, NO_DRAFT, DeviceStep
-from windowpane.runners.graphs import DraftGraphs, drafts_of
+from windowpane.runners.device_drafts import DeviceDrafts
+from windowpane.runners.graphs import DraftGraphs
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
@@ -37,11 +38,11 @@ class Assistant:
         self._places = torch.zeros(2, slots, dtype=torch.int32, device=device)  # positions and tokens
         self._segments = torch.zeros(slots, len(Segment._fields), dtype=torch.int32, device=device)
         self._before = torch.zeros(slots, width, dtype=model.embedding.dtype, device=device)
-        self._drafts = torch.zeros(most_drafts, slots, dtype=torch.int32, device=device)
+        self.drafts = DeviceDrafts(most_drafts, slots, device)
         # Final hidden states of the target's last step, and where those of a slot lie: position, row, count.
         self._hidden, self._rows = self._before[:0], dict[int, tuple[int, int, int]]()
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
-        # Of drafts that were begun on the device: their slots, and positions, tokens and drafts as they will be known.
+        # Of drafts that were begun on the device: their slots, and the drafts as they will be known.
         self._begun: tuple[Sequence[int], HostCopy] | None = None
         if use_graphs:
             self._send([], slots)
@@ -67,7 +68,7 @@ class Assistant:
                 skipped = count - 1 - len(tokens)  # rows of a prompt that ask for logits and sample nothing
                 asked.append(slot)
                 first.append((sampled_row, start + skipped, row + skipped))
-                verified.append(np.append(tokens, [NO_DRAFT] * (len(self._drafts) - len(tokens))))
+                verified.append(np.append(tokens, [NO_DRAFT] * (len(self.drafts.made) - len(tokens))))
             sampled_row += 1 + len(tokens)
         if not asked:
             return
@@ -75,15 +76,15 @@ class Assistant:
         # The first of each slot's rows: in `sampled`, in its sequence, and in `_hidden`.
         there, expected = self._send([(slot, 0, 0) for slot in asked], size, np.array(first).T, np.array(verified))
         rows, positions, hidden_rows = there
-        ahead = torch.arange(len(self._drafts) + 1, device=sampled.device)
+        ahead = torch.arange(len(self.drafts.made) + 1, device=sampled.device)
         drawn = sampled[(rows[:, None] + ahead).clamp(max=len(sampled) - 1)]
-        accepted = (drawn[:, :-1] == expected).int().cumprod(dim=1).sum(dim=1)
+        accepted = (drawn[:, :-1] == self.drafts.resolved(expected)).int().cumprod(dim=1).sum(dim=1)
         self._places[0, :count] = positions + accepted
         self._places[1, :count] = drawn.gather(1, accepted[:, None])[:, 0]
         self._segments[:count, 1:3] = (positions + accepted + 1)[:, None]
         torch.index_select(self._hidden, 0, hidden_rows + accepted, out=self._before[:count])
         self._graphs.run(self._draft, size)
-        self._begun = asked, HostCopy(torch.cat([self._places[:, :count], self._drafts[:, :count]]))
+        self._begun = asked, self.drafts.copy(count)
 
     @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
@@ -101,17 +102,19 @@ class Assistant:
             if isinstance(source, torch.Tensor):
                 self._before[row] = source[0]
         self._graphs.run(self._draft, size)
-        return drafts_of(known, [k for k, _ in found], self._drafts)
+        return self.drafts.hand_out(known, [k.slot for k, _ in found], self.drafts.copy(len(found)))
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return self.drafts.tell(drafts)
 
     def _take_begun(self, known: Sequence[Known]) -> list[Tokens] | None:
-        """What was drafted ahead, if all of these were, behind the tokens that they have."""
+        """What was drafted ahead, if that is so for all of these: behind the tokens that they have, since the host
+        counts those that are accepted as the device does.
+        """
         (slots, copy), self._begun = self._begun or ((), None), None
         if copy is None or not {k.slot for k in known} <= set(slots):
             return None
-        columns = dict(zip(slots, copy.array().T, strict=True))
-        if any(columns[k.slot][:2].tolist() != [k.length - 1, k.tokens[0]] for k in known):
-            return None
-        return [columns[k.slot][2 : 2 + k.most].copy() for k in known]
+        return self.drafts.hand_out(known, slots, copy)
 
     def _source(self, asked: Known) -> int | torch.Tensor | None:
         """The row of `_hidden` that a request's drafts begin with, or that hidden state; None where it is not known."""
@@ -146,7 +149,7 @@ class Assistant:
     def _draft(self, size: int) -> None:
         positions, tokens = self._places[0, :size], self._places[1, :size].long()
         step, before = DeviceStep.asking(positions, self._segments[:size], FEWEST_ROWS), self._before[:size]
-        for drafts in self._drafts[:, :size]:
+        for drafts in self.drafts.made[:, :size]:
             normed = self._model.final_hidden(step, tokens, before)
             tokens = self._model.logits(normed, self._logits[:size]).argmax(dim=-1)
             drafts.copy_(tokens)

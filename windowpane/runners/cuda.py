@@ -43,6 +43,7 @@ from windowpane.models.running import runnable
 from windowpane.models.spec import ModelSpec
 from windowpane.runners.assistant import Assistant
 from windowpane.runners.compiling import compiling_ahead
+from windowpane.runners.device_drafts import has_places
 from windowpane.runners.drafting import DraftingLayers
 from windowpane.runners.graphs import DecodeGraphs, Progress, ladder
 from windowpane.runners.multi_token import MultiTokenLayers, rows_of
@@ -232,6 +233,11 @@ class CudaRunner:
                 self.tables.apply(there)
         return StepOutput(self._hidden.nothing.float(), {})
 
+    def _resolved(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens of a step, with drafts that only the device knows in the stead of their places."""
+        assert isinstance(self.drafter, Assistant | MultiTokenLayers)
+        return self.drafter.drafts.resolved(tokens)
+
     def _mixed(self, batch: Batch, all_logits_slots: frozenset[int]) -> StepOutput:
         host = Step.of(batch, all_logits_slots)
         needs_all = isinstance(self.drafter, DraftingLayers) and self.drafter.needs_all_hidden
@@ -239,7 +245,8 @@ class CudaRunner:
         assert step.chunk_tokens is not None
         hidden = self._hidden.nothing
         if len(step.positions):
-            tokens = torch.cat([self._sampled[step.slots], step.chunk_tokens.long()])
+            chunk_tokens = self._resolved(step.chunk_tokens) if has_places(host.tokens) else step.chunk_tokens
+            tokens = torch.cat([self._sampled[step.slots], chunk_tokens.long()])
             hidden = self.model.final_hidden(step, tokens)
             if isinstance(self.drafter, DraftingLayers):
                 self.drafter.observe_step(host, tokens, hidden)
@@ -277,6 +284,8 @@ class CudaRunner:
         self.tables.apply(sent[late])
         self.tables.apply(sent[now])
         self._inputs.copy_(sent[handle])
+        if has_places(step.tokens):
+            self._inputs[3].copy_(self._resolved(self._inputs[3]))
         if table is not None:
             self._segments[:padded].copy_(sent[table])
         if bring_adapters is not None:

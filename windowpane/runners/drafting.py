@@ -142,6 +142,9 @@ class DraftingLayers:
     def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
         """Drafts wait for the host, which puts their rows together."""
 
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return list(drafts)
+
     def _begin(self, known: Known) -> _Drafting | None:
         """None where the hidden states to begin with are not known."""
         first, tokens = known.length, known.tokens

@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
-from windowpane.drafts.drafter import Known
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import DeviceStep, padding, tokens_of
 from windowpane.runners.compiling import compiling_ahead
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
 
 WARM_UPS = 1  # before a capture: kernels are loaded and libraries take their workspaces
@@ -75,12 +72,6 @@ class DraftGraphs:
             self._graphs[size].replay()
         else:
             run(size)
-
-
-def drafts_of(known: Sequence[Known], having: Sequence[Known], drafts: torch.Tensor) -> list[Tokens]:
-    """For each of `known` its drafts, where it has some: int32 `drafts` [most, sequences] has those of all `having`."""
-    found = dict(zip((k.slot for k in having), drafts[:, : len(having)].cpu().numpy().T, strict=True))
-    return [found[k.slot][: k.most].copy() if k.slot in found else NO_TOKENS for k in known]
 
 
 class DecodeGraphs:

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction on a GPU: all drafts of a step in one graph, of which the host waits for the last.
+"""Layers for multi-token prediction on a GPU: all drafts of a step in one graph, which the host does not wait for.
 
 What the layers keep of the target's rows is stored as `DraftingLayers` does it. Rows that are drafted from are kept
 nowhere: each sequence has a fixed number of them, and those behind its known tokens are filled with its drafts one by
@@ -20,8 +20,9 @@ from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import FEWEST_ROWS, MOST_SEGMENT_TOKENS, DeviceStep, PageWrites, Sequences
 from windowpane.lowering.gpu.stepped import SteppedGpuModel
+from windowpane.runners.device_drafts import DeviceDrafts
 from windowpane.runners.drafting import DraftingLayers
-from windowpane.runners.graphs import DraftGraphs, drafts_of
+from windowpane.runners.graphs import DraftGraphs
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Tokens
 from windowpane.schedule.step import Segment
@@ -50,7 +51,7 @@ class MultiTokenLayers(DraftingLayers):
         self._before = torch.zeros(slots * rows, width, dtype=model.embedding.dtype, device=device)
         self._segments = torch.zeros(slots, len(Segment._fields), dtype=torch.int32, device=device)
         self._last = torch.zeros(2, slots, dtype=torch.int64, device=device)  # the last row, and 1 where there is one
-        self._drafts = torch.zeros(most_drafts, slots, dtype=torch.int32, device=device)
+        self.drafts = DeviceDrafts(most_drafts, slots, device)
         nothing = self._positions[:0]
         self._writes = [PageWrites(nothing, nothing.expand(group.stripes, 0), nothing) for group in pages.layout.groups]
         if use_graphs:
@@ -66,7 +67,10 @@ class MultiTokenLayers(DraftingLayers):
         rows = self._send(having, size)
         self._before.index_copy_(0, rows, torch.cat([states for _, states in found]))
         self._graphs.run(self._draft_all, size)
-        return drafts_of(known, having, self._drafts)
+        return self.drafts.hand_out(known, [k.slot for k in having], self.drafts.copy(len(having)))
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return self.drafts.tell(drafts)
 
     def _states_of(self, known: Known) -> torch.Tensor | None:
         """Hidden states of the tokens before the known ones."""
@@ -105,7 +109,7 @@ class MultiTokenLayers(DraftingLayers):
         tokens, positions, before = self._tokens[:count], self._positions[:count], self._before[:count]
         segments, (last, is_real) = self._segments[:size], self._last[:, :size]
         nobody = Sequences(positions[:0], positions[:0], positions[:0])
-        for number, drafts in enumerate(self._drafts[:, :size]):
+        for number, drafts in enumerate(self.drafts.made[:, :size]):
             step = DeviceStep(
                 positions, positions, nobody, wanted=last, writes=self._writes, segments=segments, most_rows=FEWEST_ROWS
             )

@@ -111,13 +111,12 @@ class Step:
 
     def decoding_segments(self) -> list[Segment]:
         """Decoding rows by sequence: those of one slot, one behind another, are one segment."""
-        found: list[Segment] = []
-        for row, (slot, at) in enumerate(zip(self.decode_slots.tolist(), self.decode_positions.tolist(), strict=True)):
-            if found and found[-1].slot == slot and found[-1].stop == at:
-                found[-1] = found[-1]._replace(stop=at + 1, q_count=found[-1].q_count + 1)
-            else:
-                found.append(Segment(slot, at, at + 1, row, row, 1))
-        return found
+        slots, at = self.decode_slots, self.decode_positions
+        begins = np.append(True, (slots[1:] != slots[:-1]) | (at[1:] != at[:-1] + 1))[: len(slots)]
+        rows = np.flatnonzero(begins)
+        counts = np.diff(rows, append=len(slots))
+        each = zip(slots[rows].tolist(), at[rows].tolist(), rows.tolist(), counts.tolist(), strict=True)
+        return [Segment(slot, start, start + count, row, row, count) for slot, start, row, count in each]
 
     @property
     def decode_positions(self) -> NDArray[np.int64]:

@@ -1,0 +1,60 @@
+"""Drafts that a device has made, or is about to make, and that the host sends a step to verify before it knows them.
+
+The host passes on their *places*, which are numbers below all tokens. On the device the drafts stand in for them when
+that step begins (`resolved`), and on the host when it has to know them, at the latest as the step lands (`tell`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from windowpane.device.transfer import HostCopy
+from windowpane.drafts.drafter import Known
+from windowpane.lowering.gpu.step import NO_DRAFT
+from windowpane.schedule.batch import NO_TOKENS
+from windowpane.schedule.request import Tokens
+
+FIRST_PLACE = NO_DRAFT - 1
+
+
+def has_places(tokens: Tokens) -> bool:
+    return bool((tokens <= FIRST_PLACE).any())
+
+
+class DeviceDrafts:
+    """`made` [drafts, sequences] int32: a column for each sequence that drafts were last made for."""
+
+    def __init__(self, most: int, slots: int, device: torch.device) -> None:
+        self.made = torch.zeros(most, slots, dtype=torch.int32, device=device)
+        self._handed_out: HostCopy | None = None
+
+    def copy(self, columns: int) -> HostCopy:
+        """On its way to the host, of drafts that are made by then; later ones may take their places."""
+        return HostCopy(self.made[:, :columns].clone())
+
+    def hand_out(self, known: Sequence[Known], slots: Sequence[int], copy: HostCopy) -> list[Tokens]:
+        """The places of each one's drafts, where it has some: those of `slots` were made, one in each column.
+
+        Those that were handed out before must have been told.
+        """
+        self._handed_out = copy
+        columns = {slot: column for column, slot in enumerate(slots)}
+        most, width = self.made.shape
+        first = FIRST_PLACE - np.arange(most, dtype=np.int32) * width
+        return [first[: k.most] - columns[k.slot] if k.slot in columns else NO_TOKENS for k in known]
+
+    def resolved(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` on the device, with drafts in the stead of places."""
+        at = (FIRST_PLACE - tokens).clamp(min=0)
+        return torch.where(tokens <= FIRST_PLACE, self.made.view(-1)[at].to(tokens.dtype), tokens)
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        """As `resolved`, on the host: waits until the drafts are there."""
+        if self._handed_out is None or not any(has_places(tokens) for tokens in drafts):
+            return list(drafts)
+        made, width = self._handed_out.array(), self.made.shape[1]
+        places = [np.divmod(FIRST_PLACE - tokens, width) for tokens in drafts]
+        return [made[at] if has_places(tokens) else tokens for tokens, at in zip(drafts, places, strict=True)]
