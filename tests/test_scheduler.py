@@ -586,3 +586,13 @@ def test_drafts_that_could_not_be_taken_back_are_refused():
         engine.scheduler.add(request("r", 20))
         engine.scheduler.schedule()
         engine.scheduler.commit([1], [1])
+
+
+def test_any_part_of_the_known_tokens_is_that_of_prompt_and_output():
+    request = Request("a", np.arange(10, 15, dtype=np.int32))
+    request.output += [3, 4, 5]
+    known = [*range(10, 15), 3, 4, 5]
+    for start in range(len(known) + 1):
+        for stop in range(start, len(known) + 1):
+            found = request.tokens(start, stop)
+            assert found.tolist() == known[start:stop] and found.dtype == np.int32

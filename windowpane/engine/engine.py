@@ -372,11 +372,11 @@ class Engine:
     def _settle_drafts(self, sent: SentStep, tokens: NDArray[np.int64], counts: Sequence[int]) -> None:
         """Tell everybody which tokens of a step with drafts count, before another step is put together."""
         assert self.speculator is not None
-        last = []
+        last, sampled = [], tokens.tolist()
         for request, drafts, row, count in zip(sent.sampling, sent.drafts, sent.first_rows(), counts, strict=True):
-            last.append(int(tokens[row + count - 1]))
+            last.append(sampled[row + count - 1])
             if request.finish_reason is None:
-                self.sampler.remember(request, tokens[row : row + count].tolist())
+                self.sampler.remember(request, sampled[row : row + count])
                 if len(drafts):
                     self.speculator.verified(request, len(drafts), count - 1)
                     request.drafted_tokens += len(drafts)

@@ -96,8 +96,8 @@ class SentStep:
         """How many tokens each sequence gains: its accepted drafts, and the token behind them."""
         if not self.drafts:
             return [1] * len(self.sampling)
-        rows = zip(self.first_rows(), self.drafts, strict=True)
-        return [1 + accepted(tokens[row : row + len(drafts)].tolist(), drafts) for row, drafts in rows]
+        rows, sampled = zip(self.first_rows(), self.drafts, strict=True), tokens.tolist()
+        return [1 + accepted(sampled[row : row + len(drafts)], drafts) for row, drafts in rows]
 
 
 class Moment:

@@ -24,6 +24,7 @@ NO_PAGE = -1
 NEVER = 2**31 - 1  # a length no sequence reaches
 
 Columns = NDArray[np.int64]
+NO_COLUMNS: Columns = np.zeros(0, dtype=np.int64)
 Ids = NDArray[np.int64]  # of shared pages: see `sharing`
 
 
@@ -62,7 +63,10 @@ class PageTable:
         """Columns that step would write and that hold no page yet."""
         blocks = self.columns_to_write(old_length, new_length)
         if self.grows:
-            return np.arange(max(self.filled[slot], blocks.start), blocks.stop)
+            first = max(self.filled[slot], blocks.start)
+            return np.arange(first, blocks.stop) if first < blocks.stop else NO_COLUMNS
+        if len(blocks) == 1 and self.entries[slot, blocks.start % self.columns, 0] != NO_PAGE:
+            return NO_COLUMNS
         columns: Columns = np.arange(blocks.start, blocks.stop) % max(self.columns, 1)
         empty: NDArray[np.bool_] = self.entries[slot, columns, 0] == NO_PAGE
         return columns[empty]

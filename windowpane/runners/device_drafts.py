@@ -53,8 +53,10 @@ class DeviceDrafts:
 
     def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
         """As `resolved`, on the host: waits until the drafts are there."""
-        if self._handed_out is None or not any(has_places(tokens) for tokens in drafts):
+        told = np.concatenate([NO_TOKENS, *drafts])
+        is_place = told <= FIRST_PLACE
+        if self._handed_out is None or not is_place.any():
             return list(drafts)
-        made, width = self._handed_out.array(), self.made.shape[1]
-        places = [np.divmod(FIRST_PLACE - tokens, width) for tokens in drafts]
-        return [made[at] if has_places(tokens) else tokens for tokens, at in zip(drafts, places, strict=True)]
+        told[is_place] = self._handed_out.array()[np.divmod(FIRST_PLACE - told[is_place], self.made.shape[1])]
+        ends = np.cumsum([len(tokens) for tokens in drafts]).tolist()
+        return [told[end - len(tokens) : end] for tokens, end in zip(drafts, ends, strict=True)]

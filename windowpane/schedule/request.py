@@ -295,7 +295,8 @@ class Request:
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Known tokens [start, stop) of prompt and output."""
-        if stop <= len(self.prompt):
+        prompted = len(self.prompt)
+        if stop <= prompted:
             return self.prompt[start:stop]
-        known: Tokens = np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])
-        return known[start:stop]
+        sampled = np.array(self.output[max(start - prompted, 0) : stop - prompted], dtype=np.int32)
+        return sampled if start >= prompted else np.concatenate([self.prompt[start:], sampled])
