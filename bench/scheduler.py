@@ -3,7 +3,8 @@
 256 requests decode after prompts of about 1,024 tokens, their page boundaries spread over steps as in service. A *step*
 is schedule + commit. "Between boundaries" is the median of steps in which no sequence needs a page, measured with all
 prompts equally long. Windows up to the prompt's length are full rings and cost nothing; the last row has windows far
-beyond it, so that every group of every sequence takes a page every 16 tokens.
+beyond it, so that every group of every sequence takes a page every 16 tokens. In a step with drafts each request has
+four, of which any number is accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.table import Table
 from bench.machine import machine_line
 from windowpane.kv.caches import Cache, TokenCache
 from windowpane.kv.capacity import Capacity
-from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Window
 from windowpane.models import load
@@ -29,6 +30,7 @@ from windowpane.schedule.request import Request, SamplingParams
 from windowpane.schedule.scheduler import DEFAULT_GROWTH_TOKENS, Scheduler
 
 REQUESTS, PROMPT_TOKENS, MAX_MODEL_LEN = 256, 1024, 131_072
+DRAFTS = 4
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,32 @@ def step_times(layout: Layout, steps: int, spread_tokens: int) -> list[tuple[flo
     return times
 
 
-def decoding_scheduler(layout: Layout, steps: int, spread_tokens: int) -> Scheduler:
-    """A scheduler whose requests have all been prefilled."""
+def measure_drafts(layout: Layout, steps: int) -> float:
+    """Milliseconds of a step with drafts."""
+    scheduler, rng = decoding_scheduler(layout, steps * (1 + DRAFTS), 64, DRAFTS), np.random.default_rng(1)
+    times = []
+    for _ in range(steps):
+        drafts = {slot: np.zeros(DRAFTS, dtype=np.int32) for slot in scheduler.decoding_slots.tolist()}
+        start = time.perf_counter()
+        batch = scheduler.schedule(drafts)
+        elapsed = time.perf_counter() - start
+        assert batch is not None
+        counts = [1] * len(batch.decode_slots) + [int(rng.integers(1, 2 + (c.drafts or 0))) for c in batch.chunks]
+        start = time.perf_counter()
+        scheduler.commit(np.full(sum(counts), 7), counts if batch.chunks else None)
+        times.append(elapsed + time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def decoding_scheduler(layout: Layout, steps: int, spread_tokens: int, drafts: int = 0) -> Scheduler:
+    """A scheduler whose requests have all been prefilled, for so many more tokens of each."""
+    rollback = rollback_for(drafts, layout)
     # Room for a half-open slab per sequence and group: this measures steps, not compaction.
     longest = PROMPT_TOKENS + steps + 2 * DEFAULT_GROWTH_TOKENS
-    room = Capacity(layout, 0).slabs_for(REQUESTS, longest) + REQUESTS * len(layout.groups)
+    room = Capacity(layout, 0, rollback).slabs_for(REQUESTS, longest) + REQUESTS * len(layout.groups)
     # One step prefills all of them, so that only `spread_tokens` sets their page boundaries apart.
-    scheduler = Scheduler(KVManager(layout, room, REQUESTS, MAX_MODEL_LEN), REQUESTS * PROMPT_TOKENS)
+    manager = KVManager(layout, room, REQUESTS, MAX_MODEL_LEN, rollback)
+    scheduler = Scheduler(manager, REQUESTS * PROMPT_TOKENS, draft_tokens=drafts)
     rng = np.random.default_rng(0)
     for i in range(REQUESTS):
         prompt = np.zeros(PROMPT_TOKENS - int(rng.integers(spread_tokens)), dtype=np.int32)
@@ -124,7 +145,7 @@ def main() -> None:
         measure_steps("46 windows", layout_of(windows(46)), steps),
         measure_steps("46 windows, filling", layout_of(windows(46, largest=65_536)), steps // 10),
     ]
-    prompt_ms = measure_prompt(gemma)
+    prompt_ms, drafts_ms = measure_prompt(gemma), measure_drafts(gemma, steps // 20)
     table = Table(title=f"schedule + commit, {REQUESTS} decoding requests\n{machine_line()}", title_justify="left")
     for column in ("layout", "groups", "step (median)", "p99", "between boundaries"):
         table.add_column(column, justify="left" if column == "layout" else "right")
@@ -140,12 +161,14 @@ def main() -> None:
     console.print(table)
     one, six, many = (row.step_ms for row in rows[1:4])
     console.print(f"6 windows / 1: {six / one:.2f} ×   46 windows / 1: {many / one:.2f} ×")
+    console.print(f"with {DRAFTS} drafts each: {drafts_ms:.2f} ms a step (gemma-4-31b)")
     console.print(f"131,072-token prompt extended in {prompt_ms:.2f} ms (gemma-4-31b, 8,192-token chunks)")
     print(
         json.dumps(
             {
                 "bench": "scheduler",
                 "step_ms": rows[0].step_ms,
+                "drafts_step_ms": drafts_ms,
                 "step_p99_ms": rows[0].p99_ms,
                 "steady_us_per_request": rows[0].steady_us_per_request,
                 "six_windows_ratio": six / one,

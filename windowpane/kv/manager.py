@@ -217,7 +217,7 @@ class KVManager:
         self.extend(slot, length)
         return points
 
-    def advance(self, slots: NDArray[np.int64], tokens: int = 1) -> None:
+    def advance(self, slots: NDArray[np.int64] | int, tokens: int = 1) -> None:
         """So many more tokens for each of these sequences, all of which stay within their horizon."""
         self.lengths[slots] += tokens
 

@@ -349,7 +349,8 @@ class Scheduler:
         steady = [slot for slot in slots[~at_horizon].tolist() if slot in self._decoding]
         manager.advance(np.array(steady, dtype=np.int64))
         # In the order they had: what samplers prepare for a set of rows then serves the next step too.
-        going = [slot for slot in slots.tolist() if slot in grown.union(steady)]
+        grown.update(steady)
+        going = [slot for slot in slots.tolist() if slot in grown]
         chunks = {
             slot: self._verifying.chunk(slot, starts[slot], drafts.get(slot, NO_TOKENS))
             for slot in going
@@ -364,7 +365,7 @@ class Scheduler:
         return self._decoding_slots
 
     def _grow(self, slot: int, drafts: Tokens) -> bool:
-        """One more token, and drafts as far as its reservation goes, for a sequence at its horizon.
+        """One more token, and drafts as far as its reservation goes, for a sequence at its horizon or with drafts.
 
         One whose state is behind gets all that is known. False: it is at its end or has to wait for memory.
         """
@@ -377,6 +378,9 @@ class Scheduler:
         if length > self._last_length[slot]:
             self._stop_decoding(slot)  # all its tokens are on their way
             return False
+        if length + len(drafts) <= self._horizon[slot] and not manager.has_state:
+            manager.advance(slot, 1 + len(drafts))
+            return True
         if length > manager.reserved_tokens[slot] and not self._renew(slot):
             return False
         manager.extend(slot, length + min(len(drafts), manager.reserved_tokens[slot] - length))

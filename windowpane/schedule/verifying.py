@@ -51,8 +51,8 @@ class Verifying:
         request, length = self._running[slot], int(self._manager.lengths[slot])
         self.behind.discard(slot)
         count = length - request.known_tokens
-        tokens = np.concatenate([request.tokens(start, request.known_tokens), drafts[:count]])
-        return PromptChunk(slot, start, tokens.astype(np.int32), samples=True, drafts=count)
+        tokens = np.concatenate([request.tokens(start, request.known_tokens), drafts[:count]], dtype=np.int32)
+        return PromptChunk(slot, start, tokens, samples=True, drafts=count)
 
     def take_accepted(
         self,
