@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from windowpane.device.transfer import to_device
-from windowpane.drafts.drafter import Asking, Drafter, ModelDrafter, waits_for_step
+from windowpane.drafts.drafter import Asking, Drafter, HostKnows, ModelDrafter, waits_for_step
 from windowpane.drafts.speculator import Speculator
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampled
 from windowpane.schedule.request import Request, Tokens
 
 
-class KnownAnswers:
+class KnownAnswers(HostKnows):
     """Knows what each request will answer; each token that it drafts is right with a probability of `share`.
 
     `always_most` False drafts any number up to that, and so shows every shape of step.
@@ -33,15 +33,13 @@ class KnownAnswers:
         self._answers: dict[Request, Sequence[int]] = {}
 
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
-        return [
-            self._propose(a.request, a.most if self._always_most else int(self._rng.integers(0, a.most + 1)))
-            for a in asking
-        ]
+        return [self.behind(a.request, len(a.request.output), a.most) for a in asking]
 
-    def _propose(self, request: Request, count: int) -> Tokens:
+    def behind(self, request: Request, come: int, most: int) -> Tokens:
+        """Drafts behind the first `come` tokens of its answer."""
+        count = most if self._always_most else int(self._rng.integers(0, most + 1))
         if request not in self._answers:
             self._answers[request] = self._answer(request)
-        come = len(request.output)
         right = np.array(self._answers[request][come : come + count], dtype=np.int32)
         wrong = self._rng.random(len(right)) >= self._share
         return np.where(wrong, np.where(right > 0, right - 1, 1), right).astype(np.int32)
@@ -49,17 +47,11 @@ class KnownAnswers:
     def kind_of(self, request: Request) -> int:
         return 0
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
-        """Answers are known as they are."""
-
-    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
-        return list(drafts)
-
     def forget(self, request: Request) -> None:
         self._answers.pop(request, None)
 
 
-class Overheard:
+class Overheard(HostKnows):
     """Asks a model for drafts, notes what it says behind how many of a request's tokens, and passes on others."""
 
     is_free = False
@@ -78,11 +70,8 @@ class Overheard:
     def kind_of(self, request: Request) -> int:
         return 0
 
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> None:
-        self._model.begin(slots, drafts, sampled)
-
-    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
-        return list(drafts)
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Tensor) -> bool:
+        return self._model.begin(slots, drafts, sampled)
 
     def forget(self, request: Request) -> None:
         self._model.forget(request)
@@ -92,6 +81,10 @@ class Overheard:
 class Told(ModelDrafter):
     """Says what a model's drafts are, and so waits for them."""
 
+    @property
+    def rows_ahead(self) -> int:
+        return 0
+
     def propose(self, asking: Sequence[Asking]) -> list[Tokens]:
         return self.tell(super().propose(asking))
 
@@ -99,8 +92,8 @@ class Told(ModelDrafter):
 class Eager(Speculator):
     """Verifies whatever is proposed."""
 
-    def drafts(self, asking: Sequence[Asking], sequences: int) -> dict[int, Tokens]:
-        proposed = self.drafter.propose(asking)
+    def drafts(self, asking: Sequence[Asking], sequences: int, *, is_ahead: bool = False) -> dict[int, Tokens]:
+        proposed = self.drafter.ahead(asking) if is_ahead else self.drafter.propose(asking)
         return {a.slot: tokens for a, tokens in zip(asking, proposed, strict=True) if len(tokens)}
 
 
@@ -111,7 +104,7 @@ def sample_drafts(engine: Engine, rate: float) -> None:
     sampler, sample, chance = engine.sampler, engine.sampler.sample, np.random.default_rng(2)
 
     def sampled(*given: Any) -> Sampled:
-        found, drafted = sample(*given), given[-1]
+        found, drafted = sample(*given), given[4]
         if drafted:
             rows, last = [row - 1 for row in drafted], [int(drafts[-1]) for drafts in drafted.values()]
             wrong = (chance.random(len(rows)) >= rate).tolist()

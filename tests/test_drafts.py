@@ -14,7 +14,7 @@ from tests.kv.test_layout import layout_of
 from tests.test_engine import BOTH_WAYS, CACHES, VOCAB, HistoryRunner, model_logits, request, run, solo
 from windowpane.drafts.config import DraftConfig, DraftConfigError
 from windowpane.drafts.costs import StepCosts
-from windowpane.drafts.drafter import Asking, Known
+from windowpane.drafts.drafter import Asking, Known, waits_for_step
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import REFRESH, TRY_AGAIN, Speculator
 from windowpane.engine.engine import Engine
@@ -26,7 +26,7 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.plan.config import EngineConfig
 from windowpane.runners.device_drafts import DeviceDrafts
-from windowpane.schedule.batch import NO_TOKENS, Batch
+from windowpane.schedule.batch import LAST_SAMPLED, NO_TOKENS, Batch, accepted
 from windowpane.schedule.request import FinishReason, Request, Tokens
 from windowpane.schedule.scheduler import Scheduler
 from windowpane.schedule.step import Segment, Step
@@ -58,8 +58,9 @@ def alone(request: Request) -> list[int]:
     return solo(request.prompt, request.params)
 
 
-def finish(engine: Engine, one: Request) -> None:
-    engine.add(one)
+def finish(engine: Engine, *requests: Request) -> None:
+    for one in requests:
+        engine.add(one)
     while engine.has_work:
         engine.step()
 
@@ -229,46 +230,147 @@ def test_drafts_that_are_known_are_told_as_they_are():
 
 
 class OnDevice(KnownAnswers):
-    """Passes on where its drafts lie. Others take their places as soon as a step that verifies them is on its way."""
+    """Passes on where its drafts lie. Others take their places as soon as a step that verifies them is on its way:
+    with `rows_ahead` those that stand behind what that step accepts.
+    """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rows_ahead: int = 0) -> None:
         super().__init__(alone)
         self.drafts = DeviceDrafts(most, 8, torch.device("cpu"))
+        self.rows_ahead = rows_ahead
+        self.sampled = torch.zeros(8, dtype=torch.int64)
+        self.not_accepted = torch.zeros(8, dtype=torch.int32)
+        self._begun: list[int] = []
+        self._asking: dict[int, tuple[Request, int]] = {}  # by slot, and the tokens that its answer has on the device
 
     def propose(self, asking: list[Asking]) -> list[Tokens]:
+        if waits_for_step(asking):
+            return [np.zeros(a.most, np.int32) for a in asking]
+        self._asking = {a.slot: (a.request, len(a.request.output)) for a in asking}
         for column, tokens in enumerate(super().propose(asking)):
-            self.drafts.made[:, column] = 0
-            self.drafts.made[: len(tokens), column] = torch.from_numpy(tokens)
-        known = [Known(a.slot, a.length, NO_TOKENS, a.most) for a in asking]
-        return self.drafts.hand_out(known, [a.slot for a in asking], self.drafts.copy(len(asking)))
+            self._make(column, tokens)
+        return self.drafts.hand_out(asking, [a.slot for a in asking], self.drafts.copy(len(asking)))
 
-    def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> None:
-        self.drafts.made.fill_(1)
+    def ahead(self, asking: list[Asking]) -> list[Tokens]:
+        if not {a.slot for a in asking} <= set(self._begun):
+            return super().ahead(asking)
+        return self.drafts.hand_out(asking, self._begun, self.drafts.copy(len(self._begun)))
+
+    def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> bool:
+        if not self.rows_ahead:
+            self.drafts.made.fill_(1)
+            return False
+        told, row, self._begun = [self.drafts.resolved(torch.from_numpy(d)) for d in drafts], 0, []
+        for slot, tokens in zip(slots, told, strict=True):
+            count = accepted(sampled[row : row + len(tokens)].tolist(), tokens.numpy())
+            self.sampled[slot], self.not_accepted[slot] = sampled[row + count], len(tokens) - count
+            row += 1 + len(tokens)
+            if slot in self._asking:
+                one, come = self._asking[slot]
+                self._asking[slot] = one, come + count + 1
+                self._make(len(self._begun), self.behind(one, come + count + 1, len(self.drafts.made)))
+                self._begun.append(slot)
+        return True
 
     def tell(self, drafts: list[Tokens]) -> list[Tokens]:
         return self.drafts.tell(drafts)
 
+    def _make(self, column: int, tokens: Tokens) -> None:
+        self.drafts.made[:, column] = 0
+        self.drafts.made[: len(tokens), column] = torch.from_numpy(tokens)
+
 
 class ResolvingRunner(HistoryRunner):
-    def __init__(self, drafts: DeviceDrafts) -> None:
+    """Knows what only the device knows: drafts, and how many of a step's before were accepted."""
+
+    def __init__(self, drafter: OnDevice) -> None:
         super().__init__(8)
-        self._drafts = drafts
+        self.drafter, self.sampled = drafter, drafter.sampled
+        self.steps_ahead = 0
 
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Any:
-        resolved = [replace(c, tokens=self._drafts.resolved(torch.from_numpy(c.tokens)).numpy()) for c in batch.chunks]
-        return super().forward(replace(batch, chunks=resolved), all_logits_slots=all_logits_slots)
+        too_far = self.drafter.not_accepted if batch.is_ahead else torch.zeros(8, dtype=torch.int32)
+        chunks = []
+        for chunk in batch.chunks:
+            tokens = self.drafter.drafts.resolved(torch.from_numpy(chunk.tokens)).numpy().copy()
+            tokens[tokens == LAST_SAMPLED] = self.sampled[chunk.slot]
+            chunks.append(replace(chunk, start=chunk.start - int(too_far[chunk.slot]), tokens=tokens))
+        positions = batch.decode_positions - too_far[batch.decode_slots].numpy()
+        moved = replace(batch, chunks=chunks, decode_positions=positions)
+        output = super().forward(moved, all_logits_slots=all_logits_slots)
+        self.steps_ahead += batch.is_ahead
+        if not batch.is_ahead:
+            return output
+        return replace(output, too_far=too_far[np.repeat(batch.sampling_slots, batch.sampled_rows)])
+
+
+def device_engine(overlapped: bool, rows_ahead: int, **rest: Any) -> Engine:
+    drafter = OnDevice(4, rows_ahead)
+    engine = drafting_engine(overlapped, 4, speculator=Eager(drafter, 4), **rest)
+    engine.runner = ResolvingRunner(drafter)
+    return engine
 
 
 @BOTH_WAYS
+@pytest.mark.parametrize("rows_ahead", [0, 40])
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_answers_are_the_same_with_drafts_that_only_the_device_knows(overlapped, kind):
-    drafter = OnDevice(4)
-    engine = drafting_engine(overlapped, 4, speculator=Eager(drafter, 4))
-    engine.runner = ResolvingRunner(drafter.drafts)
+def test_answers_are_the_same_with_drafts_that_only_the_device_knows(overlapped, kind, rows_ahead):
+    engine = device_engine(overlapped, rows_ahead)
     requests = [request(str(i), prompt(i, 3 + 9 * i), max_tokens=30, **SAMPLING[kind]) for i in range(5)]
     run(engine, *requests)
     assert [r.output for r in requests] == [solo(r.prompt, r.params) for r in requests]
     assert sum(r.accepted_tokens for r in requests) > 50
+    goes_ahead = overlapped and rows_ahead and kind != "penalized"
+    assert bool(engine.runner.steps_ahead) == bool(goes_ahead), "penalties hang on tokens that the host has to know"
+
+
+@pytest.mark.parametrize(("memory", "keep"), [(1, False), (8, True)])
+def test_steps_go_ahead_with_little_memory_restore_points_and_stop_tokens(memory, keep):
+    engine = device_engine(True, 40, sequences=memory, keep=keep)
+    stops = (3, 30)
+    requests = [request(str(i), prompt(i, 20), max_tokens=150, stop_token_ids=stops[i % 2 :]) for i in range(6)]
+    finish(engine, *requests)
+    assert [r.output for r in requests] == [solo(r.prompt, r.params) for r in requests]
+    assert engine.runner.steps_ahead > engine.runner.steps / 3
+    assert bool(engine.scheduler.preemptions) == (memory == 1)
+    if keep:
+        one = requests[0]
+        again = request("again", [*one.prompt.tolist(), *one.output, 5, 6], max_tokens=4)
+        finish(engine, again)
+        assert again.cached_tokens == len(one.prompt) + len(one.output), "its window has not slid past its end"
+
+
+def test_a_step_with_drafts_is_sent_before_the_one_before_it_has_landed():
+    engine = device_engine(True, 40)
+    engine.add(request("r", prompt(1, 7), max_tokens=60, temperature=0))
+    while len(engine._sent_steps) < 1 or not engine._sent_steps[0].drafts:
+        engine.step()
+    steps = engine.runner.steps
+    for sent in range(1, 5):
+        assert engine.step()
+        assert engine.runner.steps == steps + sent and engine.runner.steps_ahead == sent
+        assert len(engine._sent_steps) == 1
+
+
+def test_a_step_of_too_many_rows_is_not_sent_ahead():
+    engine = device_engine(True, 2)
+    requests = [request(str(i), prompt(i, 9), max_tokens=20, temperature=0) for i in range(3)]
+    run(engine, *requests)
+    assert engine.runner.steps_ahead == 0
+    assert [r.output for r in requests] == [solo(r.prompt, r.params) for r in requests]
+
+
+@pytest.mark.parametrize("fails_at", range(3, 8))
+def test_a_step_that_fails_takes_the_one_ahead_of_it_with_it_and_no_other(fails_at):
+    engine = device_engine(True, 40)
+    engine.runner.fail_at[fails_at] = RuntimeError("the device is out of order")
+    one = request("r", prompt(1, 7), max_tokens=60, temperature=0)
+    finish(engine, one)
+    assert one.finish_reason is FinishReason.FAILED and "out of order" in str(one.error)
+    assert one.output == solo(one.prompt, one.params)[: len(one.output)]
+    other = request("other", prompt(2, 7), max_tokens=40)
+    run(engine, other)
+    assert other.output == solo(other.prompt, other.params)
 
 
 def test_decoding_rows_of_one_sequence_one_behind_another_are_one_segment():
@@ -332,8 +434,8 @@ def test_as_many_drafts_are_verified_as_their_chances_are_worth():
     speculator.stepped(1, 0, 0.010)
     speculator.stepped(1, 4, 0.018)  # a draft costs a fifth of a step
     assert len(speculator.drafts(one, 1)[0]) == 3, "1 + 0.7 + 0.49 + 0.34 tokens, and the next is worth 0.24"
-    for accepted in (1, 0, 1, 0, 1, 0):
-        speculator.verified(one[0].request, 4, accepted)
+    for right in (1, 0, 1, 0, 1, 0):
+        speculator.verified(one[0].request, 4, right)
     assert len(speculator.drafts(one, 1)[0]) == 1
     for _ in range(12):
         speculator.verified(one[0].request, 1, 0)
@@ -347,9 +449,9 @@ def test_more_drafts_are_verified_of_a_kind_of_guess_that_is_often_right():
     speculator.stepped(1, 4, 0.018)
     found = {}
     for _ in range(10):
-        for drafter.kind, accepted in ((2, 0), (5, 4)):
+        for drafter.kind, right in ((2, 0), (5, 4)):
             found[drafter.kind] = len(speculator.drafts(one, 1).get(0, ()))
-            speculator.verified(one[0].request, 4, accepted)
+            speculator.verified(one[0].request, 4, right)
     assert found[2] <= 1 and found[5] == 4
     speculator.forget(one[0].request)
     assert not speculator._kind_of

@@ -45,6 +45,7 @@ def model_logits(history: tuple[int, ...]) -> torch.Tensor:
 class Output:
     logits: torch.Tensor
     prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = field(default_factory=dict)
+    too_far: torch.Tensor | None = None
 
 
 class HistoryRunner:

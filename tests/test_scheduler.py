@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,11 +20,13 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
 from windowpane.kv.tier import HostTier
-from windowpane.schedule.batch import Batch, PromptChunk, accepted
+from windowpane.runners.plain import verifies_only
+from windowpane.schedule.batch import LAST_SAMPLED, Batch, PromptChunk, accepted
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler
 
 STOP = 7
+LATER = -2  # a draft that is made when its step runs
 LONG = os.environ.get("WINDOWPANE_LONG")  # examples to run instead of the fast slice, e.g. 20000 for a million steps
 
 
@@ -53,6 +56,8 @@ class Engine:
         self.device = Device(scheduler.manager)
         self.history: dict[int, tuple[int, ...]] = {}
         self.sampled: dict[int, int] = {}
+        self.not_accepted: dict[int, int] = {}  # drafts of each slot's last step
+        self.steps_ahead = 0
         self.pending: list[Batch] = []
         self.known: dict[tuple[int, int], tuple[int, ...]] = {}  # what a step's chunks take for computed
         self.given_up: dict[int, set[tuple[int, int]]] = {}
@@ -63,11 +68,35 @@ class Engine:
         self.done: list[tuple[list[int], list[int]]] = []
 
     def schedule(self) -> bool:
-        batch = self.scheduler.schedule(self._drafts() if not self.scheduler.steps_in_flight else None)
+        if self.scheduler.may_go_ahead:
+            drafts = self._drafts_ahead()
+        else:
+            drafts = self._drafts() if not self.scheduler.steps_in_flight else None
+        batch = self.scheduler.schedule(drafts)
         if batch is None:
             return False
+        self.steps_ahead += batch.is_ahead
         self.take(batch)
         return True
+
+    def _drafts_ahead(self) -> dict[int, np.ndarray]:
+        """For some sequences, some drafts that are made when the step runs: see `_made`."""
+        rooms = {slot: self.scheduler.draft_room(slot) for slot in self.scheduler.decoding_slots.tolist()}
+        return {
+            slot: np.full(self.drafter.integers(1, room + 1), LATER)
+            for slot, room in rooms.items()
+            if room and self.drafter.random() < 0.8
+        }
+
+    def _made(self, chunk: PromptChunk) -> PromptChunk:
+        """What a chunk of a step that went ahead computes, now that its sequence is known."""
+        history = (*self.history[chunk.slot], self.sampled[chunk.slot])
+        assert chunk.tokens.tolist() == [LAST_SAMPLED] + [LATER] * chunk.drafts
+        for _ in range(chunk.drafts):
+            history += (next_token(history) if self.drafter.random() < 0.7 else 10_000 + self.computed_tokens,)
+        start = chunk.start - self.not_accepted[chunk.slot]
+        assert start == len(self.history[chunk.slot])
+        return replace(chunk, start=start, tokens=np.array(history[start:]))
 
     def _drafts(self) -> dict[int, np.ndarray]:
         """For some sequences, some tokens that are right with a probability of 0.7 each."""
@@ -83,7 +112,7 @@ class Engine:
 
     def take(self, batch: Batch) -> None:
         assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
-        for chunk in batch.chunks:
+        for chunk in [] if batch.is_ahead else batch.chunks:
             known = self.scheduler.running[chunk.slot].tokens(0, chunk.start)
             self.known[batch.step, chunk.slot] = tuple(known.tolist())
         for transfer in batch.changes.transfers:
@@ -106,20 +135,27 @@ class Engine:
         state_slots = batch.state_slots.tolist()
         tokens, counts = [], []
         for slot, position in zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True):
-            assert position == len(self.history[slot])
+            assert position - (self.not_accepted[slot] if batch.is_ahead else 0) == len(self.history[slot])
+            self.not_accepted[slot] = 0
             self._compute(slot, (self.sampled[slot],), state_slots.pop(0))
             tokens.append(self._sample(slot))
             counts.append(1)
         stored = {c.slot: self.hidden[c.hidden] for c in batch.chunks if c.hidden is not None}
+        assert verifies_only(batch) == bool(batch.chunks and all(c.drafts is not None for c in batch.chunks))
         for chunk in batch.chunks:
             if chunk.start == 0:
                 self.device.write_encoder(chunk.slot)
-            before = self.known.pop((batch.step, chunk.slot))
+            if batch.is_ahead:
+                chunk, before = self._made(chunk), self.history[chunk.slot]
+            else:
+                before = self.known.pop((batch.step, chunk.slot))
             assert chunk.start == len(before)
             self.history[chunk.slot] = before
             state_slot = state_slots.pop(0)
             if len(chunk.tokens):
                 self._compute(chunk.slot, tuple(chunk.tokens.tolist()), state_slot)
+                if verifies_only(batch):
+                    self.device.read_rows(chunk.slot, self.history[chunk.slot], chunk.start)
             else:
                 assert stored[chunk.slot] == before, "another prompt's hidden state"
             if chunk.keep_hidden is not None:
@@ -137,15 +173,17 @@ class Engine:
         tokens, counts = self.done.pop(0)
         return self.scheduler.commit(tokens, counts)
 
-    def run(self, limit: int = 100_000) -> None:
+    def run(self, limit: int = 100_000, *, goes_ahead: bool = False) -> None:
         for _ in range(limit):
             may_schedule = self.scheduler.steps_in_flight < self.most_in_flight
-            if may_schedule and not self.schedule() and not self.scheduler.steps_in_flight:
+            scheduled = may_schedule and self.schedule()
+            if may_schedule and not scheduled and not self.scheduler.steps_in_flight:
                 if not self.device.under_way:
                     break
                 self.land(len(self.device.under_way))
                 continue
-            self.commit()
+            if not (goes_ahead and self.scheduler.may_go_ahead):
+                self.commit()
         assert not self.scheduler.has_work, "work is left but nothing can be scheduled"
 
     def land(self, count: int) -> None:
@@ -157,7 +195,8 @@ class Engine:
 
     @property
     def most_in_flight(self) -> int:
-        return 1 if self.scheduler._unlanded and self.scheduler._unlanded[-1].verifying else 2
+        is_verifying = self.scheduler._unlanded and self.scheduler._unlanded[-1].verifying
+        return 1 if is_verifying and not self.scheduler.may_go_ahead else 2
 
     def _verify(self, chunk: PromptChunk) -> list[int]:
         """The tokens sampled behind the last known one and behind all drafts that are right."""
@@ -167,6 +206,7 @@ class Engine:
         count = accepted(sampled, chunk.draft_tokens)
         self.history[chunk.slot] = (*history, *drafts[:count])
         self.sampled[chunk.slot] = sampled[count]
+        self.not_accepted[chunk.slot] = len(drafts) - count
         return sampled[: count + 1]
 
     def _compute(self, slot: int, tokens: tuple[int, ...], state_slot: int) -> None:
@@ -559,25 +599,94 @@ def test_no_draft_goes_beyond_the_end_of_an_answer():
     assert engine.scheduler.draft_room(0) == 1
 
 
-def test_steps_with_drafts_do_not_overlap():
+def test_a_step_that_hides_where_the_next_one_starts_is_waited_for():
     scheduler = engine_for(4, 500, slots=8, drafts=3).scheduler
     scheduler.add(request("r", 100))
     scheduler.schedule(), scheduler.commit([1])
     scheduler.schedule()
-    with pytest.raises(RuntimeError, match="steps with drafts do not overlap"):
+    with pytest.raises(RuntimeError, match="hides where the next one starts"):
         scheduler.schedule({0: np.array([1])})
     scheduler.commit([1])
     scheduler.schedule({0: np.array([1])})
-    with pytest.raises(RuntimeError, match="steps with drafts do not overlap"):
-        scheduler.schedule()
+    scheduler.add(request("another", 100))
+    with pytest.raises(RuntimeError, match="hides where the next one starts"):
+        scheduler.schedule()  # a prompt needs chunks
+
+
+def test_a_step_goes_ahead_of_one_with_drafts_and_lies_where_they_were_accepted():
+    scheduler = engine_for(1, 500, slots=1, drafts=3).scheduler
+    manager = scheduler.manager
+    one = request("r", 20, max_tokens=50)
+    scheduler.add(one)
+    scheduler.schedule(), scheduler.commit([1])
+    assert not scheduler.may_go_ahead
+    scheduler.schedule({0: np.array([2, 3, 9])})
+    assert scheduler.may_go_ahead and scheduler.draft_room(0) == 3
+    batch = scheduler.schedule({0: np.array([-7, -8, -9])})
+    (chunk,) = batch.chunks
+    assert batch.is_ahead and (chunk.start, chunk.tokens.tolist()) == (24, [LAST_SAMPLED, -7, -8, -9])
+    assert manager.lengths[0] == 28
+    scheduler.commit([2, 3, 4], [3])
+    assert (manager.lengths[0], one.output) == (27, [1, 2, 3, 4]), "one draft was not accepted"
+    batch = scheduler.schedule({0: np.array([-7])})
+    assert (batch.is_ahead, batch.chunks[0].start) == (True, 27)
+    scheduler.commit([5], [1])
+    scheduler.commit([6, 7], [2])
+    assert (manager.lengths[0], one.output) == (26, [1, 2, 3, 4, 5, 6, 7])
+    assert not scheduler.schedule({0: np.array([8])}).is_ahead
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_answers_are_the_same_where_most_steps_go_ahead(keep):
+    windows = [TokenCache(layer, Window(tokens), 1, 64, 64) for layer, tokens in ((1, 40), (2, 17))]
+    layout = layout_of([TokenCache(0, Full(), 1, 64, 64), *windows], block_tokens=16)
+    rollback = rollback_for(4, layout)
+    manager = KVManager(layout, Capacity(layout, 0, rollback).slabs_for(3, 400), 8, 1000, rollback)
+    points = RestorePoints(manager) if keep else None
+    engine = Engine(Scheduler(manager, 64, 16, points, draft_tokens=4))
+    requests = [request(str(i), 30 + 7 * i, max_tokens=200) for i in range(12)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run(goes_ahead=True)
+    assert [r.output for r in requests] == [solo_output(r) for r in requests]
+    assert engine.scheduler.preemptions and engine.steps_ahead > engine.scheduler._step / 2
+
+
+def test_nobody_goes_ahead_where_an_answer_may_end():
+    scheduler = engine_for(1, 500, slots=1, drafts=3).scheduler
+    scheduler.add(request("r", 20, max_tokens=5))
+    scheduler.schedule(), scheduler.commit([1])
+    scheduler.schedule({0: np.array([2, 3, 9])})
+    assert not scheduler.may_go_ahead, "all five tokens may be on their way"
+    scheduler.commit([2], [1])
+    assert scheduler.schedule().decode_positions.tolist() == [21]
+
+
+def test_an_answer_is_kept_up_to_its_end_where_a_step_has_gone_on_behind_it():
+    layout = layout_of(FULL_AND_WINDOW, block_tokens=16)
+    manager = KVManager(layout, 60, 2, 1000, rollback_for(3, layout))
+    points = RestorePoints(manager)
+    scheduler = Scheduler(manager, 64, 32, points, draft_tokens=3)
+    one = Request("r", np.arange(20), SamplingParams(50, stop_token_ids=(STOP,)))
+    scheduler.add(one)
+    scheduler.schedule(), scheduler.commit([1])
+    scheduler.schedule({0: np.array([2, STOP, 3])})
+    assert scheduler.schedule({0: np.array([-7, -8, -9])}).is_ahead
+    assert scheduler.commit([2, STOP, 3, 4], [4]) == [one]
+    assert (one.output, manager.lengths[0]) == ([1, 2, STOP], 28)
+    assert scheduler.commit([5, 6], [2]) == []
+    assert one.output == [1, 2, STOP]
+    manager.check_idle()
+    computed = np.array([*range(20), 1, 2, STOP, 3, 4, 5, 6, 7])
+    assert points.look_up(one.prefix_key, computed, may_skip_last=False).length == 23
 
 
 def test_drafts_that_could_not_be_taken_back_are_refused():
     layout = layout_of(FULL_AND_WINDOW)
-    with pytest.raises(ValueError, match="3 drafts need a manager with rollback_tokens of at least 3, not 2"):
-        Scheduler(KVManager(layout, 10, 8, 100, rollback_tokens=2), 64, draft_tokens=3)
+    with pytest.raises(ValueError, match="3 drafts need a manager with rollback_tokens of at least 7, not 6"):
+        Scheduler(KVManager(layout, 10, 8, 100, rollback_tokens=6), 64, draft_tokens=3)
     with pytest.raises(ValueError, match=r"\(8\) × 4 \(with 3 drafts each\)"):
-        Scheduler(KVManager(layout, 10, 8, 100, rollback_tokens=3), 31, draft_tokens=3)
+        Scheduler(KVManager(layout, 10, 8, 100, rollback_tokens=7), 31, draft_tokens=3)
     states = layout_of([StateCache(0, (StatePart("recurrent", 4, 256),))])
     with pytest.raises(ValueError, match="3 drafts need a manager with rollback_tokens of at least 4, not 3"):
         Scheduler(KVManager(states, 10, 8, 100, rollback_tokens=3), 64, draft_tokens=3)

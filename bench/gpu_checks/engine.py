@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec, from_config
 from windowpane.models.adapters import AdapterRoom
 from windowpane.models.drafters import drafter_for
+from windowpane.runners.assistant import Assistant
 from windowpane.runners.cuda import CudaRunner
 from windowpane.runners.plain import Runner
 from windowpane.schedule.adapters import AdapterSlots
@@ -112,7 +114,8 @@ def drafter_equals_reference(
     name: str, who: str, device: str = "cuda", lengths: tuple[int, ...] = (1, 5, 130), new_tokens: int = NEW_TOKENS
 ) -> str:
     """What a model drafts in float32, beside drafts of which some are right: plain torch, and the fused path. And
-    answers with its own drafts, accepted by chance: whether or not they stay on the device until they are verified.
+    answers with its own drafts, accepted by chance: whether or not they stay on the device until they are verified. Of
+    an assistant, whose steps are sent ahead of what the host knows, answers with drafts that are right by chance.
     """
     answers = run(name, Setting(fused=False, overlapped=False), device, lengths, new_tokens)
     found = []
@@ -129,6 +132,9 @@ def drafter_equals_reference(
         if greedy(engine, lengths, new_tokens) != answers:
             raise AssertionError(f"{setting}: tokens differ")
         found.append(overheard.said)
+        if isinstance(runner.drafter, Assistant):
+            answers_ahead(name, setting, device, lengths, answers)
+            continue
         said = []
         for kind in (ModelDrafter, Told):
             engine = _engine(name, setting, torch.device(device), max(lengths) + new_tokens, len(lengths))
@@ -148,6 +154,55 @@ def drafter_equals_reference(
     if compared < new_tokens:
         raise AssertionError(f"only {compared} drafts could be compared")
     return f"{compared} drafts"
+
+
+def answers_ahead(
+    name: str, setting: Setting, device: str, lengths: tuple[int, ...], answers: Sequence[Sequence[int]]
+) -> None:
+    """Greedy answers where the device alone knows drafts, of which it has seven of ten right, and what is accepted."""
+    ahead = replace(setting, overlapped=True)
+    new_tokens = len(answers[0])
+    engine = _engine(name, ahead, torch.device(device), max(lengths) + new_tokens, len(lengths))
+    runner, forward, steps_ahead = engine.runner, engine.runner.forward, list[bool]()
+    assert isinstance(runner, CudaRunner) and isinstance(runner.drafter, Assistant)
+    drafts_from(runner.drafter, engine, answers)
+
+    def counting(batch: Batch, **rest: Any) -> Any:
+        steps_ahead.append(batch.is_ahead)
+        return forward(batch, **rest)
+
+    runner.forward = counting  # type: ignore[method-assign]
+    engine.speculator = Eager(ModelDrafter(runner.drafter), ahead.drafts)
+    if greedy(engine, lengths, new_tokens) != answers:
+        raise AssertionError(f"{ahead}: tokens differ where steps go ahead")
+    stats = engine.speculator.stats
+    if sum(steps_ahead) < len(steps_ahead) / 4 or stats.accepted_tokens < stats.draft_tokens / 3:
+        raise AssertionError(
+            f"{ahead}: {sum(steps_ahead)} of {len(steps_ahead)} steps went ahead, and {stats.accepted_tokens} of "
+            f"{stats.draft_tokens} drafts were accepted"
+        )
+
+
+def drafts_from(drafter: Assistant, engine: Engine, answers: Sequence[Sequence[int]]) -> None:
+    """Let an assistant draft, and put tokens of these answers in the place of its drafts, or wrong ones: which, is
+    found on the device, by the position that it has drafted from.
+    """
+    run, made = drafter._graphs.run, drafter.drafts.made
+
+    def draft(own: Callable[[int], None], size: int) -> None:
+        run(own, size)
+        longest = engine.manager.max_model_len + 2 + len(made)
+        texts = np.zeros((engine.manager.num_slots, longest), dtype=np.int32)
+        for slot, request in engine.scheduler.running.items():
+            whole = [*request.prompt.tolist(), *answers[int(request.id)]]
+            texts[slot, : len(whole)] = whole
+        slots, positions = drafter._segments[:size, 0].long(), drafter._places[0, :size].long().clamp(min=0)
+        there = torch.from_numpy(texts).to(made.device)
+        for place, column in enumerate(made[:, :size], start=2):  # the token behind the last one is sampled
+            at = positions + place
+            column.copy_(there[slots, at] + ((at * 7 + slots) % 10 < 3))
+
+    drafter._graphs.run = draft  # type: ignore[method-assign]
 
 
 def with_drafter(
@@ -331,7 +386,7 @@ def make_runner(
     slabs = (slots + 1) * Capacity(layout, 0, rollback).slabs_for(1, length)
     manager = KVManager(layout, slabs, slots, length, rollback)
     args = (spec, weights, layout, slabs, slots, length)
-    common = {"device": device, "dtype": dtype, "rollback_tokens": rollback, "drafter_weights": own}
+    common = {"device": device, "dtype": dtype, "draft_tokens": drafts, "drafter_weights": own}
     common["adapter_room"] = AdapterRoom(adapters, ADAPTER_RANK) if adapters else None
     if fused:
         runner: Runner | CudaRunner = CudaRunner(*args, **common, use_graphs=graphs, use_hopper=hopper)

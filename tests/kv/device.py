@@ -121,6 +121,17 @@ class Device:
                 assert old <= tail.start < tail.stop <= new, "a tail outside its chunk"
                 self._write_tail(tail, history)
 
+    def read_rows(self, slot: int, history: tuple[int, ...], old: int) -> None:
+        """Tokens from `old` on were decoding rows, each of which finds those before it in pages."""
+        for g, group in enumerate(self.layout.groups):
+            if isinstance(group.retention, State | Cross):
+                continue
+            reading = self.reading[g][slot]
+            for position in range(group.retention.first_visible(old), len(history)):
+                block, row = divmod(position, group.block_tokens)
+                if position < old or group.retention.held(len(history)).start <= position:
+                    self._expect(g, reading[block % len(reading)], row, hash(history[: position + 1]))
+
     def _write_tail(self, tail: Tail, history: tuple[int, ...]) -> None:
         block_tokens = self.layout.groups[tail.group].block_tokens
         first = tail.start // block_tokens

@@ -9,7 +9,7 @@ import torch
 from tests.running.harness import Knobs, Run, generate_by, generate_with
 from tests.running.small_models import QUANTIZED, save, spec_of
 from windowpane.kv.caches import Cache
-from windowpane.kv.layout import Layout, rollback_for
+from windowpane.kv.layout import Layout
 from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import ONLY_RANK
 from windowpane.models.weights import weight_bytes
@@ -40,7 +40,7 @@ class Model:
         return cls(spec_of(name), path)
 
     def job(
-        self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False, rollback_tokens: int = 0
+        self, layout: Layout, slabs: int, slots: int, length: int, *, use_graphs: bool = False, draft_tokens: int = 0
     ) -> RankJob:
         return RankJob(
             spec=self.spec,
@@ -55,7 +55,7 @@ class Model:
             batched_tokens=slots,
             use_graphs=use_graphs,
             need_bytes=0,
-            rollback_tokens=rollback_tokens,
+            draft_tokens=draft_tokens,
             drafter_source=self.drafter_source,
         )
 
@@ -67,8 +67,7 @@ class Model:
         """Greedy answers of both ranks, whose bytes are those of the plan."""
 
         def make_runner(layout: Layout, slabs: int, length: int) -> ParallelRunner:
-            rollback = rollback_for(knobs.drafts, layout)
-            job = self.job(layout, slabs, knobs.num_slots, length, rollback_tokens=rollback)
+            job = self.job(layout, slabs, knobs.num_slots, length, draft_tokens=knobs.drafts)
             runner, reports = start_on(workers, job)
             planned = RankReport(weight_bytes(self.spec, RANKS), slabs * layout.slab_bytes, None)
             assert reports == [planned] * RANKS

@@ -76,14 +76,13 @@ def generate_with(spec: ModelSpec, weights: Weights, prompts: list[list[int]], m
     def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
         device = torch.device("cpu")
         sizes = (layout, slabs, knobs.num_slots, length)
-        rollback = rollback_for(knobs.drafts, layout)
         runner = Runner(
             spec,
             weights,
             *sizes,
             device=device,
             dtype=torch.float32,
-            rollback_tokens=rollback,
+            draft_tokens=knobs.drafts,
             host_slabs=host_slabs(layout, length, knobs),
         )
         runner.pages.host.memory.fill_(0xFF)

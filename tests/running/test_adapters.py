@@ -15,7 +15,7 @@ from tests.running.adapters import RANK, merged, write_adapter
 from tests.running.harness import Knobs, Run, generate_by, generate_with, host_slabs
 from tests.running.small_models import spec_of, weights_of
 from tests.running.test_against_transformers import prompt
-from windowpane.kv.layout import Layout, rollback_for
+from windowpane.kv.layout import Layout
 from windowpane.models.adapters import AdapterError, AdapterRoom
 from windowpane.models.tensors import ONLY_RANK
 from windowpane.runners.plain import Runner
@@ -39,7 +39,7 @@ def run_adapted(name: str, paths: list[Path], prompts: list[list[int]], knobs: K
         runner = Runner(
             spec, weights_of(name), layout, slabs, knobs.num_slots, length, device=torch.device("cpu"),
             dtype=torch.float32, adapter_room=room, host_slabs=host_slabs(layout, length, knobs),
-            rollback_tokens=rollback_for(knobs.drafts, layout),
+            draft_tokens=knobs.drafts,
         )  # fmt: skip
         assert runner.adapters is not None
         for number, path in enumerate(paths, start=1):

@@ -23,7 +23,7 @@ from tests.running.test_against_transformers import prompt
 from tests.running.test_independence import assert_same
 from windowpane.device.pages import KVPages
 from windowpane.kv.capacity import Capacity
-from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
+from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
 from windowpane.kv.manager import KVManager
 from windowpane.lowering.cpu.model import lower
 from windowpane.lowering.linear import Parameters
@@ -267,9 +267,9 @@ def drafted(
     spec, weights = spec_of(target).with_drafter(drafting), {**weights_of(target), **(also or {})}
 
     def make_runner(layout: Layout, slabs: int, length: int) -> Runner:
-        sizes, rollback = (layout, slabs, knobs.num_slots, length), rollback_for(knobs.drafts, layout)
+        sizes = (layout, slabs, knobs.num_slots, length)
         return Runner(
-            spec, weights, *sizes, device=CPU, dtype=torch.float32, rollback_tokens=rollback, drafter_weights=own
+            spec, weights, *sizes, device=CPU, dtype=torch.float32, draft_tokens=knobs.drafts, drafter_weights=own
         )  # fmt: skip
 
     return generate_by(make_runner, list(spec.caches), [prompt(*p) for p in PROMPTS], new_tokens, knobs)

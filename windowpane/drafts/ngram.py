@@ -6,11 +6,10 @@ It costs no weights, and guesses well where an answer repeats its prompt: edits,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from windowpane.drafts.drafter import Asking
+from windowpane.drafts.drafter import Asking, HostKnows
 from windowpane.schedule.request import Request, Tokens
 
 NOTHING: Tokens = np.zeros(0, dtype=np.int32)
@@ -18,7 +17,7 @@ NOTHING: Tokens = np.zeros(0, dtype=np.int32)
 ALIKE, OF_LAST = 2, 4
 
 
-class NgramDrafter:
+class NgramDrafter(HostKnows):
     """Looks up the last `longest` tokens, then fewer, down to `shortest`."""
 
     is_free = True
@@ -33,12 +32,6 @@ class NgramDrafter:
     def kind_of(self, request: Request) -> int:
         """The longer the run that stood before, the likelier is what followed it."""
         return self._texts[request].run if request in self._texts else 0
-
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: Any) -> None:
-        """Tokens are looked up on the host."""
-
-    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
-        return list(drafts)
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request, None)

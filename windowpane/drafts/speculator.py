@@ -68,14 +68,17 @@ class Speculator:
         self._verified_steps = 0  # since the last step without drafts
         self._plain_steps = 0  # since the last one with
 
-    def drafts(self, asking: Sequence[Asking], sequences: int) -> dict[int, Tokens]:
-        """Drafts by slot, for a step in which so many sequences decode; none where they would not pay."""
+    def drafts(self, asking: Sequence[Asking], sequences: int, *, is_ahead: bool = False) -> dict[int, Tokens]:
+        """Drafts by slot, for a step in which so many sequences decode; none where they would not pay.
+
+        `is_ahead`: the step is sent off before the one before it has landed, which has drafts.
+        """
         plain = self.costs.plain(sequences)
         if plain is None or not asking or self._verified_steps >= REFRESH:
             return {}
         if not self._is_worth_asking(asking, sequences, plain):
             return {}
-        proposed = self.drafter.propose(asking)
+        proposed = self.drafter.ahead(asking) if is_ahead else self.drafter.propose(asking)
         if self.drafter.is_free:
             self._compare(asking, proposed)
         self._kind_of |= {a.request: self.drafter.kind_of(a.request) for a in asking}

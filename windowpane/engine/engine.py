@@ -10,12 +10,14 @@ With a host tier, pages are copied beside steps: each step begins with looking f
 else is to be done than to wait for one, a step without rows carries the order, and steps return at once until then.
 
 With a speculator, a step may verify drafts: each of their places samples a token as it would without them, and those
-that equal their drafts save a step each. What is drafted hangs on the tokens before it, so such a step waits until no
-other is in flight, and none is sent off before it has landed. Steps overlap as ever while no drafts are worth that.
+that equal their drafts save a step each. Where the device drafts, counts what is accepted and goes on from there, the
+next step is sent off *ahead* of that knowledge, and steps overlap as ever. Else what is drafted hangs on tokens that
+the host has to know, so such a step waits until no other is in flight, and none is sent off before it has landed.
 
-    with drafts  run n ─ commit n ─ draft and schedule n+1 ─ run n+1 ─ text of n ─ commit n+1 ─ …
+    ahead        schedule n ─ run n ─ schedule n+1 ─ run n+1 ─ commit n ─ …
+    else         run n ─ commit n ─ draft and schedule n+1 ─ run n+1 ─ text of n ─ commit n+1 ─ …
 
-Overlapped, the next step is sent off before `step` returns the tokens of the one that landed: they become text, stop
+Either way the next step is sent off before `step` returns the tokens of the one that landed: they become text, stop
 strings are looked for and requests come in while the device verifies.
 """
 
@@ -63,6 +65,8 @@ class Output(Protocol):
     def prompt_logits(self) -> dict[int, Callable[[slice], Tensor]]: ...
     @property
     def prompt_hidden(self) -> dict[int, Tensor]: ...
+    @property
+    def too_far(self) -> Tensor | None: ...
 
 
 class StepRunner(Protocol):
@@ -187,6 +191,8 @@ class Engine:
         if len(self._sent_steps) > 1:  # an interrupt came between sending one off and landing the one before
             return self._land()
         failed = any(sent.error is not None for sent in self._sent_steps)  # nothing is built on such a step
+        if not failed and (ahead := self._drafts_ahead()) and self._schedule(ahead):
+            return self._land()
         drafts = {} if failed else self._drafts()
         if self._sent_steps and (drafts or self._sent_steps[0].drafts):
             return self._land_and_go_on()  # drafts are worth waiting for it
@@ -225,6 +231,25 @@ class Engine:
             if (room := scheduler.draft_room(slot))
         ]
         return speculator.drafts(asking, len(decoding))
+
+    def _drafts_ahead(self) -> dict[int, Tokens]:
+        """Drafts for a step that is sent off before the last one has landed, which has some too; none where the host
+        has to know first what is accepted.
+        """
+        speculator, scheduler = self.speculator, self.scheduler
+        most_rows = 0 if speculator is None else speculator.drafter.rows_ahead
+        if speculator is None or not most_rows or not self._sent_steps or not self._sent_steps[0].drafts:
+            return {}
+        if not all(_may_go_ahead(r) for r in self._sent_steps[0].sampling) or not scheduler.may_go_ahead:
+            return {}
+        slots = scheduler.decoding_slots.tolist()
+        asking = [
+            Asking(scheduler.running[slot], slot, int(scheduler.manager.lengths[slot]), room)
+            for slot in slots
+            if (room := scheduler.draft_room(slot))
+        ]
+        drafts = speculator.drafts(asking, len(slots), is_ahead=True)
+        return drafts if len(slots) + sum(map(len, drafts.values())) <= most_rows else {}
 
     def _schedule(self, drafts: dict[int, Tokens]) -> bool:
         """Send the next step off, if there is one to send."""
@@ -291,7 +316,7 @@ class Engine:
             self._tell_drafts(sent)
         positions = _sampled_positions(batch)
         masks, drafted = self._masks(sent, positions), sent.drafts_before_rows() if sent.drafts else None
-        sampled = self.sampler.sample(output.logits, sent.row_requests(), positions, masks, drafted)
+        sampled = self.sampler.sample(output.logits, sent.row_requests(), positions, masks, drafted, output.too_far)
         if not sent.drafts:  # else it is not known yet which token is a sequence's last one
             self.runner.take_sampled(to_device(sent.slots, sampled.tokens.device), sampled.tokens)
         sent.ended = Moment(sampled.tokens.device)
@@ -300,7 +325,8 @@ class Engine:
             sent.logprobs = HostLogprobs(sampled.logprobs)
             sent.logprob_rows = sampled.logprob_rows
         if sent.drafts and self.speculator is not None:
-            self.speculator.drafter.begin(sent.slots.tolist(), sent.drafts, sampled.tokens)
+            begun = self.speculator.drafter.begin(sent.slots.tolist(), sent.drafts, sampled.tokens)
+            sent.device_knows_last = begun
 
     def _masks(self, sent: SentStep, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
         """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.
@@ -372,7 +398,7 @@ class Engine:
     def _settle_drafts(self, sent: SentStep, tokens: NDArray[np.int64], counts: Sequence[int]) -> None:
         """Tell everybody which tokens of a step with drafts count, before another step is put together."""
         assert self.speculator is not None
-        last, sampled = [], tokens.tolist()
+        last, sampled = list[int](), tokens.tolist()
         for request, drafts, row, count in zip(sent.sampling, sent.drafts, sent.first_rows(), counts, strict=True):
             last.append(sampled[row + count - 1])
             if request.finish_reason is None:
@@ -380,8 +406,9 @@ class Engine:
                 if len(drafts):
                     self.speculator.verified(request, len(drafts), count - 1)
                     request.drafted_tokens += len(drafts)
-        device = self.sampler.device
-        self.runner.take_sampled(to_device(sent.slots, device), to_device(last, device, torch.int64))
+        if not sent.device_knows_last:
+            device = self.sampler.device
+            self.runner.take_sampled(to_device(sent.slots, device), to_device(last, device, torch.int64))
 
     def _forget(self, request: Request) -> None:
         self.sampler.forget(request)
@@ -474,6 +501,15 @@ class Engine:
         for what, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > vocab_size:
                 raise ValueError(f"request {request.id}: {what} {count} exceeds the vocabulary of {vocab_size:,}")
+
+
+def _may_go_ahead(request: Request) -> bool:
+    """Whether a step may have a request's rows before the host knows the tokens before them: what they are sampled by
+    does not hang on those, and nothing is to be read of the step before while no other is on its way.
+    """
+    params = request.params
+    can_wait = request.matcher is None and not params.has_penalties and not params.return_routed_experts
+    return can_wait and len(request.output) >= params.min_tokens
 
 
 def _outputs(request: Request, before: int, row: int, logprobs: dict[int, TokenLogprobs]) -> Iterator[TokenOutput]:

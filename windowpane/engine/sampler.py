@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windowpane.device.transfer import to_device
+from windowpane.drafts.config import MOST_DRAFTS
 from windowpane.lowering.cpu.logits import likeliest
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Request, SamplingParams, Tokens
@@ -67,8 +68,10 @@ class Sampler:
         positions: NDArray[np.int64],
         masks: Mapping[int, NDArray[np.uint32]] | None = None,
         drafted: Mapping[int, Tokens] | None = None,
+        too_far: Tensor | None = None,
     ) -> Sampled:
-        """One token per row. `positions[i]` is the place in its sequence that the token of row i takes.
+        """One token per row. `positions[i]` is the place in its sequence that the token of row i takes, or where
+        `too_far` is given, one that is too far by `too_far[i]`, which the device knows: drafts that were not accepted.
 
         `masks` has the tokens that grammars allow, by row, as `request.Matcher` gives them. In a step with drafts a
         request has several rows: `drafted` has the drafts before each but its first, by row, and which of the tokens
@@ -83,7 +86,8 @@ class Sampler:
         tokens = likeliest(adjusted) if rows.some_greedy else logits.new_empty(len(logits), dtype=torch.int64)
         for drawn in rows.drawn:
             chosen = adjusted if len(drawn.rows) == len(requests) else adjusted[drawn.index]
-            tokens[drawn.index] = draw(chosen, drawn, positions[drawn.rows], self._token_bits)
+            beyond = None if too_far is None else too_far[drawn.index]
+            tokens[drawn.index] = draw(chosen, drawn, positions[drawn.rows], self._token_bits, beyond)
         if rows.penalized and drafted is None:
             self._history.add(rows.history_rows, tokens[rows.penalized_index])
         if not rows.logprob_rows:
@@ -296,10 +300,16 @@ class Draw:
         )
 
 
-def draw(logits: Tensor, drawn: Draw, positions: NDArray[np.int64], token_bits: Tensor) -> Tensor:
-    """One token per row, by the rows' own limits and seeds."""
+def draw(
+    logits: Tensor, drawn: Draw, positions: NDArray[np.int64], token_bits: Tensor, too_far: Tensor | None = None
+) -> Tensor:
+    """One token per row, by the rows' own limits and seeds, at positions that may be `too_far` by so much."""
     scores, tokens = keep_likely(logits, drawn)
-    keys = to_device(noise_keys(drawn.seeds, positions), logits.device)
+    if too_far is None:
+        keys = to_device(noise_keys(drawn.seeds, positions), logits.device)
+    else:
+        possible = noise_keys(drawn.seeds[:, None], positions[:, None] - np.arange(MOST_DRAFTS + 1))
+        keys = to_device(possible, logits.device).gather(1, too_far[:, None].long())[:, 0]
     times = exponential_times((token_bits if tokens is None else token_bits[tokens]) ^ keys.unsqueeze(1))
     winners = scores.exp_().div_(times).max(dim=-1).indices
     return winners if tokens is None else tokens.gather(1, winners.unsqueeze(1)).squeeze(1)

@@ -39,6 +39,7 @@ class SentStep:
     error: BaseException | None = field(default_factory=lambda: RuntimeError("the step was never run"))
     stuck: dict[Request, Exception] = field(default_factory=dict)  # requests whose grammars could not go on
     matchers_advanced: bool = False
+    device_knows_last: bool = False  # of each sequence, the last token that counts, though the step has drafts
 
     def seconds(self, before: Moment | None) -> float:
         """How long it took, now that its tokens are here; `before` is when the step before it ended."""

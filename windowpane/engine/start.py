@@ -226,7 +226,7 @@ def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source:
         num_slots=config.max_num_seqs,
         max_model_len=plan.max_model_len,
         batched_tokens=config.batched_tokens,
-        rollback_tokens=plan.sizing.rollback_tokens,
+        draft_tokens=config.draft_tokens,
         host_slabs=plan.sizing.host.num_slabs,
         drafter_source=drafter_source,
         use_graphs=not config.enforce_eager,

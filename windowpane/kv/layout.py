@@ -199,8 +199,15 @@ def resolve_formats(choice: str, retentions: Iterable[Retention], compute_dtype:
 
 
 def rollback_for(draft_tokens: int, layout: Layout) -> int:
-    """Tokens that a sequence may have to take back: its drafts, and where it has states the token before them too."""
-    return draft_tokens + (draft_tokens > 0 and any(isinstance(g.retention, State) for g in layout.groups))
+    """Tokens that a sequence may have to take back: its drafts, and where it has states the token before them too.
+
+    Without states, a step may be prepared before it is known how many drafts of the one before are accepted: it then
+    has room for all of them, and neither step sees a token whose page that room takes.
+    """
+    if not draft_tokens:
+        return 0
+    has_states = any(isinstance(g.retention, State) for g in layout.groups)
+    return draft_tokens + 1 if has_states else 2 * draft_tokens + 1
 
 
 def plan_layout(

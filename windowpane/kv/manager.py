@@ -57,6 +57,7 @@ class KVManager:
         # Per slot, the groups whose table can still change: a full ring drops out until one of its pages is shared.
         self._open: list[list[int]] = [[] for _ in range(num_slots)]
         self._just_resumed: set[int] = set()  # slots that took over a restore point in the step being put together
+        self._slides_freely = False  # the step that a sequence is being extended for reads no page that it slides past
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -182,6 +183,11 @@ class KVManager:
 
     def extend(self, slot: int, length: int) -> None:
         """Give the sequence the pages that a step up to `length` tokens writes. Never fails inside the reservation."""
+        # What a window slides past can then not be seen by the step's first token either.
+        self._slides_freely = length - int(self.lengths[slot]) <= self.rollback_tokens
+        self._extend(slot, length)
+
+    def _extend(self, slot: int, length: int) -> None:
         old_length = int(self.lengths[slot])
         if not old_length <= length <= self.reserved_tokens[slot]:
             raise ValueError(
@@ -202,10 +208,14 @@ class KVManager:
         those that the sequence has slid past by the chunk's end. A state exists only where a chunk ends, so layouts
         with states leave no such points.
         """
+        if not tails:
+            self.extend(slot, length)
+            return []
+        self._slides_freely = False
         written_from = int(self.lengths[slot])
         points = []
         for tail in tails:
-            self.extend(slot, tail)
+            self._extend(slot, tail)
             point = self.leave_point(slot)
             if point is None:
                 continue
@@ -214,7 +224,7 @@ class KVManager:
                 if table.is_ring:
                     self._log_tail(g, slot, written_from, point)
             written_from = tail
-        self.extend(slot, length)
+        self._extend(slot, length)
         return points
 
     def advance(self, slots: NDArray[np.int64] | int, tokens: int = 1) -> None:
@@ -222,7 +232,7 @@ class KVManager:
         self.lengths[slots] += tokens
 
     def truncate(self, slot: int, length: int) -> None:
-        """Take back the last tokens of a sequence that no step in flight computes: it has `length` tokens again.
+        """Take back the last tokens of a sequence, which no step in flight computes: it has `length` tokens again.
 
         Pages of full groups that become empty are promised to the sequence again, so that it can grow as before.
         Windows and chunks keep their pages, of which the rows beyond `length` are written anew. A page that a restore
@@ -459,7 +469,7 @@ class KVManager:
             emptied = tag < 0
             if emptied:
                 ids, place = np.array([-1 - tag]), (g, slot, column)
-                if place in books.outgoing:
+                if self._slides_freely or place in books.outgoing:
                     books.let_go(g, ids)
                 else:
                     self._note_outgoing(place, ids)
@@ -467,7 +477,7 @@ class KVManager:
                 table.filled[slot] -= 1
                 table.pinned[slot] -= 1
         if (missing := table.column_without_page(slot, position)) is not None:
-            books.fill_one(g, slot, missing, late=emptied, wins_slab=True)
+            books.fill_one(g, slot, missing, late=emptied and not self._slides_freely, wins_slab=True)
 
     def _extend_group(self, g: int, slot: int, old_length: int, length: int) -> None:
         table = self.tables[g]
@@ -479,7 +489,9 @@ class KVManager:
             self.books.fill(g, slot, missing, replaced)
 
     def _slide_past(self, g: int, slot: int, columns: Columns) -> list[int]:
-        """Empty the columns whose shared pages this step slides past; the pages stay until the step is behind us."""
+        """Empty the columns whose shared pages this step slides past, and return those whose pages it still reads: they
+        stay until the step is behind us.
+        """
         table, books = self.tables[g], self.books
         filled = columns[table.entries[slot, columns, 0] != NO_PAGE]
         passed = filled[books.shared[g].is_shared(table.entries[slot, filled, 0])]
@@ -487,7 +499,7 @@ class KVManager:
             return []
         ids = books.shared[g].ids(table.entries[slot, passed].reshape(-1)).reshape(len(passed), -1)
         emptied: list[int] = passed.tolist()
-        again = [(g, slot, column) in books.outgoing for column in emptied]
+        again = [self._slides_freely or (g, slot, column) in books.outgoing for column in emptied]
         # Points inside a chunk empty a column more than once in a step, which reads only the page emptied first.
         books.let_go(g, ids[again].reshape(-1))
         for column, pages, is_there in zip(emptied, ids, again, strict=True):
@@ -496,7 +508,7 @@ class KVManager:
         table.entries[slot, passed] = NO_PAGE
         table.filled[slot] -= len(passed)
         table.pinned[slot] -= len(passed)
-        return emptied
+        return [] if self._slides_freely else emptied
 
     def _note_outgoing(self, place: Place, ids: Ids) -> None:
         """This step still reads these pages, although their column is empty now."""

@@ -55,7 +55,7 @@ class RankJob:
     need_bytes: int
     calibration: Calibration | None = None
     use_chain: bool = True
-    rollback_tokens: int = 0
+    draft_tokens: int = 0
     host_slabs: int = 0
     drafter_source: Path | None = None
     adapter_room: AdapterRoom | None = None
@@ -86,7 +86,7 @@ class RankJob:
                 *sizes,
                 device=device,
                 dtype=dtype,
-                rollback_tokens=self.rollback_tokens,
+                draft_tokens=self.draft_tokens,
                 host_slabs=self.host_slabs,
                 group=group,
                 calibration=self.calibration,
@@ -99,7 +99,7 @@ class RankJob:
             *sizes,
             device=device,
             dtype=dtype,
-            rollback_tokens=self.rollback_tokens,
+            draft_tokens=self.draft_tokens,
             host_slabs=self.host_slabs,
             use_graphs=self.use_graphs,
             use_chain=self.use_chain,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from windowpane.drafts.drafter import Known
+from windowpane.drafts.drafter import HostKnows, Known
 from windowpane.parallel.launch import Workers
 from windowpane.parallel.messages import Draft, Forward, PromptLogits, TakeSampled
 from windowpane.runners.interrupts import interrupts_later
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from windowpane.runners.plain import Runner
 
 
-class ParallelRunner:
-    """What the engine asks of a runner, asked of all ranks. Raises RanksLost once any of them has failed."""
+class ParallelRunner(HostKnows):
+    """What the engine asks of a runner, asked of all ranks. Raises RanksLost once any of them has failed.
+
+    Ranks draft together when all of them are told to, so drafts wait for the host.
+    """
 
     def __init__(self, own: Runner | CudaRunner, workers: Workers) -> None:
         self._own = own
@@ -38,7 +42,7 @@ class ParallelRunner:
         prompt_logits: dict[int, Callable[[slice], torch.Tensor]] = {
             slot: partial(self._prompt_logits, slot, logits_of) for slot, logits_of in output.prompt_logits.items()
         }
-        return StepOutput(output.logits, prompt_logits, output.prompt_hidden)
+        return replace(output, prompt_logits=prompt_logits)
 
     def take_sampled(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Tokens go to the other ranks as they are on the device: nobody waits for them here."""
@@ -58,12 +62,6 @@ class ParallelRunner:
             self._workers.send(Draft(known))
             # Other ranks are told tokens, not where this one has them.
             return self._own.drafter.tell(self._own.drafter.draft(known))
-
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
-        """Ranks draft together when all of them are told to."""
-
-    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
-        return list(drafts)
 
     def landed(self) -> list[tuple[int, float]]:
         """Of this rank. Steps tell the others, whose devices wait for their own copies."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from windowpane.device.transfer import HostCopy, Transfer
-from windowpane.drafts.drafter import Known
+from windowpane.drafts.drafter import Asking, Known
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import FEWEST_ROWS, NO_DRAFT, DeviceStep
@@ -32,9 +32,14 @@ class Assistant:
     """Drafts for the slots of its target, whose `logits` [slots, vocabulary] are its scratch between two steps."""
 
     def __init__(
-        self, model: GpuModel, width: int, logits: torch.Tensor, most_drafts: int, *, use_graphs: bool
-    ) -> None:
+        self, model: GpuModel, width: int, logits: torch.Tensor, most_drafts: int, sampled: torch.Tensor,
+        rows_ahead: int, *, use_graphs: bool,
+    ) -> None:  # fmt: skip
         self._model, self._logits, slots, device = model, logits, len(logits), logits.device
+        self.rows_ahead = rows_ahead
+        # By slot: the last token of its last step that verified drafts, and how many of them were not accepted.
+        self._sampled, self.not_accepted = sampled, torch.zeros(slots, dtype=torch.int32, device=device)
+        self._is_ahead = False  # of the target's last step: positions in `_rows` are too far by what was not accepted
         self._places = torch.zeros(2, slots, dtype=torch.int32, device=device)  # positions and tokens
         self._segments = torch.zeros(slots, len(Segment._fields), dtype=torch.int32, device=device)
         self._before = torch.zeros(slots, width, dtype=model.embedding.dtype, device=device)
@@ -48,9 +53,9 @@ class Assistant:
             self._send([], slots)
         self._graphs = DraftGraphs(self._draft, slots, use_graphs=use_graphs)
 
-    def observe(self, segments: Iterable[Segment], hidden: torch.Tensor) -> None:
+    def observe(self, segments: Iterable[Segment], hidden: torch.Tensor, *, is_ahead: bool = False) -> None:
         """A step of the target: `hidden` has the final states of the rows that these segments ask for."""
-        self._hidden, self._begun = hidden, None
+        self._hidden, self._begun, self._is_ahead = hidden, None, is_ahead
         self._rows = {s.slot: (s.stop - s.q_count, s.q_row, s.q_count) for s in segments if s.q_count}
         for slot in self._rows:
             self._known.pop(slot, None)
@@ -60,36 +65,46 @@ class Assistant:
         self._known[slot] = position, state
 
     @torch.inference_mode()
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
-        asked, first, verified, sampled_row = list[int](), list[tuple[int, int, int]](), list[Tokens](), 0
-        for slot, tokens in zip(slots, drafts, strict=True):
+    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> bool:
+        asked, first, most = list[int](), list[tuple[int, int, int]](), len(self.drafts.made)
+        counts = np.array([len(tokens) for tokens in drafts])
+        verified = np.full((len(slots), most), NO_DRAFT)
+        for at, (slot, tokens) in enumerate(zip(slots, drafts, strict=True)):
+            verified[at, : len(tokens)] = tokens
             if slot in self._rows and slot not in self._known:
                 start, row, count = self._rows[slot]
                 skipped = count - 1 - len(tokens)  # rows of a prompt that ask for logits and sample nothing
                 asked.append(slot)
-                first.append((sampled_row, start + skipped, row + skipped))
-                verified.append(np.append(tokens, [NO_DRAFT] * (len(self.drafts.made) - len(tokens))))
-            sampled_row += 1 + len(tokens)
-        if not asked:
-            return
-        count, size = len(asked), self._graphs.size(len(asked))
-        # The first of each slot's rows: in `sampled`, in its sequence, and in `_hidden`.
-        there, expected = self._send([(slot, 0, 0) for slot in asked], size, np.array(first).T, np.array(verified))
-        rows, positions, hidden_rows = there
-        ahead = torch.arange(len(self.drafts.made) + 1, device=sampled.device)
-        drawn = sampled[(rows[:, None] + ahead).clamp(max=len(sampled) - 1)]
+                first.append((at, start + skipped, row + skipped))
+        count, size = len(asked), self._graphs.size(max(len(asked), 1))
+        places, verifying = [(slot, 0, 0) for slot in asked], (slots, np.cumsum(1 + counts) - 1 - counts, counts)
+        # The first of each slot's rows: in `sampled`; and of those who ask, in its sequence and in `_hidden`.
+        all_slots, expected, asking = self._send(
+            places, size, np.array(verifying), verified, np.array(first).reshape(-1, 3).T
+        )
+        of_slot, rows, given = all_slots
+        drawn = sampled[(rows[:, None] + torch.arange(most + 1, device=sampled.device)).clamp(max=len(sampled) - 1)]
         accepted = (drawn[:, :-1] == self.drafts.resolved(expected)).int().cumprod(dim=1).sum(dim=1)
-        self._places[0, :count] = positions + accepted
-        self._places[1, :count] = drawn.gather(1, accepted[:, None])[:, 0]
-        self._segments[:count, 1:3] = (positions + accepted + 1)[:, None]
-        torch.index_select(self._hidden, 0, hidden_rows + accepted, out=self._before[:count])
+        last = drawn.gather(1, accepted[:, None])[:, 0]
+        gained = accepted - self.not_accepted[of_slot] if self._is_ahead else accepted
+        self._sampled[of_slot] = last
+        self.not_accepted[of_slot] = (given - accepted).int()
+        if not asked:
+            return True
+        index, positions, hidden_rows = asking
+        self._places[0, :count] = positions + gained[index]
+        self._places[1, :count] = last[index]
+        self._segments[:count, 1:3] = (positions + gained[index] + 1)[:, None]
+        torch.index_select(self._hidden, 0, hidden_rows + accepted[index], out=self._before[:count])
         self._graphs.run(self._draft, size)
         self._begun = asked, self.drafts.copy(count)
+        return True
 
     @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
-        if (begun := self._take_begun(known)) is not None:
+        if (begun := self._hand_out_begun(known)) is not None:
             return begun
+        self._begun = None
         found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
             return [NO_TOKENS] * len(known)
@@ -104,17 +119,20 @@ class Assistant:
         self._graphs.run(self._draft, size)
         return self.drafts.hand_out(known, [k.slot for k, _ in found], self.drafts.copy(len(found)))
 
+    def ahead(self, asking: Sequence[Asking]) -> list[Tokens]:
+        return self._hand_out_begun(asking) or [NO_TOKENS] * len(asking)
+
     def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
         return self.drafts.tell(drafts)
 
-    def _take_begun(self, known: Sequence[Known]) -> list[Tokens] | None:
-        """What was drafted ahead, if that is so for all of these: behind the tokens that they have, since the host
-        counts those that are accepted as the device does.
+    def _hand_out_begun(self, asking: Sequence[Asking] | Sequence[Known]) -> list[Tokens] | None:
+        """What was begun on the device, if that is so for all of these: behind the tokens that they have, since the
+        host counts those that are accepted as the device does.
         """
-        (slots, copy), self._begun = self._begun or ((), None), None
-        if copy is None or not {k.slot for k in known} <= set(slots):
+        slots, copy = self._begun or ((), None)
+        if copy is None or not {a.slot for a in asking} <= set(slots):
             return None
-        return self.drafts.hand_out(known, slots, copy)
+        return self.drafts.hand_out(asking, slots, copy)
 
     def _source(self, asked: Known) -> int | torch.Tensor | None:
         """The row of `_hidden` that a request's drafts begin with, or that hidden state; None where it is not known."""
@@ -123,7 +141,7 @@ class Assistant:
             return state if position == asked.length - 1 else None
         first, row, count = self._rows.get(asked.slot, (0, 0, 0))
         at = asked.length - 1 - first
-        return row + at if 0 <= at < count else None
+        return row + at if 0 <= at < count and not self._is_ahead else None
 
     def _send(
         self, places: Sequence[tuple[int, int, int]], size: int, *more: NDArray[np.integer[Any]]

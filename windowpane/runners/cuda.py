@@ -18,7 +18,7 @@ from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer, to_device
 from windowpane.kv.changes import NO_CHANGES
-from windowpane.kv.layout import Layout
+from windowpane.kv.layout import Layout, rollback_for
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
@@ -78,7 +78,7 @@ class CudaRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        rollback_tokens: int = 0,
+        draft_tokens: int = 0,
         host_slabs: int = 0,
         use_graphs: bool = True,
         use_hopper: bool = True,
@@ -101,6 +101,7 @@ class CudaRunner:
             own = Parameters(drafting, weights if drafter_weights is None else drafter_weights, parameters)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # projections were joined: the arena needs the room that their parts leave
+        rollback_tokens = rollback_for(draft_tokens, layout)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         plain, plain_drafter = ReferenceModel(decoder, parameters, max_model_len, group), None
         if drafting is not None and own is not None:
@@ -111,7 +112,7 @@ class CudaRunner:
         self._sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._hidden = HiddenStore(spec.hidden_size, dtype, device)
         # Rows that decode in one step, drafts included.
-        self._max_rows = max(num_slots, min(num_slots * (1 + rollback_tokens), DRAFT_ROWS))
+        self._max_rows = max(num_slots, min(num_slots * (1 + draft_tokens), DRAFT_ROWS))
         self._max_model_len = max_model_len
         with torch.inference_mode():
             self.model = GpuModel(
@@ -124,12 +125,12 @@ class CudaRunner:
                 self._adapter_tables = AdapterTables(slots, rows, device, pdl=self.model.pdl)
             self._builder = StepBuilder(self.pages, self.tables, self.model.tilings, self._adapter_tables)
             # What decoding rows are told, at a fixed place.
-            kinds = (STATE_DRAFT_INPUTS if self.pages.states else DRAFT_INPUTS) if rollback_tokens else PLAIN_INPUTS
+            kinds = (STATE_DRAFT_INPUTS if self.pages.states else DRAFT_INPUTS) if draft_tokens else PLAIN_INPUTS
             self._inputs = torch.zeros(kinds, self._max_rows, dtype=torch.int32, device=device)
             # Rows of one sequence that are attended together, and the segments that have them. Where there are states,
             # a segment has to have all of them.
-            self._most_rows = min(1 + rollback_tokens, self.model.rows_at_once)
-            if self.pages.states and self._most_rows <= rollback_tokens:
+            self._most_rows = min(1 + draft_tokens, self.model.rows_at_once)
+            if self.pages.states and self._most_rows <= draft_tokens:
                 self._most_rows = 1
             self._segments = torch.zeros(self._max_rows, len(Segment._fields), dtype=torch.int32, device=device)
             # Final hidden states of decoding rows, where a drafter begins with them.
@@ -154,10 +155,10 @@ class CudaRunner:
                 # A smaller model runs in chunks, so that no row of it decodes.
                 rows = num_slots if drafting.join is not None else 1
                 model = GpuModel(drafting, own, self.pages, self.tables, max_model_len, rows, group, target=self.model)
-                drafts = model, spec.hidden_size, logits[:num_slots], rollback_tokens
-                own_rows = rows_of(rollback_tokens, has_states=bool(self.pages.states))
+                drafts = model, spec.hidden_size, logits[:num_slots], draft_tokens
+                own_rows = rows_of(draft_tokens, has_states=bool(self.pages.states))
                 if not drafting.caches:
-                    self.drafter = Assistant(*drafts, use_graphs=in_graphs)
+                    self.drafter = Assistant(*drafts, self._sampled, self._max_rows, use_graphs=in_graphs)
                 elif drafting.join is not None and own_rows <= MOST_SEGMENT_TOKENS:
                     self.drafter = MultiTokenLayers(*drafts, self.pages, own_rows, use_graphs=in_graphs)
                 else:
@@ -197,7 +198,7 @@ class CudaRunner:
         if not batch.chunks and not len(batch.decode_slots):
             output = self._update_tables(batch)
         elif self._only_decodes(batch):
-            output = StepOutput(self._decode(batch), {})
+            output = self._decode(batch)
         else:
             output = self._mixed(batch, all_logits_slots)
         self.pages.after_step(batch.changes)
@@ -260,7 +261,7 @@ class CudaRunner:
         hidden = self._hidden.exchange(hidden, batch, all_logits_slots)
         return split_rows(hidden, self.model.logits, batch, all_logits_slots)
 
-    def _decode(self, batch: Batch) -> torch.Tensor:
+    def _decode(self, batch: Batch) -> StepOutput:
         step, decoding = Step.of_rows(batch), len(batch.decode_slots)
         rows = step.num_decoding
         adapters = self._adapter_tables if len(step.adapters) else None
@@ -288,10 +289,11 @@ class CudaRunner:
             self._inputs[3].copy_(self._resolved(self._inputs[3]))
         if table is not None:
             self._segments[:padded].copy_(sent[table])
+        too_far = self._move_back(padded)[:rows] if batch.is_ahead else None
         if bring_adapters is not None:
             bring_adapters(sent)
         if isinstance(self.drafter, Assistant) and self._final is not None:
-            self.drafter.observe(step.decoding_segments(), self._final)
+            self.drafter.observe(step.decoding_segments(), self._final, is_ahead=batch.is_ahead)
         if graphs is not None and padded in graphs.sizes:
             logits = graphs.replay(rows, several=several)
         else:
@@ -305,7 +307,19 @@ class CudaRunner:
         if isinstance(self.drafter, DraftingLayers):
             final = self._hidden.nothing if self._final is None else self._final
             self.drafter.observe_step(step, tokens_of(self._inputs[:, :rows], self._sampled), final)
-        return logits if wanted is None else logits[sent[wanted].long()]
+        return StepOutput(logits if wanted is None else logits[sent[wanted].long()], {}, too_far=too_far)
+
+    def _move_back(self, padded: int) -> torch.Tensor:
+        """Put the rows of a step that went ahead where they lie, now that the device knows which drafts of the step
+        before were accepted; returns by how much each was too far.
+        """
+        assert isinstance(self.drafter, Assistant)
+        (slots, positions), segments = self._inputs[:2, :padded], self._segments[:padded]
+        not_accepted = self.drafter.not_accepted
+        too_far = not_accepted[slots]
+        positions -= too_far * (positions >= 0)  # padding stays where it is
+        segments[:, 1:3] -= (not_accepted[segments[:, 0]] * (segments[:, 2] >= 0))[:, None]
+        return too_far
 
 
 def rehearsal(tokens: int, longest: int) -> Batch:

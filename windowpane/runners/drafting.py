@@ -23,7 +23,7 @@ import torch
 
 from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
-from windowpane.drafts.drafter import Known
+from windowpane.drafts.drafter import HostKnows, Known
 from windowpane.models.blocks import Decoder
 from windowpane.schedule.batch import NO_TOKENS
 from windowpane.schedule.request import Tokens
@@ -60,7 +60,7 @@ class _Hidden:
         return self.rows[start - self.first : stop - self.first] if start >= self.first else None
 
 
-class DraftingLayers:
+class DraftingLayers(HostKnows):
     """A drafter's model over its target's pages. `needs_all_hidden`: it takes hidden states of all rows."""
 
     def __init__(self, model: SteppedModel, pages: KVPages) -> None:
@@ -138,12 +138,6 @@ class DraftingLayers:
             self._draft_one([d for d in drafting if d.most > place])
         found = iter(torch.cat([token for d in drafting for token in d.tokens[1:]]).tolist())
         return [NO_TOKENS if d is None else np.array([next(found) for _ in range(d.most)], np.int32) for d in begun]
-
-    def begin(self, slots: Sequence[int], drafts: Sequence[Tokens], sampled: torch.Tensor) -> None:
-        """Drafts wait for the host, which puts their rows together."""
-
-    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
-        return list(drafts)
 
     def _begin(self, known: Known) -> _Drafting | None:
         """None where the hidden states to begin with are not known."""

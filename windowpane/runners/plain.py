@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from windowpane.device import heap
 from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
-from windowpane.kv.layout import Layout
+from windowpane.kv.layout import Layout, rollback_for
 from windowpane.kv.restore import HIDDEN_ROWS
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.cpu.layers import JoinedLayers
@@ -39,12 +39,14 @@ class StepOutput:
     """`logits`: one float32 row per decoding row, then per chunk that samples.
 
     `prompt_logits` gives any rows of a chunk, computed when asked for: all at once may be more than memory holds.
-    `prompt_hidden` has the final hidden states that they are computed of.
+    `prompt_hidden` has the final hidden states that they are computed of. `too_far`: by how much each row of `logits`
+    lies before the position that a batch which is ahead has for it.
     """
 
     logits: torch.Tensor
     prompt_logits: dict[int, Callable[[slice], torch.Tensor]]
     prompt_hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    too_far: torch.Tensor | None = None
 
 
 class Runner:
@@ -65,7 +67,7 @@ class Runner:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        rollback_tokens: int = 0,
+        draft_tokens: int = 0,
         host_slabs: int = 0,
         group: RankGroup = ALONE,
         calibration: Calibration | None = None,
@@ -82,6 +84,7 @@ class Runner:
         if isinstance(spec.quantization, Quantization) and spec.quantization.rounds_inputs:
             put_into_strips(decoder, parameters)
         self.model = lower(decoder, parameters, max_model_len, group)
+        rollback_tokens = rollback_for(draft_tokens, layout)
         self.pages = KVPages(layout, num_slabs, num_slots, max_model_len, device, rollback_tokens, host_slabs)
         drafting = None
         if spec.drafter is not None:

@@ -12,11 +12,12 @@ from windowpane.kv.changes import Changes
 from windowpane.schedule.request import Tokens
 
 NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
+LAST_SAMPLED = -1  # in a token's stead: what the slot sampled last, which only the device knows
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Tokens of one sequence in one step that the host knows: a prompt's, or those of a sequence that decodes.
+    """Tokens of one sequence in one step that the host sends: a prompt's, or those of a sequence that decodes.
 
     `samples`: the last of them yields the first (or next) token. `keep_hidden` is the row in which to keep the final
     hidden state of the last one. A chunk of a prompt that is known to its end has no tokens: `hidden` is the row that
@@ -47,6 +48,10 @@ class Batch:
     for each draft. `state_slots` names the present one of the two states of each sequence and chunk, and `adapters` its
     adapter's slot on the device (0: none; empty where nobody has one). `placed_adapters`: before the step, these slots
     are filled with the adapters of these numbers.
+
+    `is_ahead`: the step before has drafts and has not landed. Positions are those that sequences have if all of these
+    are accepted; the device knows how many are not, and by so many the true ones lie before. A chunk begins with
+    `LAST_SAMPLED`.
     """
 
     step: int
@@ -57,6 +62,7 @@ class Batch:
     changes: Changes
     adapters: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
     placed_adapters: tuple[tuple[int, int], ...] = ()
+    is_ahead: bool = False
 
     @property
     def sampling_slots(self) -> NDArray[np.int64]:

@@ -137,7 +137,11 @@ class RestorePlanner:
 
         `swap`: it comes back, and its pages are needed by others. Where there is a host tier, they are spilled first.
         """
-        length = int(self.manager.lengths[slot])
+        length, ends = int(self.manager.lengths[slot]), request.known_tokens
+        if not self.manager.has_state and self.manager.shortest_truncation(slot) <= ends < length:
+            # Whoever goes on from an answer does so at its end, not behind what steps in flight have made of it.
+            self.manager.truncate(slot, ends)
+            length = ends
         late = np.array(self._unheard.get(request, []), dtype=np.int32)
         known = np.concatenate([request.tokens(0, request.known_tokens), late])
         has_tokens = MIN_PREFIX_TOKENS <= length <= len(known)

@@ -16,10 +16,11 @@ Steps may overlap: `schedule` may be called again before the previous step's `co
 preemption then takes effect one step late, and no page is freed while a step in flight may read it.
 
 With `draft_tokens`, a step may verify up to so many drafted tokens of each decoding sequence: `schedule` is given them,
-and `commit` says how many tokens each sequence has gained; the manager takes back the rest. Such a step does not
-overlap with others: where the next one starts is known only when this one has landed. A recurrent state exists before
-and behind a step only, so where a draft was not accepted, a sequence with states goes back to the state before the step
-and computes its accepted tokens once more, with the next ones.
+and `commit` says how many tokens each sequence has gained; the manager takes back the rest. Where the next step starts
+is known only when this one has landed. A step that overlaps with it (`may_go_ahead`) is given room for all that may be
+accepted, and the device finds out where it starts; once the first has landed, the books know too. A recurrent state
+exists before and behind a step only, so where a draft was not accepted, a sequence with states goes back to the state
+before the step and computes its accepted tokens once more, with the next ones.
 """
 
 from __future__ import annotations
@@ -241,6 +242,22 @@ class Scheduler:
             self._prefilling[slot] = None
         self._nothing_fits = False
 
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether the next step can be prepared while one with drafts is in flight.
+
+        It then has sequences of that step alone, and all of those that decode: prompts wait until the step has landed,
+        as does everybody where somebody's answer may end with what is on its way.
+        """
+        if len(self._unlanded) != 1 or not self._unlanded[0].verifying or self.manager.has_state:
+            return False
+        may_admit = self.waiting and self._free_slots and not self._nothing_fits
+        if self._prefilling or may_admit or (self.tier is not None and self.tier.is_busy):
+            return False
+        slots = self._decoding_array()
+        has_room = self.manager.lengths[slots] < self._last_length[slots]
+        return bool(len(slots)) and bool((has_room & np.isin(slots, self._unlanded[0].sampling_slots)).all())
+
     def schedule(self, drafts: Mapping[int, Tokens] | None = None) -> Batch | None:
         """The next step, or None when there is nothing to compute now.
 
@@ -249,15 +266,16 @@ class Scheduler:
         """
         if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
-        if self._unlanded and (drafts or self._unlanded[-1].verifying):
-            raise RuntimeError("steps with drafts do not overlap: commit the step in flight first")
+        is_ahead = self.may_go_ahead
+        if self._unlanded and (drafts or self._unlanded[-1].verifying) and not is_ahead:
+            raise RuntimeError("a step in flight hides where the next one starts: commit it first")
         if self.tier is not None and self.tier.take_from_disk():
             self._nothing_fits = False
-        decoding, verifying = self._decode(drafts or {})
+        decoding, verifying = self._decode(drafts or {}, is_ahead=is_ahead)
         budget = self.max_num_batched_tokens - len(decoding) - sum(len(c.tokens) for c in verifying)
         if self.pace is not None and (len(decoding) or verifying):
             budget = min(budget, self.pace.tokens())
-        chunks = verifying + self._prefill(budget)
+        chunks = verifying if is_ahead else verifying + self._prefill(budget)
         manager = self.manager
         if self.tier is not None:
             self.tier.spill_ahead()
@@ -282,6 +300,7 @@ class Scheduler:
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
+            is_ahead=is_ahead,
             **self._adapters_in(slots),
         )
 
@@ -312,7 +331,7 @@ class Scheduler:
             raise ValueError(f"counts are for steps with drafts, and step {step.step} has none")
         if step.verifying:
             counts = [1] * expected if counts is None else counts
-            for slot in self._verifying.take_accepted(step, sampled, counts, self.restoring.hear):
+            for slot in self._verifying.take_accepted(step, sampled, counts, self.restoring.hear, self._in_flight):
                 self._set_horizon(slot)
             finished = [request for request in step.sampling if self._end_if_complete(request)]
         else:
@@ -325,7 +344,7 @@ class Scheduler:
 
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
-    def _decode(self, drafts: Mapping[int, Tokens]) -> tuple[NDArray[np.int64], list[PromptChunk]]:
+    def _decode(self, drafts: Mapping[int, Tokens], *, is_ahead: bool) -> tuple[NDArray[np.int64], list[PromptChunk]]:
         """Advance every decoding sequence by one token, or by its drafts too.
 
         Returns the slots of those that compute one token, and chunks of those that compute several.
@@ -352,7 +371,7 @@ class Scheduler:
         grown.update(steady)
         going = [slot for slot in slots.tolist() if slot in grown]
         chunks = {
-            slot: self._verifying.chunk(slot, starts[slot], drafts.get(slot, NO_TOKENS))
+            slot: self._verifying.chunk(slot, starts[slot], drafts.get(slot, NO_TOKENS), is_ahead=is_ahead)
             for slot in going
             if slot in several
         }

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from windowpane.kv.manager import KVManager
 from windowpane.kv.sharing import RestorePoint
-from windowpane.schedule.batch import PromptChunk
+from windowpane.schedule.batch import LAST_SAMPLED, PromptChunk
 from windowpane.schedule.request import FinishReason, Request, Tokens
 
 
@@ -41,17 +41,22 @@ class Verifying:
         self.behind: set[int] = set()
 
     def room(self, slot: int, most: int, last_length: int) -> int:
-        """How many drafts, `most` at most, the next step can verify for a sequence that decodes."""
-        known = self._running[slot].known_tokens
-        behind = known - int(self._manager.lengths[slot]) - 1 if slot in self.behind else 0
-        return max(0, min(most - behind, last_length - known))
+        """How many drafts, `most` at most, the next step can verify for a sequence that decodes.
 
-    def chunk(self, slot: int, start: int, drafts: Tokens) -> PromptChunk:
+        While a step with drafts is in flight, all of these count as accepted.
+        """
+        length, behind = int(self._manager.lengths[slot]), 0
+        if slot in self.behind:
+            behind = self._running[slot].known_tokens - length - 1
+        return max(0, min(most - behind, last_length - length - behind - 1))
+
+    def chunk(self, slot: int, start: int, drafts: Tokens, *, is_ahead: bool) -> PromptChunk:
         """The chunk of a sequence that computes several tokens: known ones, then drafts as far as it was extended."""
         request, length = self._running[slot], int(self._manager.lengths[slot])
         self.behind.discard(slot)
-        count = length - request.known_tokens
-        tokens = np.concatenate([request.tokens(start, request.known_tokens), drafts[:count]], dtype=np.int32)
+        known = np.array([LAST_SAMPLED]) if is_ahead else request.tokens(start, request.known_tokens)
+        count = length - start - len(known)
+        tokens = np.concatenate([known, drafts[:count]], dtype=np.int32)
         return PromptChunk(slot, start, tokens, samples=True, drafts=count)
 
     def take_accepted(
@@ -60,10 +65,13 @@ class Verifying:
         sampled: NDArray[np.int64],
         counts: Sequence[int] | NDArray[np.int64],
         hear: Callable[[Request, int], None],
+        in_flight: NDArray[np.int64],
     ) -> list[int]:
         """Take in the accepted tokens of each request up to its end, and take back the drafts beyond them.
 
-        `hear` is told what a request sampled that was over before. Returns the slots whose length has shrunk.
+        `hear` is told what a request sampled that was over before, and what lies behind its end where the next step is
+        `in_flight`, by slot: that step has gone on from all that was accepted. Returns the slots whose length has
+        shrunk.
         """
         shrunk, first = [], 0
         for request, slot, count in zip(step.sampling, step.sampling_slots.tolist(), counts, strict=True):
@@ -71,15 +79,16 @@ class Verifying:
             drafts = (chunk and chunk.drafts) or 0
             if not 1 <= count <= 1 + drafts:
                 raise ValueError(f"request {request.id} has {drafts} drafts in step {step.step}, not {count - 1}")
-            taken = 0
+            taken, is_over = 0, request.finish_reason is not None
             for token in sampled[first : first + count].tolist():
+                if is_over and request.finish_reason is None and not in_flight[slot]:
+                    break
                 taken += 1
-                if request.finish_reason is not None:
+                if is_over:
                     hear(request, token)
                     continue
                 request.output.append(token)
-                if reason_to_end(request):
-                    break
+                is_over = reason_to_end(request) is not None
             first += count
             if chunk is not None and taken <= drafts:
                 self._take_back(chunk, drafts + 1 - taken)
