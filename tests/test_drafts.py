@@ -252,8 +252,6 @@ class OnDevice(KnownAnswers):
         return self.drafts.hand_out(asking, [a.slot for a in asking], self.drafts.copy(len(asking)))
 
     def ahead(self, asking: list[Asking]) -> list[Tokens]:
-        if not {a.slot for a in asking} <= set(self._begun):
-            return super().ahead(asking)
         return self.drafts.hand_out(asking, self._begun, self.drafts.copy(len(self._begun)))
 
     def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> bool:
@@ -289,7 +287,8 @@ class ResolvingRunner(HistoryRunner):
         self.steps_ahead = 0
 
     def forward(self, batch: Batch, *, all_logits_slots: frozenset[int]) -> Any:
-        too_far = self.drafter.not_accepted if batch.is_ahead else torch.zeros(8, dtype=torch.int32)
+        too_far = torch.zeros(8, dtype=torch.int32)
+        too_far[list(batch.unsettled)] = self.drafter.not_accepted[list(batch.unsettled)]
         chunks = []
         for chunk in batch.chunks:
             tokens = self.drafter.drafts.resolved(torch.from_numpy(chunk.tokens)).numpy().copy()

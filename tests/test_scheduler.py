@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,13 +89,14 @@ class Engine:
             if room and self.drafter.random() < 0.8
         }
 
-    def _made(self, chunk: PromptChunk) -> PromptChunk:
+    def _made(self, chunk: PromptChunk, unsettled: Sequence[int]) -> PromptChunk:
         """What a chunk of a step that went ahead computes, now that its sequence is known."""
         history = (*self.history[chunk.slot], self.sampled[chunk.slot])
-        assert chunk.tokens.tolist() == [LAST_SAMPLED] + [LATER] * chunk.drafts
+        assert chunk.tokens[0] in (LAST_SAMPLED, self.sampled[chunk.slot])
+        assert chunk.tokens[1:].tolist() == [LATER] * chunk.drafts
         for _ in range(chunk.drafts):
             history += (next_token(history) if self.drafter.random() < 0.7 else 10_000 + self.computed_tokens,)
-        start = chunk.start - self.not_accepted[chunk.slot]
+        start = chunk.start - (self.not_accepted[chunk.slot] if chunk.slot in unsettled else 0)
         assert start == len(self.history[chunk.slot])
         return replace(chunk, start=start, tokens=np.array(history[start:]))
 
@@ -135,7 +137,7 @@ class Engine:
         state_slots = batch.state_slots.tolist()
         tokens, counts = [], []
         for slot, position in zip(batch.decode_slots.tolist(), batch.decode_positions.tolist(), strict=True):
-            assert position - (self.not_accepted[slot] if batch.is_ahead else 0) == len(self.history[slot])
+            assert position - (self.not_accepted[slot] if slot in batch.unsettled else 0) == len(self.history[slot])
             self.not_accepted[slot] = 0
             self._compute(slot, (self.sampled[slot],), state_slots.pop(0))
             tokens.append(self._sample(slot))
@@ -146,7 +148,7 @@ class Engine:
             if chunk.start == 0:
                 self.device.write_encoder(chunk.slot)
             if batch.is_ahead:
-                chunk, before = self._made(chunk), self.history[chunk.slot]
+                chunk, before = self._made(chunk, batch.unsettled), self.history[chunk.slot]
             else:
                 before = self.known.pop((batch.step, chunk.slot))
             assert chunk.start == len(before)
@@ -634,6 +636,24 @@ def test_a_step_goes_ahead_of_one_with_drafts_and_lies_where_they_were_accepted(
     scheduler.commit([6, 7], [2])
     assert (manager.lengths[0], one.output) == (26, [1, 2, 3, 4, 5, 6, 7])
     assert not scheduler.schedule({0: np.array([8])}).is_ahead
+
+
+def test_a_sequence_that_may_be_at_its_end_waits_while_others_go_ahead():
+    scheduler = engine_for(2, 500, slots=2, drafts=3).scheduler
+    ending, other = request("ending", 20, max_tokens=5), request("other", 30, max_tokens=50)
+    scheduler.add(ending), scheduler.add(other)
+    scheduler.schedule(), scheduler.commit([1, 11])
+    scheduler.schedule({0: np.array([2, 3, 9]), 1: np.array([12])})
+    batch = scheduler.schedule({1: np.array([-7])})
+    assert batch.unsettled == (0, 1) and [c.slot for c in batch.chunks] == [1] and not len(batch.decode_slots)
+    scheduler.commit([2, 12, 13], [1, 2])
+    assert (ending.output, other.output) == ([1, 2], [11, 12, 13])
+    batch = scheduler.schedule({1: np.array([-8])})
+    assert (batch.unsettled, batch.decode_slots.tolist(), batch.decode_positions.tolist()) == ((1,), [0], [21])
+    scheduler.commit([14], [1])
+    assert scheduler.manager.lengths.tolist() == [22, 35]
+    scheduler.commit([3, 15, 16], [1, 2])
+    assert (ending.output, other.output) == ([1, 2, 3], [11, 12, 13, 14, 15, 16])
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -182,7 +182,7 @@ def check(name: str, kv_cache_dtype: str) -> None:
 
 def check_drafter(name: str, who: str) -> None:
     replayed = layers_in_graphs() if who == engine.OWN_LAYER else [0]
-    engine.drafter_equals_reference(name, who, "cpu", (1, 13), 16 if who == engine.ASSISTANT else 6)
+    engine.drafter_equals_reference(name, who, "cpu", (1, 13), 14 if who == engine.ASSISTANT else 6)
     if not replayed:
         sys.exit(f"{name}: no graph of drafts was replayed")
 

@@ -53,6 +53,7 @@ from windowpane.schedule.batch import Batch
 from windowpane.schedule.request import FinishReason, Request, RoutedExperts, TokenLogprobs, Tokens
 from windowpane.schedule.scheduler import Scheduler
 
+FAR_FROM_END = 0.75  # share of sequences with room for all drafts, below which no step is sent ahead
 COPY_POLL_S = 5e-4  # between looks at copies from the host, while nothing else is to be done
 
 
@@ -240,14 +241,18 @@ class Engine:
         most_rows = 0 if speculator is None else speculator.drafter.rows_ahead
         if speculator is None or not most_rows or not self._sent_steps or not self._sent_steps[0].drafts:
             return {}
-        if not all(_may_go_ahead(r) for r in self._sent_steps[0].sampling) or not scheduler.may_go_ahead:
-            return {}
         slots = scheduler.decoding_slots.tolist()
+        if not scheduler.may_go_ahead or not all(_may_go_ahead(scheduler.running[slot]) for slot in slots):
+            return {}
         asking = [
             Asking(scheduler.running[slot], slot, int(scheduler.manager.lengths[slot]), room)
             for slot in slots
             if (room := scheduler.draft_room(slot))
         ]
+        # Near its end a sequence has room for fewer drafts than it would once the last step has landed. To wait for
+        # that costs all the others a tenth of a step.
+        if sum(a.most == scheduler.draft_tokens for a in asking) < len(slots) * FAR_FROM_END:
+            return {}
         drafts = speculator.drafts(asking, len(slots), is_ahead=True)
         return drafts if len(slots) + sum(map(len, drafts.values())) <= most_rows else {}
 

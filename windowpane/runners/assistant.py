@@ -39,7 +39,7 @@ class Assistant:
         self.rows_ahead = rows_ahead
         # By slot: the last token of its last step that verified drafts, and how many of them were not accepted.
         self._sampled, self.not_accepted = sampled, torch.zeros(slots, dtype=torch.int32, device=device)
-        self._is_ahead = False  # of the target's last step: positions in `_rows` are too far by what was not accepted
+        self._too_far: torch.Tensor | None = None  # by slot: positions in `_rows` are too far by so much
         self._places = torch.zeros(2, slots, dtype=torch.int32, device=device)  # positions and tokens
         self._segments = torch.zeros(slots, len(Segment._fields), dtype=torch.int32, device=device)
         self._before = torch.zeros(slots, width, dtype=model.embedding.dtype, device=device)
@@ -52,10 +52,16 @@ class Assistant:
         if use_graphs:
             self._send([], slots)
         self._graphs = DraftGraphs(self._draft, slots, use_graphs=use_graphs)
+        if use_graphs:  # what happens once is not to happen in the first step
+            self.observe([Segment(0, 0, 1, 0, 0, 1)], self._before[:1].clone())
+            self.begin([0], [NO_TOKENS], sampled[:1].clone())
+            self.observe([], self._before[:0])
 
-    def observe(self, segments: Iterable[Segment], hidden: torch.Tensor, *, is_ahead: bool = False) -> None:
-        """A step of the target: `hidden` has the final states of the rows that these segments ask for."""
-        self._hidden, self._begun, self._is_ahead = hidden, None, is_ahead
+    def observe(self, segments: Iterable[Segment], hidden: torch.Tensor, too_far: torch.Tensor | None = None) -> None:
+        """A step of the target: `hidden` has the final states of the rows that these segments ask for. Segments may lie
+        `too_far`, by slot, which only the device knows.
+        """
+        self._hidden, self._begun, self._too_far = hidden, None, too_far
         self._rows = {s.slot: (s.stop - s.q_count, s.q_row, s.q_count) for s in segments if s.q_count}
         for slot in self._rows:
             self._known.pop(slot, None)
@@ -86,7 +92,7 @@ class Assistant:
         drawn = sampled[(rows[:, None] + torch.arange(most + 1, device=sampled.device)).clamp(max=len(sampled) - 1)]
         accepted = (drawn[:, :-1] == self.drafts.resolved(expected)).int().cumprod(dim=1).sum(dim=1)
         last = drawn.gather(1, accepted[:, None])[:, 0]
-        gained = accepted - self.not_accepted[of_slot] if self._is_ahead else accepted
+        gained = accepted if self._too_far is None else accepted - self._too_far[of_slot]
         self._sampled[of_slot] = last
         self.not_accepted[of_slot] = (given - accepted).int()
         if not asked:
@@ -102,8 +108,8 @@ class Assistant:
 
     @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
-        if (begun := self._hand_out_begun(known)) is not None:
-            return begun
+        if self._begun is not None and {k.slot for k in known} <= set(self._begun[0]):
+            return self._hand_out_begun(known)
         self._begun = None
         found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
@@ -120,19 +126,16 @@ class Assistant:
         return self.drafts.hand_out(known, [k.slot for k, _ in found], self.drafts.copy(len(found)))
 
     def ahead(self, asking: Sequence[Asking]) -> list[Tokens]:
-        return self._hand_out_begun(asking) or [NO_TOKENS] * len(asking)
+        return self._hand_out_begun(asking)
 
     def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
         return self.drafts.tell(drafts)
 
-    def _hand_out_begun(self, asking: Sequence[Asking] | Sequence[Known]) -> list[Tokens] | None:
-        """What was begun on the device, if that is so for all of these: behind the tokens that they have, since the
-        host counts those that are accepted as the device does.
+    def _hand_out_begun(self, asking: Sequence[Asking] | Sequence[Known]) -> list[Tokens]:
+        """What was begun on the device, where it was: behind the tokens that these have, since the host counts those
+        that are accepted as the device does.
         """
-        slots, copy = self._begun or ((), None)
-        if copy is None or not {a.slot for a in asking} <= set(slots):
-            return None
-        return self.drafts.hand_out(asking, slots, copy)
+        return [NO_TOKENS] * len(asking) if self._begun is None else self.drafts.hand_out(asking, *self._begun)
 
     def _source(self, asked: Known) -> int | torch.Tensor | None:
         """The row of `_hidden` that a request's drafts begin with, or that hidden state; None where it is not known."""
@@ -141,7 +144,7 @@ class Assistant:
             return state if position == asked.length - 1 else None
         first, row, count = self._rows.get(asked.slot, (0, 0, 0))
         at = asked.length - 1 - first
-        return row + at if 0 <= at < count and not self._is_ahead else None
+        return row + at if 0 <= at < count and self._too_far is None else None
 
     def _send(
         self, places: Sequence[tuple[int, int, int]], size: int, *more: NDArray[np.integer[Any]]

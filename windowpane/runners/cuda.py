@@ -159,6 +159,7 @@ class CudaRunner:
                 own_rows = rows_of(draft_tokens, has_states=bool(self.pages.states))
                 if not drafting.caches:
                     self.drafter = Assistant(*drafts, self._sampled, self._max_rows, use_graphs=in_graphs)
+                    self._move_back(1, self.drafter.not_accepted)  # once, before the first step
                 elif drafting.join is not None and own_rows <= MOST_SEGMENT_TOKENS:
                     self.drafter = MultiTokenLayers(*drafts, self.pages, own_rows, use_graphs=in_graphs)
                 else:
@@ -280,6 +281,7 @@ class CudaRunner:
         handle = transfer.add(inputs)
         wanted = transfer.add(step.wanted) if len(step.wanted) < rows else None
         table = None if together is None else transfer.add(together)
+        unsettled = transfer.add(np.isin(np.arange(len(self._sampled)), batch.unsettled)) if batch.unsettled else None
         bring_adapters = None if adapters is None else adapters.add_decoding(step.adapters, padded, transfer)
         sent = transfer.send()
         self.tables.apply(sent[late])
@@ -289,11 +291,11 @@ class CudaRunner:
             self._inputs[3].copy_(self._resolved(self._inputs[3]))
         if table is not None:
             self._segments[:padded].copy_(sent[table])
-        too_far = self._move_back(padded)[:rows] if batch.is_ahead else None
+        too_far = self._move_back(padded, sent[unsettled]) if unsettled is not None else None
         if bring_adapters is not None:
             bring_adapters(sent)
         if isinstance(self.drafter, Assistant) and self._final is not None:
-            self.drafter.observe(step.decoding_segments(), self._final, is_ahead=batch.is_ahead)
+            self.drafter.observe(step.decoding_segments(), self._final, too_far)
         if graphs is not None and padded in graphs.sizes:
             logits = graphs.replay(rows, several=several)
         else:
@@ -307,18 +309,18 @@ class CudaRunner:
         if isinstance(self.drafter, DraftingLayers):
             final = self._hidden.nothing if self._final is None else self._final
             self.drafter.observe_step(step, tokens_of(self._inputs[:, :rows], self._sampled), final)
-        return StepOutput(logits if wanted is None else logits[sent[wanted].long()], {}, too_far=too_far)
+        logits = logits if wanted is None else logits[sent[wanted].long()]
+        return StepOutput(logits, {}, too_far=None if too_far is None else too_far[self._inputs[0, :rows]])
 
-    def _move_back(self, padded: int) -> torch.Tensor:
+    def _move_back(self, padded: int, unsettled: torch.Tensor) -> torch.Tensor:
         """Put the rows of a step that went ahead where they lie, now that the device knows which drafts of the step
-        before were accepted; returns by how much each was too far.
+        before were accepted; `unsettled` has 1 for slots that had some. Returns by how much each slot was too far.
         """
         assert isinstance(self.drafter, Assistant)
         (slots, positions), segments = self._inputs[:2, :padded], self._segments[:padded]
-        not_accepted = self.drafter.not_accepted
-        too_far = not_accepted[slots]
-        positions -= too_far * (positions >= 0)  # padding stays where it is
-        segments[:, 1:3] -= (not_accepted[segments[:, 0]] * (segments[:, 2] >= 0))[:, None]
+        too_far = self.drafter.not_accepted * unsettled
+        positions -= too_far[slots] * (positions >= 0)  # padding stays where it is
+        segments[:, 1:3] -= (too_far[segments[:, 0]] * (segments[:, 2] >= 0))[:, None]
         return too_far
 
 

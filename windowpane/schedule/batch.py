@@ -49,9 +49,9 @@ class Batch:
     adapter's slot on the device (0: none; empty where nobody has one). `placed_adapters`: before the step, these slots
     are filled with the adapters of these numbers.
 
-    `is_ahead`: the step before has drafts and has not landed. Positions are those that sequences have if all of these
-    are accepted; the device knows how many are not, and by so many the true ones lie before. A chunk begins with
-    `LAST_SAMPLED`.
+    `unsettled` are the slots that have drafts in the step before, if that has not landed: this one `is_ahead`. Their
+    positions are those that they have if all of these drafts are accepted; the device knows how many are not, and by so
+    many the true positions lie before. A chunk whose first token the host does not know begins with `LAST_SAMPLED`.
     """
 
     step: int
@@ -62,7 +62,11 @@ class Batch:
     changes: Changes
     adapters: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
     placed_adapters: tuple[tuple[int, int], ...] = ()
-    is_ahead: bool = False
+    unsettled: tuple[int, ...] = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        return bool(self.unsettled)
 
     @property
     def sampling_slots(self) -> NDArray[np.int64]:

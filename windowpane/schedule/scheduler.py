@@ -130,6 +130,7 @@ class Scheduler:
         self._leaving: dict[int, _Leaving] = {}  # slots that go when their last step lands
         self._many_stops: set[Request] = set()  # running requests with more stop tokens than the array holds
         self._unlanded: deque[StepInFlight] = deque()  # oldest first
+        self._unsettled: tuple[int, ...] = ()  # of the step being put together: see `Batch`
         self._nothing_fits = False  # the last look at the queue found nothing, and nothing has changed since
         self._short_of_memory = False  # a renewal preempted or waits in this step: nobody new is let in
 
@@ -246,8 +247,7 @@ class Scheduler:
     def may_go_ahead(self) -> bool:
         """Whether the next step can be prepared while one with drafts is in flight.
 
-        It then has sequences of that step alone, and all of those that decode: prompts wait until the step has landed,
-        as does everybody where somebody's answer may end with what is on its way.
+        Prompts wait until that step has landed, as do sequences whose answers may end with it.
         """
         if len(self._unlanded) != 1 or not self._unlanded[0].verifying or self.manager.has_state:
             return False
@@ -255,8 +255,7 @@ class Scheduler:
         if self._prefilling or may_admit or (self.tier is not None and self.tier.is_busy):
             return False
         slots = self._decoding_array()
-        has_room = self.manager.lengths[slots] < self._last_length[slots]
-        return bool(len(slots)) and bool((has_room & np.isin(slots, self._unlanded[0].sampling_slots)).all())
+        return bool((self.manager.lengths[slots] < self._last_length[slots]).any())
 
     def schedule(self, drafts: Mapping[int, Tokens] | None = None) -> Batch | None:
         """The next step, or None when there is nothing to compute now.
@@ -266,12 +265,12 @@ class Scheduler:
         """
         if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
-        is_ahead = self.may_go_ahead
+        self._unsettled = tuple(self._unlanded[0].verifying) if (is_ahead := self.may_go_ahead) else ()
         if self._unlanded and (drafts or self._unlanded[-1].verifying) and not is_ahead:
             raise RuntimeError("a step in flight hides where the next one starts: commit it first")
         if self.tier is not None and self.tier.take_from_disk():
             self._nothing_fits = False
-        decoding, verifying = self._decode(drafts or {}, is_ahead=is_ahead)
+        decoding, verifying = self._decode(drafts or {})
         budget = self.max_num_batched_tokens - len(decoding) - sum(len(c.tokens) for c in verifying)
         if self.pace is not None and (len(decoding) or verifying):
             budget = min(budget, self.pace.tokens())
@@ -300,7 +299,7 @@ class Scheduler:
             chunks=chunks,
             state_slots=state_slots,
             changes=changes,
-            is_ahead=is_ahead,
+            unsettled=self._unsettled,
             **self._adapters_in(slots),
         )
 
@@ -344,7 +343,7 @@ class Scheduler:
 
     # -- decoding: all at once -------------------------------------------------------------------------------------
 
-    def _decode(self, drafts: Mapping[int, Tokens], *, is_ahead: bool) -> tuple[NDArray[np.int64], list[PromptChunk]]:
+    def _decode(self, drafts: Mapping[int, Tokens]) -> tuple[NDArray[np.int64], list[PromptChunk]]:
         """Advance every decoding sequence by one token, or by its drafts too.
 
         Returns the slots of those that compute one token, and chunks of those that compute several.
@@ -371,7 +370,7 @@ class Scheduler:
         grown.update(steady)
         going = [slot for slot in slots.tolist() if slot in grown]
         chunks = {
-            slot: self._verifying.chunk(slot, starts[slot], drafts.get(slot, NO_TOKENS), is_ahead=is_ahead)
+            slot: self._verifying.chunk(slot, starts[slot], drafts.get(slot, NO_TOKENS))
             for slot in going
             if slot in several
         }
@@ -386,7 +385,7 @@ class Scheduler:
     def _grow(self, slot: int, drafts: Tokens) -> bool:
         """One more token, and drafts as far as its reservation goes, for a sequence at its horizon or with drafts.
 
-        One whose state is behind gets all that is known. False: it is at its end or has to wait for memory.
+        One whose state is behind gets all that is known. False: it is or may be at its end, or has to wait for memory.
         """
         manager = self.manager
         if slot not in self._decoding:
@@ -395,7 +394,8 @@ class Scheduler:
         if slot in self._verifying.behind:
             length = self.running[slot].known_tokens
         if length > self._last_length[slot]:
-            self._stop_decoding(slot)  # all its tokens are on their way
+            if slot not in self._unsettled:
+                self._stop_decoding(slot)  # all its tokens are on their way
             return False
         if length + len(drafts) <= self._horizon[slot] and not manager.has_state:
             manager.advance(slot, 1 + len(drafts))

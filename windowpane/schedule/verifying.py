@@ -50,11 +50,12 @@ class Verifying:
             behind = self._running[slot].known_tokens - length - 1
         return max(0, min(most - behind, last_length - length - behind - 1))
 
-    def chunk(self, slot: int, start: int, drafts: Tokens, *, is_ahead: bool) -> PromptChunk:
+    def chunk(self, slot: int, start: int, drafts: Tokens) -> PromptChunk:
         """The chunk of a sequence that computes several tokens: known ones, then drafts as far as it was extended."""
         request, length = self._running[slot], int(self._manager.lengths[slot])
         self.behind.discard(slot)
-        known = np.array([LAST_SAMPLED]) if is_ahead else request.tokens(start, request.known_tokens)
+        is_known = request.known_tokens > start
+        known = request.tokens(start, request.known_tokens) if is_known else np.array([LAST_SAMPLED])
         count = length - start - len(known)
         tokens = np.concatenate([known, drafts[:count]], dtype=np.int32)
         return PromptChunk(slot, start, tokens, samples=True, drafts=count)
