@@ -14,7 +14,7 @@ from tests.kv.test_layout import layout_of
 from tests.test_engine import BOTH_WAYS, CACHES, VOCAB, HistoryRunner, model_logits, request, run, solo
 from windowpane.drafts.config import DraftConfig, DraftConfigError
 from windowpane.drafts.costs import StepCosts
-from windowpane.drafts.drafter import Asking, Known, waits_for_step
+from windowpane.drafts.drafter import Asking, HostKnows, Known, waits_for_step
 from windowpane.drafts.ngram import NgramDrafter
 from windowpane.drafts.speculator import REFRESH, TRY_AGAIN, Speculator
 from windowpane.engine.engine import Engine
@@ -391,7 +391,7 @@ def test_decoding_rows_of_one_sequence_one_behind_another_are_one_segment():
 # -- how many ------------------------------------------------------------------------------------------------------
 
 
-class Fixed:
+class Fixed(HostKnows):
     """Proposes the same, free or not."""
 
     def __init__(self, *, is_free: bool) -> None:
@@ -404,12 +404,6 @@ class Fixed:
 
     def kind_of(self, request: Request) -> int:
         return self.kind
-
-    def begin(self, slots: list[int], drafts: list[Tokens], sampled: torch.Tensor) -> None:
-        pass
-
-    def tell(self, drafts: list[Tokens]) -> list[Tokens]:
-        return drafts
 
     def forget(self, request: Request) -> None:
         pass
@@ -502,6 +496,20 @@ def test_a_step_without_drafts_is_measured_again():
         assert speculator.drafts(one, 1)
         speculator.stepped(1, 4, 0.011)
     assert speculator.drafts(one, 1) == {}
+
+
+def test_a_number_of_drafts_that_was_slow_once_is_tried_again():
+    speculator, one = Speculator(Fixed(is_free=False), 4), asking(1)
+    for seconds in (0.010, 0.010):
+        speculator.stepped(1, 0, seconds)
+    speculator._overall.observe(40, 41)  # nearly all are right
+    counts = []
+    for step in range(100):
+        count = len(speculator.drafts(one, 1).get(0, ()))
+        counts.append(count)
+        slow = 0.030 if step == 0 else 0.0  # something was loaded
+        speculator.stepped(1, count, 0.010 + 0.001 * count + slow if count else 0.010)
+    assert counts[0] == 4 and 0 < max(counts[1:40]) < 4 and counts.count(4) > 20
 
 
 def test_one_long_step_is_no_measure():

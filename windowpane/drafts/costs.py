@@ -12,6 +12,7 @@ FOLLOW = 0.3  # weight of the latest step in the moving averages
 FIRST_GUESS = 0.05
 OUTLIER = 4.0  # extra plain steps' time beyond which a measurement is doubted (a kernel was compiled, say) …
 DOUBTS = 3  # … so many times
+STALE = 32  # steps with drafts after which a number of them that none of these steps had is not known any more
 
 
 class StepCosts:
@@ -45,7 +46,8 @@ class _Extra:
     def __init__(self) -> None:
         self._counts: list[int] = [0]
         self._seconds: dict[int, float] = {0: 0.0}
-        self._doubts = 0
+        self._doubts = self._steps = 0
+        self._recent: set[int] = set()
 
     def at(self, drafts: NDArray[np.int64]) -> NDArray[np.float64]:
         seconds = [self._seconds[count] for count in self._counts]
@@ -61,6 +63,12 @@ class _Extra:
         if drafts not in self._seconds:
             insort(self._counts, drafts)
         self._seconds[drafts] = _followed(self._seconds.get(drafts), max(seconds, 0.0))
+        self._recent.add(drafts)
+        self._steps += 1
+        if self._steps % STALE == 0:  # one slow step would keep its number of drafts from ever being chosen again
+            self._counts = sorted({0} | self._recent)
+            self._seconds = {count: self._seconds[count] for count in self._counts}
+            self._recent.clear()
 
 
 def _followed(before: float | None, now: float) -> float:
