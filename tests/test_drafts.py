@@ -26,8 +26,8 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.plan.config import EngineConfig
 from windowpane.runners.device_drafts import DeviceDrafts
-from windowpane.schedule.batch import LAST_SAMPLED, NO_TOKENS, Batch, accepted
-from windowpane.schedule.request import FinishReason, Request, Tokens
+from windowpane.schedule.batch import LAST_SAMPLED, Batch, accepted
+from windowpane.schedule.request import NO_TOKENS, FinishReason, Request, Tokens
 from windowpane.schedule.scheduler import Scheduler
 from windowpane.schedule.step import Segment, Step
 

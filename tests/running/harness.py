@@ -21,8 +21,8 @@ from windowpane.lowering.linear import Weights
 from windowpane.models import ModelSpec
 from windowpane.runners.plain import Runner
 from windowpane.schedule.adapters import AdapterSlots
-from windowpane.schedule.batch import NO_TOKENS, accepted
-from windowpane.schedule.request import Request, SamplingParams, Tokens
+from windowpane.schedule.batch import accepted
+from windowpane.schedule.request import NO_TOKENS, Request, SamplingParams, Tokens
 from windowpane.schedule.scheduler import Scheduler
 
 

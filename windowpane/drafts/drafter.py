@@ -32,8 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Request, Tokens
+from windowpane.schedule.request import NO_TOKENS, Request, Tokens
 
 
 @dataclass(frozen=True, slots=True)

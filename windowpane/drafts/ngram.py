@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from windowpane.drafts.drafter import Asking, HostKnows
-from windowpane.schedule.request import Request, Tokens
+from windowpane.schedule.request import NO_TOKENS, Request, Tokens
 
-NOTHING: Tokens = np.zeros(0, dtype=np.int32)
 # A source goes on behind a token that was replaced while so many of the last tokens are its own.
 ALIKE, OF_LAST = 2, 4
 
@@ -43,7 +42,7 @@ class NgramDrafter(HostKnows):
         tokens = text.with_output(request.output)
         source, text.run = self._find(tokens, text.aligned)
         if source is None:
-            return NOTHING
+            return NO_TOKENS
         text.read_from(source)
         # A run that reaches the end of what is known repeats itself.
         return (

@@ -23,8 +23,7 @@ from torch import Tensor
 from windowpane.device.transfer import to_device
 from windowpane.drafts.config import MOST_DRAFTS
 from windowpane.lowering.cpu.logits import likeliest
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Request, SamplingParams, Tokens
+from windowpane.schedule.request import NO_TOKENS, Request, SamplingParams, Tokens
 
 NUCLEUS_GUESS = 1024  # on a CPU, top-p first looks at so many of the likeliest tokens before it sorts them all
 LOGPROB_ROWS = 256  # prompt logprobs are taken so many rows at a time: each needs a vocabulary of floats

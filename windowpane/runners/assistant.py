@@ -23,8 +23,7 @@ from windowpane.lowering.gpu.model import GpuModel
 from windowpane.lowering.gpu.step import FEWEST_ROWS, NO_DRAFT, DeviceStep
 from windowpane.runners.device_drafts import DeviceDrafts
 from windowpane.runners.graphs import DraftGraphs
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Tokens
+from windowpane.schedule.request import NO_TOKENS, Tokens
 from windowpane.schedule.step import Segment
 
 

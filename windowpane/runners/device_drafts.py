@@ -15,8 +15,7 @@ import torch
 from windowpane.device.transfer import HostCopy
 from windowpane.drafts.drafter import Asking, Known
 from windowpane.lowering.gpu.step import NO_DRAFT
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Tokens
+from windowpane.schedule.request import NO_TOKENS, Tokens
 
 FIRST_PLACE = NO_DRAFT - 1
 

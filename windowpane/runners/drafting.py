@@ -25,8 +25,7 @@ from windowpane.device.pages import KVPages
 from windowpane.device.transfer import to_device
 from windowpane.drafts.drafter import HostKnows, Known
 from windowpane.models.blocks import Decoder
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Tokens
+from windowpane.schedule.request import NO_TOKENS, Tokens
 from windowpane.schedule.step import Segment, Step
 
 KEPT_ROWS = 18  # hidden states of a slot's last tokens: of a step with drafts, and the one before

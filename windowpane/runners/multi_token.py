@@ -23,8 +23,7 @@ from windowpane.lowering.gpu.stepped import SteppedGpuModel
 from windowpane.runners.device_drafts import DeviceDrafts
 from windowpane.runners.drafting import DraftingLayers
 from windowpane.runners.graphs import DraftGraphs
-from windowpane.schedule.batch import NO_TOKENS
-from windowpane.schedule.request import Tokens
+from windowpane.schedule.request import NO_TOKENS, Tokens
 from windowpane.schedule.step import Segment
 
 

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windowpane.kv.changes import Changes
-from windowpane.schedule.request import Tokens
+from windowpane.schedule.request import NO_TOKENS, Tokens
 
-NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 LAST_SAMPLED = -1  # in a token's stead: what the slot sampled last, which only the device knows
 
 

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from windowpane.schedule.batch import NO_TOKENS
+from windowpane.schedule.request import NO_TOKENS
 from windowpane.schedule.scheduler import Scheduler, _order
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
+NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 RoutedExperts = NDArray[np.integer[Any]]  # [tokens, layers with experts, experts visited], uint8 or int16
 
 Pooling = Literal["mean", "last"]

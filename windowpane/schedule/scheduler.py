@@ -41,9 +41,9 @@ from windowpane.kv.speeds import Speeds
 from windowpane.kv.tier import HostTier
 from windowpane.schedule.adapters import AdapterSlots
 from windowpane.schedule.admission import Admission
-from windowpane.schedule.batch import NO_TOKENS, Batch, PromptChunk
+from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.pace import Pace
-from windowpane.schedule.request import FinishReason, Request, Tokens
+from windowpane.schedule.request import NO_TOKENS, FinishReason, Request, Tokens
 from windowpane.schedule.restoring import NoRestorePlanner, RestorePlanner
 from windowpane.schedule.verifying import StepInFlight, Verifying, reason_to_end
 
