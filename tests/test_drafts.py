@@ -26,10 +26,10 @@ from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
 from windowpane.plan.config import EngineConfig
 from windowpane.runners.device_drafts import DeviceDrafts
-from windowpane.schedule.batch import LAST_SAMPLED, Batch, accepted
+from windowpane.schedule.batch import Batch, accepted
 from windowpane.schedule.request import NO_TOKENS, FinishReason, Request, Tokens
 from windowpane.schedule.scheduler import Scheduler
-from windowpane.schedule.step import Segment, Step
+from windowpane.schedule.step import LAST_SAMPLED, Segment, Step
 
 STATES = [*CACHES, StateCache(2, (StatePart("recurrent", 4, 64, "float32"),))]
 SAMPLING: dict[str, dict[str, Any]] = {

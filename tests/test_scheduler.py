@@ -22,9 +22,10 @@ from windowpane.kv.restore import RestorePoints
 from windowpane.kv.retention import Full, Window
 from windowpane.kv.tier import HostTier
 from windowpane.runners.plain import verifies_only
-from windowpane.schedule.batch import LAST_SAMPLED, Batch, PromptChunk, accepted
+from windowpane.schedule.batch import Batch, PromptChunk, accepted
 from windowpane.schedule.request import FinishReason, Request, SamplingParams
 from windowpane.schedule.scheduler import MAX_PREEMPTIONS, PATIENCE, RequestTooLong, Scheduler
+from windowpane.schedule.step import LAST_SAMPLED
 
 STOP = 7
 LATER = -2  # a draft that is made when its step runs

@@ -4,7 +4,8 @@ An assistant's layers have queries only and read what its target keeps. So a row
 its own: it stands at the last token that the target has computed, and finds that one in pages like those before it.
 
 Behind a step with drafts, which of them are accepted is found out on the device (`begin`), so that the next ones are
-made while the host takes in the tokens of that step.
+made while the host takes in the tokens of that step. The host may even send off the step that verifies them before: its
+rows are then moved back by as many as were `not_accepted`, and begin with the last token that was.
 """
 
 from __future__ import annotations
@@ -107,9 +108,11 @@ class Assistant:
 
     @torch.inference_mode()
     def draft(self, known: Sequence[Known]) -> list[Tokens]:
-        if self._begun is not None and {k.slot for k in known} <= set(self._begun[0]):
-            return self._hand_out_begun(known)
-        self._begun = None
+        if self._begun is not None:
+            # Behind a step that went ahead, nothing else can be begun with.
+            if self._too_far is not None or {k.slot for k in known} <= set(self._begun[0]):
+                return self._hand_out_begun(known)
+            self._begun = None
         found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
             return [NO_TOKENS] * len(known)

@@ -201,6 +201,7 @@ class CudaRunner:
         elif self._only_decodes(batch):
             output = self._decode(batch)
         else:
+            assert not batch.is_ahead  # chunks are put together on the host, which has to know where they begin
             output = self._mixed(batch, all_logits_slots)
         self.pages.after_step(batch.changes)
         return output

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from windowpane.kv.changes import Changes
 from windowpane.schedule.request import NO_TOKENS, Tokens
 
-LAST_SAMPLED = -1  # in a token's stead: what the slot sampled last, which only the device knows
-
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
@@ -50,7 +48,8 @@ class Batch:
 
     `unsettled` are the slots that have drafts in the step before, if that has not landed: this one `is_ahead`. Their
     positions are those that they have if all of these drafts are accepted; the device knows how many are not, and by so
-    many the true positions lie before. A chunk whose first token the host does not know begins with `LAST_SAMPLED`.
+    many the true positions lie before. A chunk whose first token the host does not know begins with
+    `step.LAST_SAMPLED`.
     """
 
     step: int

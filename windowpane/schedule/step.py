@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from windowpane.schedule.batch import Batch, wanted_rows
 
+LAST_SAMPLED = -1  # in a token's stead: what the slot sampled last, which only the device knows
+
 
 class Segment(NamedTuple):
     """Tokens [start, stop) of a slot, at rows `row`.. of the step; the last q_count of them ask, from rows `q_row`.."""

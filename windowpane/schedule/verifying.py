@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from windowpane.kv.manager import KVManager
 from windowpane.kv.sharing import RestorePoint
-from windowpane.schedule.batch import LAST_SAMPLED, PromptChunk
+from windowpane.schedule.batch import PromptChunk
 from windowpane.schedule.request import FinishReason, Request, Tokens
+from windowpane.schedule.step import LAST_SAMPLED
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
-from windowpane.schedule.step import Segment, Step
+from windowpane.schedule.step import LAST_SAMPLED, Segment, Step
 
 MOST_SEGMENT_TOKENS = MOST_ROWS  # of one whose rows decode together
 FEWEST_ROWS = 2  # at once that kernels for such segments take, though each segment may have one
 PADDING_ROW = (0, -1, 0)  # slot, position and present state
-NO_DRAFT = -1
+NO_DRAFT = LAST_SAMPLED
 # How many inputs decoding rows have: those, then a draft, then the slot and the first position of a sequence. These two
 # and the present state are by sequence in steps with drafts of sequences that have states.
 PLAIN_INPUTS, DRAFT_INPUTS, STATE_DRAFT_INPUTS = 3, 4, 6
