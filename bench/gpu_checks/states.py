@@ -95,7 +95,19 @@ def checks() -> Checks:
                 f"delta prompts, heads of {k} and {v} dims",
                 partial(prefills, DeltaShape(2, 4, k, v, 4), (200, 64), (0, 3)),
             )
-            for k, v in ((16, 16), (16, 32), (32, 16), (64, 16), (128, 16), (16, 128), (32, 32), (64, 32), (64, 64))
+            for k, v in (
+                (16, 16),
+                (16, 32),
+                (32, 16),
+                (64, 16),
+                (128, 16),
+                (16, 128),
+                (32, 32),
+                (32, 64),
+                (64, 32),
+                (128, 32),
+                (64, 64),
+            )
         ),
         ("delta prompts alone and in strips", alone),
         ("delta prompts by each launch", each_launch),

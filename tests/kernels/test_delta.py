@@ -79,6 +79,13 @@ def test_chunks_use_the_tensor_cores(monkeypatch, tmp_path):
     assert "cp.async" in kernels["pass"].compiled.asm["ptx"], "the next chunk is on its way"
 
 
+@pytest.mark.parametrize(("key_dim", "value_dim", "warps"), [(16, 32, 2), (64, 32, 2), (64, 64, 4), (128, 128, 4)])
+def test_small_heads_are_not_solved_by_four_warps(key_dim, value_dim, warps):
+    """Triton compiles that wrongly for a GPU, which only a GPU shows: `python3 -m bench.gpu_check delta`."""
+    shape = DeltaShape(2, 4, key_dim, value_dim, 4)
+    assert delta_chunks.launch_for(shape, torch.bfloat16).solve_warps == warps
+
+
 def test_a_workspace_below_one_chunk_is_refused():
     made, layer, out = layer_of(64)
     segments = (Segment(0, 0, 64, 0, 0, 64),)
