@@ -226,12 +226,7 @@ class Engine:
         if speculator is None or any(sent.drafts for sent in self._sent_steps):
             return {}
         decoding = [slot for slot in scheduler.decoding_slots.tolist() if scheduler.running[slot].output]
-        asking = [
-            Asking(scheduler.running[slot], slot, int(scheduler.manager.lengths[slot]), room)
-            for slot in decoding
-            if (room := scheduler.draft_room(slot))
-        ]
-        return speculator.drafts(asking, len(decoding))
+        return speculator.drafts(self._asking(decoding), len(decoding))
 
     def _drafts_ahead(self) -> dict[int, Tokens]:
         """Drafts for a step that is sent off before the last one has landed, which has some too; none where the host
@@ -244,17 +239,22 @@ class Engine:
         slots = scheduler.decoding_slots.tolist()
         if not scheduler.may_go_ahead or not all(_may_go_ahead(scheduler.running[slot]) for slot in slots):
             return {}
-        asking = [
-            Asking(scheduler.running[slot], slot, int(scheduler.manager.lengths[slot]), room)
-            for slot in slots
-            if (room := scheduler.draft_room(slot))
-        ]
+        asking = self._asking(slots)
         # Near its end a sequence has room for fewer drafts than it would once the last step has landed. To wait for
         # that costs all the others a tenth of a step.
         if sum(a.most == scheduler.draft_tokens for a in asking) < len(slots) * FAR_FROM_END:
             return {}
         drafts = speculator.drafts(asking, len(slots), is_ahead=True)
         return drafts if len(slots) + sum(map(len, drafts.values())) <= most_rows else {}
+
+    def _asking(self, slots: Sequence[int]) -> list[Asking]:
+        """Those of these that have room for drafts in the next step."""
+        scheduler = self.scheduler
+        return [
+            Asking(scheduler.running[slot], slot, int(scheduler.manager.lengths[slot]), room)
+            for slot in slots
+            if (room := scheduler.draft_room(slot))
+        ]
 
     def _schedule(self, drafts: dict[int, Tokens]) -> bool:
         """Send the next step off, if there is one to send."""
@@ -330,8 +330,8 @@ class Engine:
             sent.logprobs = HostLogprobs(sampled.logprobs)
             sent.logprob_rows = sampled.logprob_rows
         if sent.drafts and self.speculator is not None:
-            begun = self.speculator.drafter.begin(sent.slots.tolist(), sent.drafts, sampled.tokens)
-            sent.device_knows_last = begun
+            drafter = self.speculator.drafter
+            sent.device_knows_last = drafter.begin(sent.slots.tolist(), sent.drafts, sampled.tokens)
 
     def _masks(self, sent: SentStep, positions: NDArray[np.int64]) -> dict[int, NDArray[np.uint32]]:
         """The tokens that grammars allow, by row. One that cannot go on fails its own request and no other.

@@ -111,7 +111,7 @@ class Assistant:
         if self._begun is not None:
             # Behind a step that went ahead, nothing else can be begun with.
             if self._too_far is not None or {k.slot for k in known} <= set(self._begun[0]):
-                return self._hand_out_begun(known)
+                return self.ahead(known)
             self._begun = None
         found = [(k, source) for k in known if (source := self._source(k)) is not None]
         if not found:
@@ -127,17 +127,14 @@ class Assistant:
         self._graphs.run(self._draft, size)
         return self.drafts.hand_out(known, [k.slot for k, _ in found], self.drafts.copy(len(found)))
 
-    def ahead(self, asking: Sequence[Asking]) -> list[Tokens]:
-        return self._hand_out_begun(asking)
-
-    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
-        return self.drafts.tell(drafts)
-
-    def _hand_out_begun(self, asking: Sequence[Asking] | Sequence[Known]) -> list[Tokens]:
+    def ahead(self, asking: Sequence[Asking] | Sequence[Known]) -> list[Tokens]:
         """What was begun on the device, where it was: behind the tokens that these have, since the host counts those
         that are accepted as the device does.
         """
         return [NO_TOKENS] * len(asking) if self._begun is None else self.drafts.hand_out(asking, *self._begun)
+
+    def tell(self, drafts: Sequence[Tokens]) -> list[Tokens]:
+        return self.drafts.tell(drafts)
 
     def _source(self, asked: Known) -> int | torch.Tensor | None:
         """The row of `_hidden` that a request's drafts begin with, or that hidden state; None where it is not known."""
