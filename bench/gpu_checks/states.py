@@ -67,7 +67,11 @@ DECODE_LAUNCHES = [
     DecodeLaunch(2, 4, 96), DecodeLaunch(2, 4, 112), DecodeLaunch(4, 2, 96), DecodeLaunch(4, 4, 64),
 ]  # fmt: skip
 SWEEPS: dict[str, list[ChunkLaunch]] = {
-    "convolve": [LAUNCH._replace(convolve_warps=warps) for warps in (2, 4, 8)],
+    "convolve": [
+        LAUNCH._replace(convolve_warps=warps, convolve_tokens=tokens, convolve_channels=channels)
+        for warps, tokens, channels in ((4, 16, 512), (4, 32, 512), (4, 64, 512), (2, 16, 256), (2, 32, 256),
+                                        (8, 32, 1024))
+    ],
     "solve": [LAUNCH._replace(solve_warps=warps) for warps in (2, 4, 8)],
     "pass": [
         LAUNCH._replace(values=values, pass_warps=warps, pass_stages=stages)

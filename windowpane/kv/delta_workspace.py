@@ -32,11 +32,13 @@ def workspace_pieces(sizes: DeltaSizes, compute_bytes: int, chunks: int) -> dict
     return {
         # One is read in a strip, the other written: both may belong to segments of that strip.
         "carried": ((2, heads, sizes.key_dim, sizes.value_dim), FLOAT32_BYTES),
-        "totals": ((heads, tokens), FLOAT32_BYTES),  # logs of the decay since the chunk's first token
-        "pairs": ((2, tokens, sizes.key_heads, sizes.key_dim), compute_bytes),  # queries and keys
-        "values": ((tokens, heads, sizes.value_dim), compute_bytes),  # then what is learned from an empty state
-        "known": ((tokens, heads, sizes.key_dim), compute_bytes),
-        "inside": ((tokens, heads, CHUNK_TOKENS), compute_bytes),
+        "totals": ((heads, tokens), FLOAT32_BYTES),  # logs (of base 2) of the decay since the chunk's first token
+        # The rest by chunk and head. Queries and keys.
+        "pairs": ((2, chunks, sizes.key_heads, CHUNK_TOKENS, sizes.key_dim), compute_bytes),
+        # Then what is learned from an empty state, dim by dim.
+        "values": ((chunks, heads, CHUNK_TOKENS, sizes.value_dim), compute_bytes),
+        "known": ((chunks, heads, CHUNK_TOKENS, sizes.key_dim), compute_bytes),
+        "inside": ((chunks, heads, CHUNK_TOKENS, CHUNK_TOKENS), compute_bytes),
     }
 
 

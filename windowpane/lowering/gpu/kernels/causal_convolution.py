@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from windowpane.attention.triton.view import LOG2E as _LOG2E
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces
 
+LOG2E = tl.constexpr(_LOG2E)
 # Tokens and channels of a program: rows that decode have one token each.
 TOKENS, CHANNELS, LONE_CHANNELS = 16, 128, 512
 
@@ -69,8 +71,15 @@ def _launch(
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x): these are the exponent and the root that a GPU has an instruction for, also for float32."""
+    root = tl.rsqrt(1.0 + tl.exp2(-LOG2E * x))
+    return root * root
+
+
+@triton.jit
 def silu(x):
-    return x / (1.0 + tl.exp(-x))
+    return x * sigmoid(x)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from windowpane.lowering.gpu.kernels.causal_convolution import convolved, remember
+from windowpane.lowering.gpu.kernels.causal_convolution import convolved, remember, sigmoid, silu
 from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of
 from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces
 from windowpane.lowering.reference.recurrence import L2_EPS
@@ -102,16 +102,6 @@ def decode_delta(
         **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, maxnreg=registers,
         launch_pdl=pdl,
     )  # fmt: skip
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit

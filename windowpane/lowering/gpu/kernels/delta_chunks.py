@@ -6,7 +6,7 @@ states from chunk to chunk with the outputs; the gated norm. A strip is as long 
 of a segment that goes on in the next strip waits in the workspace in float32.
 """
 
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -24,21 +24,27 @@ from windowpane.attention.segments import ChunkQueries
 from windowpane.kv.delta_workspace import CHUNK_TOKENS, STRIP_TOKENS, piece_bytes, workspace_pieces
 from windowpane.kv.delta_workspace import delta_workspace_bytes as workspace_bytes
 from windowpane.kv.retention import ceil_div
-from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, sigmoid, silu, softplus
+from windowpane.lowering.gpu.kernels.causal_convolution import LOG2E, sigmoid, silu
+from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
 from windowpane.lowering.gpu.kernels.state_places import FIELDS, StatePart, StatePlaces
 from windowpane.schedule.step import Segment
 
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)  # rows that are solved one after another
+ROWS = tl.constexpr(8)  # tokens that are convolved at a time
 _FEWEST_SLOTS = 16
 _NORM_TOKENS = 32
 
 
 class ChunkLaunch(NamedTuple):
-    """Warps of each launch; a program of the pass over the states has `values` value dims of a head."""
+    """Warps of each launch. A program convolves so many tokens of at most so many channels; one of the pass over the
+    states has `values` value dims of a head.
+    """
 
-    convolve_warps: int = 4
+    convolve_warps: int = 2
+    convolve_tokens: int = 32
+    convolve_channels: int = 256
     solve_warps: int = 4
     solve_stages: int = 1
     values: int = 64
@@ -112,6 +118,11 @@ def _strips(segments: Sequence[Segment], chunks: int) -> Iterator[_Strip]:
         yield _Strip(first, last, bisect_right(ends, first) - 1, bisect_left(ends, last), row, row_of(last) - row)
 
 
+def _heads_together(heads: int, dim: int, channels: int) -> int:
+    """How many heads of at most so many channels a program convolves: a power of two that divides them."""
+    return min(heads & -heads, max(1, channels // dim))
+
+
 def chunk_delta(
     made: torch.Tensor, places: StatePlaces, segments: ChunkQueries, tails: list[StatePart], matrix: StatePart,
     conv: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor, norm_weight: torch.Tensor | None,
@@ -134,17 +145,20 @@ def chunk_delta(
     values = min(launch.values, shape.value_dim)
     table, first_sequence = segments.segments, len(places.before) - count
     slots = max(_FEWEST_SLOTS, triton.next_power_of_2(count))
+    sizes = (key_heads, shape.key_dim), (heads, shape.value_dim)
+    keys, together = (_heads_together(*size, launch.convolve_channels) for size in sizes)
     kept = 0 if snapshots is None else len(snapshots)
     fixed = {**shape.fixed, "SLOTS": slots}
     precision = {"PRECISION": "tf32x3" if made.dtype == torch.float32 else "tf32"}
     for turn, strip in enumerate(_strips(segments.host_segments, chunks)):
         many = strip.last - strip.first
         # A plain launch: its cached reads see what was written before.
-        convolve_kernel[(many, 2 * key_heads + heads)](
+        convolve_kernel[(many * (CHUNK_TOKENS // launch.convolve_tokens), 2 * key_heads // keys + heads // together)](
             made, table, *places, tails[0].arena, conv, snapshots, room.pairs, room.values,
             made.stride(0), *(tail.first for tail in tails), tails[0].unit, count, first_sequence, strip.first,
             chunks * CHUNK_TOKENS, kept,
-            **fixed, WIDTH=shape.width, num_warps=launch.convolve_warps,
+            **fixed, WIDTH=shape.width, KEYS=keys, HEADS=together, TOKENS=launch.convolve_tokens,
+            num_warps=launch.convolve_warps,
         )  # fmt: skip
         solve_kernel[(many, heads)](
             made, table, room.pairs, room.values, room.known, room.inside, room.totals, decay, dt_bias,
@@ -197,58 +211,50 @@ def _store_tail(X, stride, BEFORE, TO, dims, behind, has_past, WIDTH: tl.constex
     """Remember the last inputs in front of token `behind` of a segment; X is its first row."""
     for tap in tl.static_range(WIDTH - 1):
         at = behind - (WIDTH - 1) + tap
-        x = tl.load(X + at * stride + dims, mask=at >= 0, other=0.0)
+        x = tl.load(X + at.to(tl.int64) * stride + dims, mask=at >= 0, other=0.0)
         old = tl.load(BEFORE + dims * (WIDTH - 1) + (behind + tap), mask=(at < 0) & has_past, other=0.0)
         tl.store(TO + dims * (WIDTH - 1) + tap, tl.where(at >= 0, x.to(TO.dtype.element_ty), old))
 
 
 @triton.jit
-def _convolved(X, stride, CONV, dims, first, tokens, WIDTH: tl.constexpr):
-    """SiLU of the convolution of a chunk's tokens [CHUNK, dims], from the segment's inputs; zeros behind the last."""
-    token = first + tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK, dims.shape[0]], tl.float32)
-    for tap in tl.static_range(WIDTH):
-        at = token + (tap - WIDTH + 1)
-        mask = (at >= 0) & (token < tokens)
-        x = tl.load(X + at.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask[:, None], other=0.0)
-        total += x.to(tl.float32) * tl.load(CONV + dims * WIDTH + tap)[None, :]
-    return silu(total)
-
-
-@triton.jit
-def _convolved_token(X, stride, BEFORE, CONV, dims, token, WIDTH: tl.constexpr):
-    """SiLU of the convolution of one of a segment's first tokens, which sees what is remembered."""
-    total = tl.zeros(dims.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        at = token + (tap - WIDTH + 1)
-        x = tl.load(X + at * stride + dims, mask=at >= 0, other=0.0).to(tl.float32)
-        x += tl.load(BEFORE + dims * (WIDTH - 1) + (token + tap), mask=at < 0, other=0.0).to(tl.float32)
-        total += x * tl.load(CONV + dims * WIDTH + tap)
-    return silu(total)
-
-
-@triton.jit
-def _convolve_head(
-    X, stride, TAIL, page, CONV, TO, first, tokens, has_past, scale, HEADS: tl.constexpr, DIM: tl.constexpr,
-    IS_UNIT: tl.constexpr, WIDTH: tl.constexpr,
+def _convolve(
+    X, stride, TAIL, CONV, TO, first, tokens, has_past, scale, HEADS: tl.constexpr, DIM: tl.constexpr,
+    IS_UNIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store the convolution of a head's tokens in a chunk; IS_UNIT: of unit length, times `scale`."""
-    dims = tl.arange(0, DIM)
-    i = tl.arange(0, CHUNK)
-    STRIDE: tl.constexpr = HEADS * DIM
-    y = _convolved(X, stride, CONV, dims, first, tokens, WIDTH)
-    if IS_UNIT:
-        y *= (tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS) * scale)[:, None]
-    sees_past = has_past & (first == 0)
-    mask = (sees_past == 0) | (i >= WIDTH - 1)
-    tl.store(TO + i[:, None] * STRIDE + dims[None, :], y.to(TO.dtype.element_ty), mask=mask[:, None])
-    if sees_past:
-        for token in tl.static_range(WIDTH - 1):
-            one = _convolved_token(X, stride, TAIL + page, CONV, dims, token, WIDTH)
+    """Store SiLU of the convolution of some heads' TOKENS from `first` on; IS_UNIT: of unit length times `scale`, and
+    zeros behind the last token, where others have anything.
+
+    A thread has ROWS tokens of its channels at a time: an input is read once and stays in registers for all taps.
+    """
+    head = tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, DIM)[None, :]
+    channel = head * DIM + dim
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        taps = taps + (tl.load(CONV + channel * WIDTH + tap),)  # noqa: RUF005 - Triton adds tuples, it does not unpack
+    for block in range(TOKENS // ROWS):
+        start = first + block * ROWS
+        x = ()
+        for i in tl.static_range(WIDTH - 1):
+            at = start + (i - (WIDTH - 1))
+            if at >= 0:
+                here = tl.load(X + tl.minimum(at, tokens - 1).to(tl.int64) * stride + channel).to(tl.float32)
+            else:
+                here = tl.load(TAIL + channel * (WIDTH - 1) + i, mask=has_past, other=0.0).to(tl.float32)
+            x = x + (here,)  # noqa: RUF005
+        for i in tl.static_range(ROWS):
+            at = tl.minimum(start + i, tokens - 1).to(tl.int64)
+            x = x + (tl.load(X + at * stride + channel).to(tl.float32),)  # noqa: RUF005
+        for i in tl.static_range(ROWS):
+            y = x[i] * taps[0]
+            for tap in tl.static_range(1, WIDTH):
+                y += x[i + tap] * taps[tap]
+            y = silu(y)
             if IS_UNIT:
-                one *= tl.rsqrt(tl.sum(one * one, 0) + UNIT_EPS) * scale
-            one = tl.where(token < tokens, one, 0.0)
-            tl.store(TO + token * STRIDE + dims, one.to(TO.dtype.element_ty))
+                length = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)
+                y *= (length * tl.where(start + i < tokens, scale, 0.0))[:, None]
+            to = TO + (block * ROWS + i) * DIM + head * (CHUNK * DIM) + dim
+            tl.store(to, y.to(TO.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count", "first_sequence", "first_chunk", "snapshots"])
@@ -256,57 +262,62 @@ def convolve_kernel(
     MADE, SEGMENTS, BEFORE, AFTER, STARTS, TAILS, CONV, SNAPSHOTS, PAIRS, VALUES,
     made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, strip_tokens, snapshots,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, head of q, k or v). The one with a segment's last tokens remembers them."""
-    index = tl.program_id(0)
-    kind_head = tl.program_id(1)
+    """Program (TOKENS of them, KEYS heads of q or k, or HEADS of v). Who has a segment's last tokens remembers them."""
+    BLOCKS: tl.constexpr = CHUNK // TOKENS
+    KEY_PARTS: tl.constexpr = KEY_HEADS // KEYS
+    index = tl.program_id(0) // BLOCKS
+    part = tl.program_id(1)
     segment, first = _segment_of(SEGMENTS, count, first_chunk + index, SLOTS)
     start, tokens, row = _rows_of(SEGMENTS, segment)
+    within = tl.program_id(0) % BLOCKS * TOKENS
+    first += within
     sequence = first_sequence + segment
     has_past = tl.load(STARTS + sequence) > 0
     page = tl.load(BEFORE + sequence).to(tl.int64) * tail_unit
     next_page = tl.load(AFTER + sequence).to(tl.int64) * tail_unit
     to_row = index.to(tl.int64) * CHUNK
-    if kind_head < 2 * KEY_HEADS:
-        is_key = kind_head >= KEY_HEADS
-        head = kind_head % KEY_HEADS
+    if part < 2 * KEY_PARTS:
+        is_key = part >= KEY_PARTS
+        head = part % KEY_PARTS * KEYS
+        channel = tl.where(is_key, KEY_HEADS * K, 0) + head * K
         tail = TAILS + tl.where(is_key, k_first, q_first) + head * (K * (WIDTH - 1))
-        x = MADE + row * made_stride + kind_head * K
-        to = PAIRS + (tl.where(is_key, strip_tokens, 0) + to_row) * (KEY_HEADS * K) + head * K
-        scale = tl.where(is_key, 1.0, K**-0.5)
-        _convolve_head(x, made_stride, tail, page, CONV + kind_head * (K * WIDTH), to, first, tokens, has_past, scale,
-                       KEY_HEADS, K, True, WIDTH)  # fmt: skip
+        x = MADE + row * made_stride + channel
+        to = PAIRS + (tl.where(is_key, strip_tokens, 0) + to_row) * (KEY_HEADS * K) + (head * CHUNK + within) * K
+        _convolve(x, made_stride, tail + page, CONV + channel * WIDTH, to, first, tokens, has_past,
+                  tl.where(is_key, 1.0, K**-0.5), KEYS, K, True, WIDTH, TOKENS)  # fmt: skip
         _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
-                  snapshots, tail_unit, K, WIDTH)  # fmt: skip
+                  snapshots, tail_unit, KEYS * K, WIDTH, TOKENS)  # fmt: skip
     else:
-        head = kind_head - 2 * KEY_HEADS
+        head = (part - 2 * KEY_PARTS) * HEADS
         channel = 2 * KEY_HEADS * K + head * V
         tail = TAILS + v_first + head * (V * (WIDTH - 1))
         x = MADE + row * made_stride + channel
-        to = VALUES + to_row * (VALUE_HEADS * V) + head * V
-        _convolve_head(x, made_stride, tail, page, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
-                       VALUE_HEADS, V, False, WIDTH)  # fmt: skip
+        to = VALUES + to_row * (VALUE_HEADS * V) + (head * CHUNK + within) * V
+        _convolve(x, made_stride, tail + page, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
+                  HEADS, V, False, WIDTH, TOKENS)  # fmt: skip
         _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
-                  snapshots, tail_unit, V, WIDTH)  # fmt: skip
+                  snapshots, tail_unit, HEADS * V, WIDTH, TOKENS)  # fmt: skip
 
 
 @triton.jit
 def _remember(
     X, stride, TAIL, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS, snapshots, unit,
-    DIM: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store the tails whose last input this chunk has: that of the segment's end, and those of snapshots."""
-    dims = tl.arange(0, DIM)
-    if first + CHUNK >= tokens:
-        _store_tail(X, stride, TAIL + page, TAIL + next_page, dims, tokens, has_past, WIDTH)
+    """Store the tails whose last input is one of TOKENS from `first` on: of the segment's end, and of snapshots."""
+    channels = tl.arange(0, CHANNELS)
+    last = tl.minimum(first + TOKENS, tokens)
+    if first < tokens and last == tokens:
+        _store_tail(X, stride, TAIL + page, TAIL + next_page, channels, tokens, has_past, WIDTH)
     if SNAPSHOTS is not None:
         for index in range(snapshots):
             behind = tl.load(SNAPSHOTS + index * 3 + 1) - start
             is_mine = tl.load(SNAPSHOTS + index * 3) == sequence
-            if is_mine and behind > first and behind <= tl.minimum(first + CHUNK, tokens):
+            if is_mine and behind > first and behind <= last:
                 to = tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * unit
-                _store_tail(X, stride, TAIL + page, TAIL + to, dims, behind, has_past, WIDTH)
+                _store_tail(X, stride, TAIL + page, TAIL + to, channels, behind, has_past, WIDTH)
 
 
 # -- within chunks -------------------------------------------------------------------------------------------------
@@ -323,22 +334,21 @@ def _joined(solved, system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse(products, total, rate, PRECISION: tl.constexpr):
-    """(I + A)⁻¹ of A = tril(rate · products · decay between tokens, -1); `products` are symmetric.
+def _inverse(products, system, total, rate, PRECISION: tl.constexpr):
+    """(I + A)⁻¹ of A = tril(`system`, -1) = tril(rate · products · decay between tokens, -1), products symmetric.
 
     Diagonal blocks are solved row by row, all at once, and then joined.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    # Aᵀ, whose columns are extracted in the layout that rows of T are summed in.
-    decays = tl.exp(tl.where(i < j, total[None, :] - total[:, None], float("-inf")))
-    flipped = tl.reshape(products * decays * rate[None, :], [BLOCKS, BLOCK, BLOCKS, BLOCK])
     block = tl.arange(0, BLOCKS)
     is_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    flipped = tl.sum(tl.where(is_diagonal, flipped, 0.0), 2)
+    diagonal = tl.sum(tl.where(is_diagonal, tl.reshape(products, [BLOCKS, BLOCK, BLOCKS, BLOCK]), 0.0), 2)
+    # Aᵀ, whose columns are extracted in the layout that rows of T are summed in.
+    totals, rates = tl.reshape(total, [BLOCKS, BLOCK]), tl.reshape(rate, [BLOCKS, BLOCK])
     r = tl.arange(0, BLOCK)[None, :, None]
     c = tl.arange(0, BLOCK)[None, None, :]
+    decays = tl.exp2(tl.where(r < c, totals[:, None, :] - totals[:, :, None], float("-inf")))
+    flipped = diagonal * decays * rates[:, None, :]
     solved = tl.where(r == c, 1.0, 0.0) + tl.zeros([BLOCKS, BLOCK, BLOCK], tl.float32)
     for row in range(1, BLOCK):
         factors = tl.sum(tl.where(c == row, flipped, 0.0), 2)
@@ -346,8 +356,6 @@ def _inverse(products, total, rate, PRECISION: tl.constexpr):
         solved = tl.where(r == row, solved - change[:, None, :], solved)
     solved = tl.where(is_diagonal, solved[:, :, None, :], 0.0)
     solved = tl.reshape(solved, [CHUNK, CHUNK])
-    decays = tl.exp(tl.where(i > j, total[:, None] - total[None, :], float("-inf")))
-    system = products * decays * rate[:, None]
     solved = _joined(solved, system, BLOCK, PRECISION)
     return _joined(solved, system, 2 * BLOCK, PRECISION)
 
@@ -359,8 +367,8 @@ def solve_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, value head): what the tokens learn from an empty state, which takes the values' place, what they
-    know of a state, by which they learn less, and how much of what is learned each query reads.
+    """Program (chunk, value head): what the tokens learn from an empty state, which takes the values' place dim by dim,
+    what they know of a state, by which they learn less, and how much of what is learned each query reads.
     """
     wait_if_overlapped(PDL)
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
@@ -368,48 +376,50 @@ def solve_kernel(
     index = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
+    i = tl.arange(0, CHUNK)
+    block = index.to(tl.int64) * VALUE_HEADS + head
+    key_at = i[:, None] * K + tl.arange(0, K)[None, :]
+    pairs = PAIRS + (index.to(tl.int64) * KEY_HEADS + key_head) * (CHUNK * K) + key_at
+    k = tl.load(pairs + strip_tokens * (KEY_HEADS * K), cache_modifier=PAST_L1)
+    q = tl.load(pairs, cache_modifier=PAST_L1)
     segment, first = _segment_of(SEGMENTS, count, first_chunk + index, SLOTS)
     _, tokens, row = _rows_of(SEGMENTS, segment)
-    i = tl.arange(0, CHUNK)
     is_token = first + i < tokens
     gates = MADE + (row + first + i) * made_stride + (2 * KEY_HEADS * K + 2 * VALUE_HEADS * V + head)
     rate = sigmoid(tl.load(gates, mask=is_token, other=0.0, cache_modifier=PAST_L1).to(tl.float32))
     step = tl.load(gates + VALUE_HEADS, mask=is_token, other=0.0, cache_modifier=PAST_L1).to(tl.float32)
-    log_decay = -tl.load(DECAY + head) * softplus(step + tl.load(DT_BIAS + head))
+    log_decay = (-LOG2E * tl.load(DECAY + head)) * softplus(step + tl.load(DT_BIAS + head))
     total = tl.cumsum(tl.where(is_token, log_decay, 0.0), 0)
-    at = (index * CHUNK + i).to(tl.int64)
-    tl.store(TOTALS + head * strip_tokens + at, total)
+    tl.store(TOTALS + head * strip_tokens + index * CHUNK + i, total)
 
-    k_dims = tl.arange(0, K)[None, :]
-    v_dims = tl.arange(0, V)[None, :]
-    pairs = PAIRS + key_head * K + k_dims
-    k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
-    q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
     transposed = tl.trans(k)
-    decays = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+    decays = tl.exp2(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
     inside = tl.dot(q, transposed, input_precision=PRECISION) * decays
-    inside_at = (at[:, None] * VALUE_HEADS + head) * CHUNK + i[None, :]
-    tl.store(INSIDE + inside_at, inside.to(DTYPE))
+    tl.store(INSIDE + block * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :], inside.to(DTYPE))
 
-    solved = _inverse(tl.dot(k, transposed, input_precision=PRECISION), total, rate, PRECISION) * rate[None, :]
-    value_at = (at[:, None] * VALUE_HEADS + head) * V + v_dims
-    v = tl.load(VALUES + value_at, cache_modifier=PAST_L1)
-    tl.store(VALUES + value_at, tl.dot(solved.to(DTYPE), v, input_precision=PRECISION).to(DTYPE))
-    solved *= tl.exp(total)[None, :]
+    products = tl.dot(k, transposed, input_precision=PRECISION)
+    solved = _inverse(products, products * decays * rate[:, None], total, rate, PRECISION) * rate[None, :]
+    values = VALUES + block * (CHUNK * V)
+    v = tl.load(values + i[:, None] * V + tl.arange(0, V)[None, :], cache_modifier=PAST_L1)
+    learned = tl.dot(solved.to(DTYPE), v, input_precision=PRECISION).to(DTYPE)
+    tl.store(values + tl.arange(0, V)[:, None] * CHUNK + i[None, :], tl.trans(learned))
+    solved *= tl.exp2(total)[None, :]
     known = tl.dot(solved.to(DTYPE), k, input_precision=PRECISION)
-    tl.store(KNOWN + (at[:, None] * VALUE_HEADS + head) * K + k_dims, known.to(DTYPE))
+    tl.store(KNOWN + block * (CHUNK * K) + key_at, known.to(DTYPE))
 
 
 # -- from chunk to chunk -------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _learned(state, LEARNED, KNOWN, head_at, v_dims, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+def _learned(state, LEARNED, KNOWN, block, v_dims, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
              PAST_L1: tl.constexpr):  # fmt: skip
-    """What the tokens of a chunk learn [CHUNK, VALUES], given the state in front of it."""
-    known = tl.load(KNOWN + head_at * K + tl.arange(0, K)[None, :], cache_modifier=PAST_L1)
-    fresh = tl.load(LEARNED + head_at * V + v_dims[None, :], cache_modifier=PAST_L1)
-    return fresh.to(tl.float32) - tl.dot(known, state.to(known.dtype), input_precision=PRECISION)
+    """What the tokens of a chunk learn [VALUES, CHUNK], given the state in front of it; `block`: its chunk and head."""
+    i = tl.arange(0, CHUNK).to(tl.int64)
+    known = tl.load(KNOWN + block * (CHUNK * K) + (i[:, None] * K + tl.arange(0, K)[None, :]), cache_modifier=PAST_L1)
+    fresh_at = v_dims.to(tl.int64)[:, None] * CHUNK + i[None, :]
+    fresh = tl.load(LEARNED + block * (CHUNK * V) + fresh_at, cache_modifier=PAST_L1)
+    return fresh.to(tl.float32) - tl.dot(state.to(known.dtype), tl.trans(known), input_precision=PRECISION)
 
 
 @triton.jit
@@ -419,30 +429,33 @@ def _through(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, PAST_L1: tl.constexpr,
 ):  # fmt: skip
-    """The state behind chunks [chunk, stop) of the strip, whose outputs are stored.
+    """The state [VALUES, K] behind chunks [chunk, stop) of the strip, whose outputs are stored.
 
     `first_token` is the number that the strip's first token has in this segment, and OUT is where its output would go:
-    both may lie in front of the segment.
+    both may lie in front of the segment. Value dims are rows, so that what one product gives is the first operand of
+    the next as it lies in registers.
     """
     DTYPE: tl.constexpr = PAIRS.dtype.element_ty
     i = tl.arange(0, CHUNK)
-    pairs = PAIRS + key_head * K + tl.arange(0, K)[None, :]
+    rows = i.to(tl.int64)[:, None]
+    key_at = rows * K + tl.arange(0, K)[None, :]
     for index in tl.range(chunk, stop, num_stages=STAGES):
-        at = (i + index * CHUNK).to(tl.int64)
-        head_at = at[:, None] * VALUE_HEADS + head
-        learned = _learned(state, LEARNED, KNOWN, head_at, v_dims, K, V, PRECISION, PAST_L1)
-        q = tl.load(pairs + at[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
-        inside = tl.load(INSIDE + head_at * CHUNK + i[None, :], cache_modifier=PAST_L1)
-        k = tl.load(pairs + (strip_tokens + at)[:, None] * (KEY_HEADS * K), cache_modifier=PAST_L1)
+        block = (head + index * VALUE_HEADS).to(tl.int64)
+        key_block = (key_head + index * KEY_HEADS).to(tl.int64) * (CHUNK * K)
+        learned = _learned(state, LEARNED, KNOWN, block, v_dims, K, V, PRECISION, PAST_L1)
+        q = tl.load(PAIRS + key_block + key_at, cache_modifier=PAST_L1)
+        inside = tl.load(INSIDE + block * (CHUNK * CHUNK) + (rows * CHUNK + i[None, :]), cache_modifier=PAST_L1)
+        k = tl.load(PAIRS + (key_block + strip_tokens * (KEY_HEADS * K)) + key_at, cache_modifier=PAST_L1)
         totals = TOTALS + head * strip_tokens + index * CHUNK
         total = tl.load(totals + i, cache_modifier=PAST_L1)
         last = tl.load(totals + (CHUNK - 1), cache_modifier=PAST_L1)
-        o = tl.dot(q, state.to(DTYPE), input_precision=PRECISION) * tl.exp(total)[:, None]
-        o = tl.dot(inside, learned.to(DTYPE), o, input_precision=PRECISION)
+        o = tl.dot(state.to(DTYPE), tl.trans(q), input_precision=PRECISION) * tl.exp2(total)[None, :]
+        o = tl.dot(learned.to(DTYPE), tl.trans(inside), o, input_precision=PRECISION)
+        at = (i + index * CHUNK).to(tl.int64)
         mask = (first_token + at < tokens)[:, None]
-        tl.store(OUT + at[:, None] * out_stride + v_dims[None, :], o.to(OUT.dtype.element_ty), mask=mask)
-        kept = (learned * tl.exp(last - total)[:, None]).to(DTYPE)
-        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
+        tl.store(OUT + at[:, None] * out_stride + v_dims[None, :], tl.trans(o.to(OUT.dtype.element_ty)), mask=mask)
+        kept = (learned * tl.exp2(last - total)[None, :]).to(DTYPE)
+        state = tl.dot(kept, k, state * tl.exp2(last), input_precision=PRECISION)
     return state
 
 
@@ -454,16 +467,15 @@ def _within(
 ):  # fmt: skip
     """The state behind the first `behind` tokens of a chunk: what these learn does not depend on later ones."""
     i = tl.arange(0, CHUNK)
-    at = (chunk * CHUNK + i).to(tl.int64)
-    head_at = at[:, None] * VALUE_HEADS + head
-    learned = _learned(state, LEARNED, KNOWN, head_at, v_dims, K, V, PRECISION, PAST_L1)
-    key_at = (strip_tokens + at)[:, None] * (KEY_HEADS * K) + key_head * K + tl.arange(0, K)[None, :]
-    k = tl.load(PAIRS + key_at, cache_modifier=PAST_L1)
-    total = tl.load(TOTALS + head * strip_tokens + at, cache_modifier=PAST_L1)
+    block = (head + chunk * VALUE_HEADS).to(tl.int64)
+    learned = _learned(state, LEARNED, KNOWN, block, v_dims, K, V, PRECISION, PAST_L1)
+    keys = PAIRS + strip_tokens * (KEY_HEADS * K) + (key_head + chunk * KEY_HEADS).to(tl.int64) * (CHUNK * K)
+    k = tl.load(keys + i[:, None] * K + tl.arange(0, K)[None, :], cache_modifier=PAST_L1)
+    total = tl.load(TOTALS + head * strip_tokens + chunk * CHUNK + i, cache_modifier=PAST_L1)
     until = tl.sum(tl.where(i == behind - 1, total, 0.0), 0)
-    decays = tl.exp(tl.where(i < behind, until - total, float("-inf")))
-    kept = (learned * decays[:, None]).to(k.dtype)
-    return tl.dot(tl.trans(k), kept, state * tl.exp(until), input_precision=PRECISION)
+    decays = tl.exp2(tl.where(i < behind, until - total, float("-inf")))
+    kept = (learned * decays[None, :]).to(k.dtype)
+    return tl.dot(kept, k, state * tl.exp2(until), input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"])
@@ -474,7 +486,7 @@ def pass_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     PRECISION: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the value dims, value head, segment): the state [K, VALUES] through the chunks of a strip."""
+    """Program (part of the value dims, value head, segment): the state [VALUES, K] through the chunks of a strip."""
     wait_if_overlapped(PDL)
     PAST_L1: tl.constexpr = ".cg" if PDL else ""
     part = tl.program_id(0)
@@ -489,7 +501,7 @@ def pass_kernel(
     sequence = first_sequence + segment
 
     v_dims = part * VALUES + tl.arange(0, VALUES)
-    element = head * (K * V) + tl.arange(0, K)[:, None] * V + v_dims[None, :]
+    element = head * (K * V) + tl.arange(0, K)[None, :] * V + v_dims[:, None]
     is_begun = segment_begin < first_chunk
     page = MATRIX + tl.load(BEFORE + sequence).to(tl.int64) * matrix_unit + matrix_first
     has_state = (tl.load(STARTS + sequence) > 0) & (is_begun == 0)
