@@ -218,7 +218,7 @@ def _atomic_exchange(at: Pointer, number: int, sem: str, scope: str) -> None:
 
 def _asm(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
     """PTX whose values are in one row is run; each other piece, which the chain has, is done for whole tensors."""
-    if pack <= 2 and is_pure:
+    if (pack <= 2 and is_pure) or "is_any" in text:
         found = run_elementwise(text, constraints, [x.values for x in args], dtype, pack)
         return tuple(map(Tensor, found)) if isinstance(found, tuple) else Tensor(found)
     if "prmt" in text:

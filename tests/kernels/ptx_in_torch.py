@@ -19,6 +19,8 @@ def run_elementwise(text: str, constraints: str, args: list[torch.Tensor], dtype
     given = [register for x in args for register in _registers(x.contiguous(), pack)]
     assert len(constraints.split(",")) == sum(per_result) + len(given)
     registers = {f"${sum(per_result) + i}": x for i, x in enumerate(given)}
+    tied = [int(c) for c in constraints.split(",") if c.isdigit()]
+    registers |= {f"${i}": given[at] for at, i in enumerate(tied)}
     run_ptx(text, registers)
     results, at = [], 0
     for dtype, count in zip(made, per_result, strict=True):
@@ -34,15 +36,28 @@ def _registers(x: torch.Tensor, pack: int) -> tuple[torch.Tensor, ...]:
 
 
 def run_ptx(text: str, registers: dict[str, torch.Tensor]) -> None:
-    """Straight code, statement by statement. Reading a register that was never written fails."""
+    """Statement by statement. Reading a register that was never written fails. A branch skips what lies in front of its
+    label, thread by thread, and a vote has each thread's own predicate.
+    """
     shape = next(iter(registers.values())).shape
+    runs: torch.Tensor | None = None
 
     def value(name: str) -> torch.Tensor:
-        return registers[name] if name in registers else torch.full(shape, _signed(int(name, 0)), dtype=torch.int32)
+        if name in registers:
+            return registers[name]
+        number = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+        return torch.full(shape, _signed(number), dtype=torch.int32)
 
     for statement in text.strip()[1:-1].split(";"):
         name, _, rest = statement.strip().partition(" ")
         if not name or name == ".reg":
+            continue
+        if name.endswith(":"):
+            runs = None
+            continue
+        if name.startswith("@!"):
+            assert rest.startswith("bra ")
+            runs = registers[name[2:]]
             continue
         to, *inputs = re.findall(r"\{.*\}|[^,\s]+", rest)
         if name == "mov.b64":
@@ -51,8 +66,11 @@ def run_ptx(text: str, registers: dict[str, torch.Tensor]) -> None:
         elif name in ("lop3.b32", "prmt.b32", "shl.b32", "shr.b32", "shr.u32"):
             *operands, last = inputs
             registers[to] = _WITH_NUMBER[name](*map(value, operands), int(last, 0))
+        elif name == "vote.sync.any.pred":
+            registers[to] = registers[inputs[0]]
         else:
-            registers[to] = _plain(name)(*map(value, inputs))
+            found = _plain(name)(*map(value, inputs))
+            registers[to] = found if runs is None else torch.where(runs, found, registers[to])
 
 
 def _signed(word: int) -> int:
@@ -63,8 +81,11 @@ def _plain(name: str) -> Callable[..., torch.Tensor]:
     operation, *_, kind = name.split(".")
     if kind in HALVES:
         return lambda *x: _in_halves(HALVES[kind], {"mul": torch.mul, "fma": _fma}[operation], *x)
+    if kind == "f32":
+        return _IN_FLOAT32[name]
     words = {"and.b32": torch.bitwise_and, "or.b32": torch.bitwise_or, "add.u32": torch.add}
-    return {"mov.b32": lambda a: a, **words}[name]
+    words["setp.ne.s32"] = torch.ne
+    return {"mov.b32": lambda a: a, "selp.b32": lambda a, b, is_first: torch.where(is_first, a, b), **words}[name]
 
 
 def _in_halves(dtype: torch.dtype, operation: Callable[..., torch.Tensor], *words: torch.Tensor) -> torch.Tensor:
@@ -75,6 +96,10 @@ def _in_halves(dtype: torch.dtype, operation: Callable[..., torch.Tensor], *word
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return a * b + c
+
+
+def _float(word: torch.Tensor) -> torch.Tensor:
+    return word.contiguous().view(torch.float32)
 
 
 def _shift_right(a: torch.Tensor, by: int) -> torch.Tensor:
@@ -96,6 +121,11 @@ def _pick_bytes(a: torch.Tensor, b: torch.Tensor, picks: int) -> torch.Tensor:
     return reduce(torch.bitwise_or, bytes_)
 
 
+_IN_FLOAT32: dict[str, Callable[..., torch.Tensor]] = {
+    "mul.f32": lambda a, b: (_float(a) * _float(b)).view(torch.int32),
+    "setp.neu.f32": lambda a, b: _float(a) != _float(b),
+    "setp.neu.or.f32": lambda a, b, before: (_float(a) != _float(b)) | before,
+}
 _WITH_NUMBER: dict[str, Callable[..., torch.Tensor]] = {
     "lop3.b32": _any_of_three,
     "prmt.b32": _pick_bytes,

@@ -20,10 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from windowpane.attention.hopper.rescale import rescaled
 from windowpane.attention.hopper.tiles import EDGES, copy_from_pages, load_entries, segment_of, store_rows, tile_of
 from windowpane.attention.triton.view import LOG2E
 
 _LOG2E = gl.constexpr(LOG2E)
+_LONG_WINDOW = gl.constexpr(16_384)
 
 
 @gluon.jit
@@ -146,7 +148,9 @@ def _attend(q_box, to, tiles, bars, at, seen, WINDOW: gl.constexpr, OUT_STRIDE: 
         o, p = warpgroup_mma_wait(0, deps=[o_next, p])
         p = p_next
         mbarrier.arrive(v_empty.index(buf), count=1)
-        o = o * gl.convert_layout(alpha, output_row)[:, None]
+        shrink = gl.convert_layout(alpha, output_row)
+        # Few dims take as long to multiply as to ask about, and a window has few tiles behind its largest score.
+        o = rescaled(o, shrink) if DIM > 64 and WINDOW >= _LONG_WINDOW else o * shrink[:, None]
     last = n_tiles - 1
     mbarrier.wait(v_full.index(last % 2), last // 2 & 1)
     o = warpgroup_mma(p, v_tiles.index(last % 2), o)

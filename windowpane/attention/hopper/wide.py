@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from windowpane.attention.hopper.rescale import rescaled
 from windowpane.attention.hopper.tiles import (
     EDGES,
     copy_from_page,
@@ -204,8 +205,8 @@ def _gather(
         buf = share if LATENT else 1
         mbarrier.wait(p_full.index(share), j // 2 & 1)
         alpha = shrinks.index(share).load(row)
-        o0 = o0 * alpha[:, None]
-        o1 = o1 * alpha[:, None]
+        o0 = rescaled(o0, alpha)
+        o1 = rescaled(o1, alpha)
         mbarrier.wait(full.index(buf), (j // 2 if LATENT else j) & 1)
         o0 = warpgroup_mma(probs.index(share), values.index(buf * 4 + which * 2), o0, is_async=True)
         o1 = warpgroup_mma(probs.index(share), values.index(buf * 4 + which * 2 + 1), o1, is_async=True)
