@@ -26,6 +26,7 @@ import torch
 from bench.random_adapters import random_adapter
 from bench.timing import exclusive_times
 from bench.uniform_routing import distinct_experts, route_uniformly
+from bench.vllm_weights import draw_as_vllm
 from windowpane.engine.accounts import accounts
 from windowpane.engine.start import Started, start
 from windowpane.measure.rounds import CountingRunner, Timing, roof_bytes_per_second, run_round, warm_up
@@ -76,9 +77,12 @@ def main() -> None:
     parser.add_argument("--adapter-rank", type=int, default=16)
     parser.add_argument("--adapter-targets", nargs="*", default=ADAPTER_TARGETS, help="modules that they change")
     parser.add_argument("--own-routing", action="store_true", help="experts as random weights choose them")
+    parser.add_argument("--vllm-weights", action="store_true", help="random weights as vLLM's dummy format makes them")
     given = parser.parse_args()
     if not given.own_routing:
         route_uniformly()
+    if given.vllm_weights:
+        draw_as_vllm()
     results = []
     roof = roof_bytes_per_second(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, reads {roof / 1e12:.2f} TB/s", flush=True)

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.vllm_weights import LARGEST, draw_as_vllm
 from tests.models.small_configs import SMALL, small
+from tests.running.small_models import QUANTIZED
+from windowpane.lowering.packed import PackedWeight
 from windowpane.models import ModelSpec, load
 from windowpane.models.weights import text_tensors
+from windowpane.weights import dummy as dummy_weights
 from windowpane.weights import load_weights
 
 
@@ -59,3 +63,15 @@ def test_linear_weights_are_small_and_centred(tmp_path: Path) -> None:
     weight = dummy(spec_of(tmp_path, "llama"))["model.layers.0.mlp.up_proj.weight"]
     assert weight.mean().item() == pytest.approx(0, abs=0.001)
     assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_as_vllm_draws_them_weights_are_small_and_codes_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("random_tensor", "random_packed"):
+        monkeypatch.setattr(dummy_weights, name, getattr(dummy_weights, name))  # as it is again behind this test
+    draw_as_vllm()
+    (tmp_path / "config.json").write_text(json.dumps(QUANTIZED["gpt-oss mxfp4"]))
+    made = dummy(load(tmp_path))
+    packed = [weight for weight in made.values() if isinstance(weight, PackedWeight)]
+    assert packed and not any(weight.units.any() or weight.scales.any() for weight in packed)
+    plain = [weight for weight in made.values() if isinstance(weight, torch.Tensor) and weight.is_floating_point()]
+    assert 0.99 * LARGEST < max(weight.abs().max().item() for weight in plain) <= LARGEST
