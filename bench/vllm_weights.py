@@ -1,7 +1,7 @@
 """Random weights as vLLM's `--load-format dummy` makes them, for figures beside those of vLLM.
 
 How long a large product takes on a GPU at its power limit hangs on the numbers: zeros take less power than random bits,
-and the clock stays higher. vLLM 0.26.0 draws floating-point weights, norms too, from ±0.001 and leaves packed integers
+and the clock stays higher. vLLM draws floating-point weights, norms too, from ±0.001 and leaves packed integers
 as they were allocated (`initialize_dummy_weights`), which for the codes and scales of MXFP4 is zero (`Mxfp4MoEMethod`).
 """
 

@@ -402,6 +402,7 @@ def solve_kernel(
     values = VALUES + block * (CHUNK * V)
     v = tl.load(values + i[:, None] * V + tl.arange(0, V)[None, :], cache_modifier=PAST_L1)
     learned = tl.dot(solved.to(DTYPE), v, input_precision=PRECISION).to(DTYPE)
+    # In another order than `v` was read in: every warp has by now waited for all of it, which the product needs.
     tl.store(values + tl.arange(0, V)[:, None] * CHUNK + i[None, :], tl.trans(learned))
     solved *= tl.exp2(total)[None, :]
     known = tl.dot(solved.to(DTYPE), k, input_precision=PRECISION)
