@@ -217,11 +217,10 @@ def _atomic_exchange(at: Pointer, number: int, sem: str, scope: str) -> None:
 
 
 def _asm(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """PTX whose values are in one row is run; each other piece, which the chain has, is done for whole tensors."""
-    if (pack <= 2 and is_pure) or "is_any" in text:
-        found = run_elementwise(text, constraints, [x.values for x in args], dtype, pack)
-        return tuple(map(Tensor, found)) if isinstance(found, tuple) else Tensor(found)
-    if "prmt" in text:
+    """PTX is run, but for pieces of the chain that go to memory or whose values lie in several rows: these are done for
+    whole tensors.
+    """
+    if pack > 2 and "prmt" in text:
         return _pick_bytes(*args)
     if "lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a" in text:
         bytes_ = args[0].values.to(torch.int32)
@@ -231,8 +230,10 @@ def _asm(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack
         at, bits, mask = args
         at.to(torch.int16, bitcast=True).store(bits.values.to(torch.int16), mask.values != 0)
         return None
-    assert "ld.relaxed.gpu.global.v4.b16" in text
-    return _poll(args[:-1], args[-1], again="bra AGAIN" in text)
+    if "ld.relaxed.gpu.global.v4.b16" in text:
+        return _poll(args[:-1], args[-1], again="bra AGAIN" in text)
+    found = run_elementwise(text, constraints, [x.values for x in args], dtype, pack)
+    return tuple(map(Tensor, found)) if isinstance(found, tuple) else Tensor(found)
 
 
 def _pick_bytes(x: Tensor, pick: Tensor) -> Tensor:
