@@ -209,16 +209,15 @@ def test_one_chunk_leaves_several_tails_without_being_cut():
         assert ask(engine, prompt[:end] + tokens(end, 20), max_tokens=2).cached_tokens == end
 
 
-def test_states_cut_chunks_at_the_system_prompt_and_the_prompt_end_only():
+def test_states_are_kept_at_the_system_prompts_end_without_cutting_the_chunk():
     engine = engine_for(MIXES["full, state"])
     engine.scheduler.add(Request("r", np.arange(400), SamplingParams(4), message_ends=(30, 100, 250, 390)))
-    sizes = []
-    while engine.scheduler.has_work:
-        batch = engine.scheduler.schedule()
-        sizes += [len(c.tokens) for c in batch.chunks]
-        engine.take(batch)
-        engine.commit()
-    assert sizes == [30, 370]
+    batch = engine.scheduler.schedule()
+    assert [len(c.tokens) for c in batch.chunks] == [400]
+    assert [(snapshot.slot, snapshot.position) for snapshot in batch.changes.snapshots] == [(0, 30)]
+    engine.take(batch)
+    engine.run()
+    assert sorted(point.length for point in engine.scheduler.manager.restore_points) == [30, 400, 403]
 
 
 @EVERY_MIX

@@ -19,7 +19,7 @@ from windowpane.kv.changes import Changes
 from windowpane.kv.layout import rollback_for
 from windowpane.kv.manager import KVManager
 from windowpane.kv.restore import RestorePoints
-from windowpane.kv.retention import Full, Window
+from windowpane.kv.retention import Full, State, Window
 from windowpane.kv.tier import HostTier
 from windowpane.runners.plain import verifies_only
 from windowpane.schedule.batch import Batch, PromptChunk, accepted
@@ -199,7 +199,7 @@ class Engine:
     @property
     def most_in_flight(self) -> int:
         is_verifying = self.scheduler._unlanded and self.scheduler._unlanded[-1].verifying
-        return 1 if is_verifying and not self.scheduler.may_go_ahead else 2
+        return 1 if is_verifying and not self.scheduler.may_go_ahead else self.scheduler.most_in_flight
 
     def _verify(self, chunk: PromptChunk) -> list[int]:
         """The tokens sampled behind the last known one and behind all drafts that are right."""
@@ -238,7 +238,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.integers(1, 5),
     )
     def begin(self, layout, share, slots, budget, growth, drafts):
-        drafts = drafts if self.with_drafts else 0
+        in_one_slot = any(g.retention == State(1) for g in layout.groups)
+        drafts = drafts if self.with_drafts and not in_one_slot else 0
         rollback = rollback_for(drafts, layout)
         whole = Capacity(layout, 0, rollback).slabs_for(1, 120)
         manager = KVManager(layout, max(1, whole * share // 100), slots, 120, rollback)

@@ -16,6 +16,7 @@ from tests.running.small_models import CONFIGS, FULL, QUANTIZED, SLIDING, WIDE_Q
 from windowpane.drafts.drafter import ModelDrafter
 from windowpane.engine.engine import Engine
 from windowpane.engine.sampler import Sampler
+from windowpane.kv.caches import StateCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.changes import NO_CHANGES
 from windowpane.kv.layout import group_caches, plan_layout, resolve_formats, rollback_for
@@ -43,6 +44,7 @@ DRAFTERS = (
     ("qwen3-next", OWN_LAYER), ("qwen3.5", OWN_LAYER),
 )  # fmt: skip
 RESTORED = ("qwen3", "gemma3", "gemma4 everything", "llama 4")
+RESTORED_STATES = ("qwen3.5", "nemotron-h", "lfm2")
 ADAPTED = ("llama", "gemma4 everything", "gemma4 int4", "qwen3 experts", "gpt-oss", "qwen3-next", "falcon-h1")
 ROUTED = ("qwen3 experts", "gpt-oss", "gemma4 experts", "glm 4.5")
 
@@ -83,7 +85,11 @@ def checks() -> Checks:
         *((f"engine fp32: {name}", partial(greedy_equals_reference, name)) for name in NAMES),
         *((f"engine bf16: {name}", partial(teacher_forced, name)) for name in CONFIGS),
         *((f"engine bf16: {name}", partial(teacher_forced, name, FEW_TEACHER_TOKENS)) for name in WIDE_QUANTIZED),
-        *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in RESTORED),
+        *((f"engine restoring: {name}", partial(restored_equals_cold, name)) for name in (*RESTORED, *RESTORED_STATES)),
+        *(
+            (f"engine restoring, states in one slot: {name}", partial(restored_equals_cold, name, overlapped=False))
+            for name in RESTORED_STATES
+        ),
         *((f"engine routes: {name}", partial(greedy_equals_reference, name, routes=True)) for name in ROUTED),
         *((f"engine adapters: {name}", partial(greedy_equals_reference, name, adapters=2)) for name in ADAPTED),
         *((f"engine {who}: {name}", partial(drafter_equals_reference, name, who)) for name, who in DRAFTERS),
@@ -232,19 +238,23 @@ def assistant_of(name: str, *, centroids: bool = False) -> ModelSpec:
     return from_config(fields, "assistant")
 
 
-def restored_equals_cold(name: str) -> str:
+def restored_equals_cold(
+    name: str, device: str = "cuda", ends: tuple[int, int] = (40, 111), new_tokens: int = 24, *,
+    overlapped: bool = True,
+) -> str:  # fmt: skip
     """Greedy tokens in float32 of prompts that branch off each other, with restore points and without."""
     rng = np.random.default_rng(3)
-    tokens = rng.integers(3, CONFIGS[name]["vocab_size"], size=400).astype(np.int32)
-    ends = (40, 111)
-    prompts = [tokens[:150], np.append(tokens[:111], tokens[200:240]), np.append(tokens[:40], tokens[300:380])]
-    prompts += [tokens[:150]]  # once more: only the output layer runs
-    found = []
+    first, second = ends
+    tokens = rng.integers(3, CONFIGS[name]["vocab_size"], size=4 * second).astype(np.int32)
+    prompts = [tokens[: second + first], np.append(tokens[:second], tokens[-first:])]
+    prompts += [np.append(tokens[:first], tokens[-2 * first :]), prompts[0]]  # in the end, only the output layer runs
+    found, length = [], max(map(len, prompts)) + new_tokens
     for restoring in (False, True):
-        engine = _engine(name, Setting(chunk_tokens=512), torch.device("cuda"), 256, 4, restoring=restoring)
+        setting = Setting(graphs=device == "cuda", overlapped=overlapped, chunk_tokens=512)
+        engine = _engine(name, setting, torch.device(device), length, 4, restoring=restoring)
         answers, cached = [], 0
         for i, prompt in enumerate(prompts):
-            request = Request(str(i), prompt, SamplingParams(max_tokens=24, temperature=0), message_ends=ends)
+            request = Request(str(i), prompt, SamplingParams(max_tokens=new_tokens, temperature=0), message_ends=ends)
             engine.add(request)
             while engine.has_work:
                 engine.step()
@@ -255,7 +265,8 @@ def restored_equals_cold(name: str) -> str:
         found.append(answers)
     if found[0] != found[1]:
         raise AssertionError("tokens differ from a cold run's")
-    if cached < sum(ends) + 149:
+    reused = 2 * first if engine.manager.has_state else first + second  # states are kept at the first end alone
+    if cached < reused + len(prompts[0]) - 1:
         raise AssertionError(f"only {cached} prompt tokens were found cached")
     return f"{cached} prompt tokens found cached"
 
@@ -345,6 +356,7 @@ def _engine(
         name, device, torch.float32, length, slots, fused=setting.fused, graphs=setting.graphs,
         kv_cache_dtype=setting.kv_cache_dtype, routes=setting.routes, drafts=setting.drafts,
         drafter=setting.drafter, adapters=setting.adapters,
+        state_slots=2 if setting.overlapped or setting.drafts else 1,
     )  # fmt: skip
     adapter_slots = AdapterSlots(setting.adapters) if setting.adapters else None
     adapters = None
@@ -375,6 +387,7 @@ def make_runner(
     drafts: int = 0,
     adapters: int = 0,
     drafter: str | None = None,
+    state_slots: int = 2,
 ) -> tuple[Runner | CudaRunner, KVManager]:
     spec = spec_of(name).with_routes() if routes else spec_of(name)
     weights, own = weights_of(name, dtype, device), None
@@ -382,8 +395,9 @@ def make_runner(
         spec, more, own = with_drafter(spec, drafter, dtype, device)
         weights |= more
     stored = str(dtype).removeprefix("torch.")
-    formats = resolve_formats(kv_cache_dtype, group_caches(spec.caches), stored)
-    layout = plan_layout([*spec.caches, *((spec.routes,) if spec.routes else ())], formats, stored)
+    caches = [replace(c, slots=state_slots) if isinstance(c, StateCache) else c for c in spec.caches]
+    formats = resolve_formats(kv_cache_dtype, group_caches(caches), stored)
+    layout = plan_layout([*caches, *((spec.routes,) if spec.routes else ())], formats, stored)
     rollback = rollback_for(drafts, layout)
     slabs = (slots + 1) * Capacity(layout, 0, rollback).slabs_for(1, length)
     manager = KVManager(layout, slabs, slots, length, rollback)

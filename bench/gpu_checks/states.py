@@ -446,17 +446,17 @@ def snapshots() -> str:
     """States in front of positions within segments, and at their ends."""
     prompts = Prompts(Layer(LAYERS["Qwen3.5-35B-A3B"], 16), (500, 3), (10, 0))
     layer, plain = prompts.layer, prompts.run()
-    wanted = [(3, 11), (3, 74), (3, 333), (3, 510), (4, 2)]
+    wanted = [(0, 11), (0, 74), (0, 333), (0, 510), (1, 2)]
     pages = layer.take(len(wanted)).tolist()
     out = prompts.run(
         saved=ints(*(n for where, page in zip(wanted, pages, strict=True) for n in (*where, page))).view(-1, 3)
     )
     assert torch.equal(out[3:], plain[3:]), "snapshots change what comes out"
     cases = []
-    for (sequence, position), page in zip(wanted, pages, strict=True):
-        segment = prompts.segments[sequence - 3]
+    for (index, position), page in zip(wanted, pages, strict=True):
+        segment = prompts.segments[index]
         rows = prompts.made[segment.row : segment.row + position - segment.start]
-        want, state = layer.exact(rows, int(prompts.before[sequence - 3]), segment.start)
+        want, state = layer.exact(rows, int(prompts.before[index]), segment.start)
         cases.append((out[segment.row : segment.row + len(rows)], (want, state), page))
     worst = compare(layer, "chunks snapshots", cases)
     return f"states {worst[1]:.1e}"

@@ -5,7 +5,8 @@ With `chained` behind the name, what lies between two layers' attention of one r
 a GPU, and is computed by plain torch: the interpreter does not know that kernel. With `unchained`, the runner is told
 to leave it out. With `routed`, the experts that tokens visited are compared too. With `drafted`, steps verify drafts;
 with `assisted`, an assistant's are compared, with `drafting` the model's own, with `layered` those of its own layer for
-that. With `adapted`, two of three requests have an adapter each.
+that. With `adapted`, two of three requests have an adapter each. With `restored`, prompts begin as earlier ones did,
+and answers are compared with and without restore points.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ TINY |= {
 # A chunk over an empty past, one over a past longer than the window, mixed steps and decoding ones.
 LENGTHS, NEW_TOKENS, DRAFTED_TOKENS, CHUNK_TOKENS = (1, 2, 13), 3, 5, 10
 CHAINED, UNCHAINED, ROUTED, DRAFTED, ADAPTED = " chained", " unchained", " routed", " drafted", " adapted"
+RESTORED = " restored"
 DRAFTING = {" assisted": engine.ASSISTANT, " drafting": engine.ITSELF, " layered": engine.OWN_LAYER}
 
 
@@ -153,6 +155,11 @@ def check(name: str, kv_cache_dtype: str) -> None:
             CONFIGS[name] = TINY[name]
             check_drafter(name, who)
             return
+    if name.endswith(RESTORED):
+        name = name.removesuffix(RESTORED)
+        CONFIGS[name] = TINY[name]
+        engine.restored_equals_cold(name, "cpu", (16, 17), 2)
+        return
     is_chained, is_unchained, routes, drafts, adapted = (name.endswith(suffix) for suffix in suffixes)
     for suffix in suffixes:
         name = name.removesuffix(suffix)

@@ -253,15 +253,15 @@ def snapshots() -> None:
     """States in front of positions anywhere in a segment, its end included, without cutting it."""
     prompts = Prompts(Layer(DeltaShape(1, 1, 16, 32, WIDTH)), (70, 3), (10, 0))
     layer, plain = prompts.layer, prompts.run()
-    wanted = [(2, 11), (2, 57), (2, 74), (2, 80), (3, 2)]
+    wanted = [(0, 11), (0, 57), (0, 74), (0, 80), (1, 2)]
     pages = layer.pages(len(wanted)).tolist()
     table = torch.tensor([(*where, page) for where, page in zip(wanted, pages, strict=True)], dtype=torch.int32)
     out = prompts.run(snapshots=table)
     assert torch.equal(out[2:], plain[2:])
-    for (sequence, position), page in zip(wanted, pages, strict=True):
-        segment = prompts.segments[sequence - 2]
+    for (index, position), page in zip(wanted, pages, strict=True):
+        segment, before = prompts.segments[index], int(prompts.before[prompts.decoding + index])
         rows = prompts.made[segment.row : segment.row + position - segment.start]
-        same_state(layer.stored(page), layer.expected(rows, int(prompts.before[sequence]), segment.start)[1])
+        same_state(layer.stored(page), layer.expected(rows, before, segment.start)[1])
 
 
 if __name__ == "__main__":

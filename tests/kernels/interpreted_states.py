@@ -7,15 +7,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
-from windowpane.kv.changes import NO_CHANGES
+from windowpane.kv.changes import NO_CHANGES, Changes, Snapshot
 from windowpane.kv.delta_workspace import CHUNK_TOKENS, delta_workspace_bytes
-from windowpane.kv.layout import OFFSET_UNIT_BYTES, plan_layout
+from windowpane.kv.layout import plan_layout
 from windowpane.lowering.gpu.mixers import GpuContext, GpuStepState
 from windowpane.lowering.gpu.states import STATE_MIXERS
 from windowpane.lowering.gpu.step import NO_DRAFT, PADDING_ROW, DeviceStep, StepBuilder, row_segments
@@ -57,20 +58,21 @@ MIXERS: dict[str, Callable[[int], StateMixer]] = {
 class Both:
     """The mixer of the second of two layers that are alike, by the reference and by kernels."""
 
-    def __init__(self, make: Callable[[int], StateMixer]) -> None:
+    def __init__(self, make: Callable[[int], StateMixer], state_slots: int) -> None:
         described = [make(layer) for layer in range(2)]
         embedding = TensorSpec("embedding", (8, HIDDEN))
         norm = Norm(EPS, TensorSpec("norm", (HIDDEN,)))
         decoder = Decoder(embedding, tuple(Layer((Block(mixer),)) for mixer in described), norm)
         weights = {name: torch.randn(spec.shape) * 0.5 for name, spec in tensors_of(decoder).items()}
-        layout = plan_layout([mixer.cache for mixer in described], {}, "float32")
+        layout = plan_layout([replace(mixer.cache, slots=state_slots) for mixer in described], {}, "float32")
         (group,) = layout.groups
         self.pages = [KVPages(layout, self._slabs(layout), SLOTS, LENGTH, CPU) for _ in range(2)]
-        offsets = np.random.default_rng(1).permutation(SLOTS * 2 * group.stripes) * group.page_bytes
+        offsets = np.random.default_rng(1).permutation(SLOTS * 3 * group.stripes) * group.page_units
+        in_tables, self._free = np.split(offsets.astype(np.int32), [SLOTS * state_slots * group.stripes])
         for pages in self.pages:
             pages.arena.fill_(0xFF)
             for table in (pages.reading[0], pages.writing[0]):
-                table[:] = (offsets // OFFSET_UNIT_BYTES).reshape(table.shape)
+                table[:] = in_tables.reshape(table.shape)
         self._tables = DeviceTables([self.pages[1].reading[0].shape], CPU)
         for table in (self._tables.reading[0], self._tables.writing[0]):
             table.copy_(torch.from_numpy(self.pages[1].reading[0]))
@@ -88,15 +90,22 @@ class Both:
     @staticmethod
     def _slabs(layout) -> int:
         (group,) = layout.groups
-        return -(-SLOTS * 2 * group.stripes * group.page_bytes // layout.slab_bytes)
+        return -(-SLOTS * 3 * group.stripes * group.page_bytes // layout.slab_bytes)
+
+    def snapshots(self, *wanted: tuple[int, int]) -> Changes:
+        """Of these slots in front of these positions, in pages of their own."""
+        stripes = self.pages[0].layout.groups[0].stripes
+        pages, self._free = np.split(self._free, [len(wanted) * stripes])
+        pages = pages.reshape(-1, stripes)
+        return Changes(snapshots=tuple(Snapshot(0, *at, of) for at, of in zip(wanted, pages, strict=True)))
 
     def mixed(self, batch: Batch, *, narrowed: bool) -> None:
         """A step with segments; `narrowed`: only wanted rows go on from this mixer."""
-        step = Step.of(batch)
+        step = self._begin(batch)
         x = torch.randn(len(step.positions), HIDDEN)
         positions, wanted = torch.from_numpy(step.positions), torch.from_numpy(step.wanted)
         plain = StepState(step, self.pages[0], None, positions, wanted, step.segments)
-        fused = self._state(self._builder.mixed(step, NO_CHANGES))
+        fused = self._state(self._builder.mixed(step, batch.changes))
         if narrowed:
             self._plain.keep(x, plain)
             self._fused.keep(x, fused)
@@ -107,7 +116,7 @@ class Both:
         """Slots, positions and present states of decoding rows, of which some are padding."""
         batch_rows = [row for row in rows if row != PADDING_ROW]
         slots, positions, state_slots = (np.array(column) for column in zip(*batch_rows, strict=True))
-        step = Step.of(Batch(0, slots, positions, [], state_slots.astype(np.int8), NO_CHANGES))
+        step = self._begin(Batch(0, slots, positions, [], state_slots.astype(np.int8), NO_CHANGES))
         real = torch.tensor([row != PADDING_ROW for row in rows])
         x = torch.randn(len(rows), HIDDEN)
         plain = StepState(step, self.pages[0], None, torch.from_numpy(positions), torch.arange(len(slots)), ())
@@ -118,7 +127,7 @@ class Both:
 
     def verify(self, batch: Batch, padded: int) -> None:
         """A step whose chunks are drafts, as decoding rows of which the last are padding; all rows by the reference."""
-        step, rows, host = Step.of(batch).whole(), batch.num_tokens, Step.of_rows(batch)
+        step, rows, host = self._begin(batch).whole(), batch.num_tokens, Step.of_rows(batch)
         x = torch.randn(padded, HIDDEN)
         positions, wanted = torch.from_numpy(step.positions), torch.from_numpy(step.wanted)
         plain = StepState(step, self.pages[0], None, positions, wanted, step.segments)
@@ -129,9 +138,12 @@ class Both:
         assert found[rows:].isfinite().all(), "padding rows go on as numbers"
         self._compare(found[:rows], self._plain(x[:rows], plain))
 
-    def _state(self, step: DeviceStep) -> GpuStepState:
+    def _begin(self, batch: Batch) -> Step:
         for pages in self.pages:
-            pages.before_step(NO_CHANGES)
+            pages.before_step(batch.changes)
+        return Step.of(batch)
+
+    def _state(self, step: DeviceStep) -> GpuStepState:
         pages = {0: self._tables.state_pages(0, step.sequences.slots, step.sequences.state_slots)}
         return GpuStepState(step, step.positions, step.chunks, {}, None, state_pages=pages)
 
@@ -152,9 +164,24 @@ def inputs_of(step: Step, padded: int) -> torch.Tensor:
     return torch.tensor(inputs, dtype=torch.int32)
 
 
+def check_one_slot(name: str) -> None:
+    """Kernels overwrite the states that they read; snapshots lie within chunks and tiles, at their ends, and so early
+    that the convolution remembers what came before the step.
+    """
+    torch.manual_seed(4)
+    both = Both(MIXERS[name], 1)
+    nobody, tokens, present = np.zeros(0, dtype=np.int64), np.zeros(80, dtype=np.int32), np.zeros(3, dtype=np.int8)
+    chunks = [PromptChunk(0, 0, tokens[:1], True), PromptChunk(1, 0, tokens[:75], True)]
+    both.mixed(Batch(0, nobody, nobody, chunks, present[:2], both.snapshots((1, 1), (1, 16), (1, 70))), narrowed=True)
+    chunks = [PromptChunk(1, 75, tokens[:20], False), PromptChunk(2, 0, tokens[:4], True)]
+    wanted = both.snapshots((1, 77), (1, 80), (2, 3))
+    both.mixed(Batch(1, np.array([0]), np.array([1]), chunks, present, wanted), narrowed=False)
+    both.decode([(1, 95, 0), PADDING_ROW, (0, 2, 0), (2, 4, 0)])
+
+
 def check(name: str) -> None:
     torch.manual_seed(3)
-    both = Both(MIXERS[name])
+    both = Both(MIXERS[name], 2)
     nobody = np.zeros(0, dtype=np.int64)
     tokens = np.zeros(70, dtype=np.int32)
     # Shorter than the convolution remembers, and longer than a chunk.
@@ -178,6 +205,7 @@ def main() -> None:
         for name in sys.argv[1:] or MIXERS:
             try:
                 check(name)
+                check_one_slot(name)
             except AssertionError as error:
                 sys.exit(f"{name}: {error}")
 

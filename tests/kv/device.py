@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from windowpane.kv.changes import Changes, PageTransfer, Tail
+from windowpane.kv.changes import Changes, PageTransfer, Snapshot, Tail
 from windowpane.kv.layout import Layout
 from windowpane.kv.manager import KVManager
 from windowpane.kv.retention import Cross, State
@@ -24,6 +24,7 @@ class Device:
         self.reading = [table.entries.copy() for table in manager.tables]
         self.writing = [table.entries.copy() for table in manager.tables]
         self.tails: tuple[Tail, ...] = ()
+        self.snapshots: tuple[Snapshot, ...] = ()
         self.given_up: set[tuple[int, int]] = set()
         self.host: dict[tuple[int, int], dict[int, object]] = {}  # the same in the host's arena
         self.under_way: dict[int, PageTransfer] = {}
@@ -44,7 +45,7 @@ class Device:
             self.reading[update.group][update.slots, update.columns] = update.offsets
         for update in changes.entries + changes.late:
             self.writing[update.group][update.slots, update.columns] = update.offsets
-        self.tails = changes.tails
+        self.tails, self.snapshots = changes.tails, changes.snapshots
         self.given_up = given_up
         for transfer in changes.transfers:
             self.under_way[transfer.number] = transfer
@@ -98,7 +99,13 @@ class Device:
             if isinstance(group.retention, State):
                 if old:
                     self._expect(g, table[state_slot], 0, ("state", hash(history[:old])))
-                self._store(g, table[1 - state_slot], 0, ("state", hash(history[:new])), fresh=True)
+                for snapshot in self.snapshots:
+                    if (snapshot.group, snapshot.slot) == (g, slot):
+                        assert old < snapshot.position < new, "a snapshot outside its chunk"
+                        content = ("state", hash(history[: snapshot.position]))
+                        self._store(g, snapshot.offsets, 0, content, fresh=True)
+                behind = self.writing[g][slot][(state_slot + 1) % group.retention.slots]
+                self._store(g, behind, 0, ("state", hash(history[:new])), fresh=True)
             elif isinstance(group.retention, Cross):
                 for column in table:
                     self._expect(g, column, 0, "encoder")

@@ -28,9 +28,9 @@ def caches_of_one_model(draw: st.DrawFn) -> list[Cache]:
         for _ in range(draw(st.integers(1, 6))):
             caches.append(TokenCache(len(caches), retention, heads, dim, dim, latent))
     if draw(st.booleans()) or not caches:
-        heads, elements = draw(st.integers(1, 4)), draw(st.integers(1, 3000))
+        heads, elements, slots = draw(st.integers(1, 4)), draw(st.integers(1, 3000)), draw(st.integers(1, 2))
         for _ in range(draw(st.integers(1, 6))):
-            caches.append(StateCache(len(caches), (StatePart("recurrent", heads, elements),)))
+            caches.append(StateCache(len(caches), (StatePart("recurrent", heads, elements),), slots))
     return caches
 
 

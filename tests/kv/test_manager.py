@@ -104,7 +104,7 @@ class ManagerMachine(RuleBasedStateMachine):
         horizon = self.manager.horizon(slot)
         self.fresh_token += 1
         self.history[slot] += tuple(self.fresh_token * 1000 + i for i in range(new - old))
-        inside = sorted(old + t for t in tails if old + t < new) if not self.manager.has_state else []
+        inside = sorted(old + t for t in tails if old + t < new)
         points = self.manager.extend_with_tails(slot, new, inside)
         changes = self.manager.take_changes()
         if new <= horizon and not inside:

@@ -10,7 +10,7 @@ import torch
 
 from tests.running.small_models import spec_of, weights_of
 from windowpane.drafts.drafter import Asking, DraftingModel, ModelDrafter
-from windowpane.kv.caches import Cache, TokenCache
+from windowpane.kv.caches import Cache, StateCache, TokenCache
 from windowpane.kv.capacity import Capacity
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats, rollback_for
 from windowpane.kv.manager import KVManager
@@ -37,6 +37,7 @@ class Knobs:
     room: float = 8.0
     growth_tokens: int = 32
     swa_full: bool = False
+    state_slots: int = 2
     kv_cache_dtype: str = "auto"
     poison: bool = True
     keep: bool = False  # restore points
@@ -61,6 +62,7 @@ class Run:
 
 
 def layout_of(caches: list[Cache], knobs: Knobs) -> Layout:
+    caches = [replace(c, slots=knobs.state_slots) if isinstance(c, StateCache) else c for c in caches]
     if knobs.swa_full:
         caches = [replace(c, retention=Full()) if isinstance(c, TokenCache) else c for c in caches]
     formats = resolve_formats(knobs.kv_cache_dtype, group_caches(caches), "float32")

@@ -48,9 +48,20 @@ def test_message_ends_and_prompt_ends(name, chunk_tokens):
     stem = prompt(1, 70)
     prompts = [stem + prompt(2, 30), stem + prompt(3, 25), stem + prompt(2, 30), stem[:40] + prompt(4, 30)]
     run = assert_as_without(name, prompts, knobs(chunk_tokens, message_ends=(20, 40, 70)))
-    # A state exists only where a chunk ends, and only the first message's end is worth cutting one.
+    # States are kept at the end of the first message and of the prompt.
     expected = [0, 20, 100, 20] if name in WITH_STATES else [0, 70, 100, 40]
     assert [r.cached_tokens for r in run.requests] == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "falcon-h1", "lfm2"])
+def test_states_in_one_slot_are_overwritten_and_snapshots_are_not(name):
+    """Prompts run together, beside sequences that decode, and one after another with all slots in use again."""
+    stem = prompt(1, 70)
+    prompts = [stem + prompt(seed, 30) for seed in (2, 3, 2, 4)]
+    one_slot = knobs(4096, message_ends=(20, 70), state_slots=1)
+    run = assert_as_without(name, prompts, one_slot)
+    assert [r.cached_tokens for r in run.requests] == [0, 20, 100, 20]
+    assert_as_without(name, prompts, replace(one_slot, one_by_one=False, room=2.2, num_slots=3))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -42,11 +42,12 @@ def plan(
 ) -> None:
     """Say what fits, where every byte goes, and what the same flags give on other engines."""
     from windowpane.models import load
-    from windowpane.plan.config import config_of
+    from windowpane.plan.config import config_of, for_device
     from windowpane.plan.planner import make_plan
 
     try:
-        config = config_of(flags.given())
+        given = flags.given()
+        config = for_device(config_of(given), given, on_cpu=gpu is not None and gpu.lower() == "cpu")
         spec = load(model, revision=revision, download_dir=download_dir)
         if config.drafting is not None and config.drafting.method != "ngram":
             from windowpane.models.drafters import drafter_for

@@ -20,7 +20,7 @@ from windowpane.device import codecs
 from windowpane.device.host_pages import HostPages
 from windowpane.device.transfer import to_device
 from windowpane.kv.caches import RouteCache, StateCache, TokenCache
-from windowpane.kv.changes import Changes, Tail
+from windowpane.kv.changes import Changes, Snapshot, Tail
 from windowpane.kv.layout import OFFSET_UNIT_BYTES, Layout, Slice
 from windowpane.kv.retention import Chunk, LooksBack, Window
 from windowpane.kv.tables import PageTable
@@ -65,11 +65,11 @@ class KVPages:
         # Where this step's decoding rows read and write: the same for all layers of a group.
         self._reads: dict[tuple[int, int, LooksBack], _Reads] = {}
         self._writes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        # Where this step's sequences read and write their states, and which begin from nothing: by group.
-        self._states: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[int, StatePlan] = {}  # of this step, by group
         # Where this step's rows store the experts they visit: the same for all layers.
         self._route_writes: tuple[torch.Tensor, torch.Tensor] | None = None
         self.tails: dict[tuple[int, int], list[Tail]] = {}  # of this step, by group and slot
+        self.snapshots: dict[tuple[int, int], list[Snapshot]] = {}  # likewise, by position
         self.layers = {
             s.cache.layer: LayerPages(self, index, s)
             for index, g in enumerate(layout.groups)
@@ -101,9 +101,11 @@ class KVPages:
 
     def before_step(self, changes: Changes) -> None:
         self.forget_rows()
-        self.tails = {}
+        self.tails, self.snapshots = {}, {}
         for tail in changes.tails:
             self.tails.setdefault((tail.group, tail.slot), []).append(tail)
+        for snapshot in changes.snapshots:
+            self.snapshots.setdefault((snapshot.group, snapshot.slot), []).append(snapshot)
         self.host.wait(changes)
         for move in changes.copies:
             page_bytes = self.layout.groups[move.group].page_bytes
@@ -147,19 +149,61 @@ class KVPages:
             self._writes[key] = self._tensor(entries), self._tensor(step.decode_positions % block)
         return self._writes[key]
 
-    def state_offsets(self, group: int, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pages of the states before and after this step [sequences, stripes], and the sequences that are new."""
+    def state_plan(self, group: int, step: Step) -> StatePlan:
         if group not in self._states:
             slots, present = step.sequences, step.state_slots.astype(np.int64)
-            self._states[group] = (
-                self._tensor(self.reading[group][slots, present].astype(np.int64)),
-                self._tensor(self.writing[group][slots, 1 - present].astype(np.int64)),
-                self._tensor(np.flatnonzero(step.first_positions == 0)),
+            behind = self.writing[group][slots, (present + 1) % self.columns[group]]
+            stops, pages, first_leaves = list(range(1, step.num_decoding + 1)), list(behind[: step.num_decoding]), []
+            for segment, last in zip(step.segments, behind[step.num_decoding :], strict=True):
+                first_leaves.append(len(stops))
+                for snapshot in self.snapshots.get((group, segment.slot), ()):
+                    stops.append(segment.row + snapshot.position - segment.start)
+                    pages.append(snapshot.offsets)
+                stops.append(segment.rows.stop)
+                pages.append(last)
+            self._states[group] = StatePlan(
+                before=self._tensor(self.reading[group][slots, present].astype(np.int64)),
+                new=self._tensor(np.flatnonzero(step.first_positions == 0)),
+                after=self._tensor(np.array(pages, dtype=np.int64).reshape(-1, behind.shape[1])),
+                stops=stops,
+                first_leaves=[*range(step.num_decoding), *first_leaves, len(stops)],
             )
         return self._states[group]
 
+    def state_snapshots(self, group: int, step: Step) -> NDArray[np.int32]:
+        """Of each stripe, segments, positions within them, and the pages that get the states in front of those."""
+        rows = [
+            (index, snapshot.position, offset)
+            for index, segment in enumerate(step.segments)
+            for snapshot in self.snapshots.get((group, segment.slot), ())
+            for offset in snapshot.offsets.tolist()
+        ]
+        stripes = self.layout.groups[group].stripes
+        return np.array(rows, dtype=np.int32).reshape(-1, stripes, 3).transpose(1, 0, 2)
+
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Where a step's sequences read and write their states: those that decode, and then those of segments.
+
+    A sequence leaves its states behind its last row, and in front of each position that has a snapshot: these *leaves*
+    are in the order of rows.
+    """
+
+    before: torch.Tensor  # [sequences, stripes]: pages
+    new: torch.Tensor  # sequences that begin from nothing
+    after: torch.Tensor  # [leaves, stripes]: pages
+    stops: list[int]  # [leaves]: the step's row behind which each is left
+    first_leaves: list[int]  # [sequences + 1]
+
+    @cached_property
+    def in_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first rows of sequences [sequences + 1], `first_leaves` and `stops`."""
+        stops, first_leaves = torch.tensor(self.stops), torch.tensor(self.first_leaves)
+        return torch.cat([stops.new_zeros(1), stops])[first_leaves], first_leaves, stops
 
 
 @dataclass(frozen=True)
@@ -424,7 +468,7 @@ class StatePages:
 
     def __init__(self, pages: KVPages, group: int, piece: Slice) -> None:
         assert isinstance(piece.cache, StateCache)
-        self._pages, self.group, self.stripe = pages, group, piece.stripe
+        self._pages, self.group, self.stripe, self.cache = pages, group, piece.stripe, piece.cache
         self.parts = []
         for part, offset in zip(piece.cache.parts, piece.data_offsets, strict=True):
             arena = pages.arena.view(TORCH_DTYPES[part.dtype or ""])
@@ -432,21 +476,20 @@ class StatePages:
             view = _page_view(arena, offset, row_bytes, part.heads, 1, part.elements_per_head)
             self.parts.append(view[:, :, 0])
 
-    def places(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pages of the states before and after this step [sequences], and the sequences that are new."""
-        before, after, new = self._pages.state_offsets(self.group, step)
-        return before[:, self.stripe], after[:, self.stripe], new
+    def plan(self, step: Step) -> StatePlan:
+        return self._pages.state_plan(self.group, step)
 
     def load(self, step: Step) -> list[torch.Tensor]:
         """Each part of the states before this step [sequences, heads, elements]. New sequences begin with zeros,
         whatever their page holds.
         """
-        before, _, new = self.places(step)
-        return [part.index_select(0, before).index_fill_(0, new, 0.0) for part in self.parts]
+        plan = self.plan(step)
+        before = plan.before[:, self.stripe]
+        return [part.index_select(0, before).index_fill_(0, plan.new, 0.0) for part in self.parts]
 
     def store(self, step: Step, states: list[torch.Tensor]) -> None:
-        """Each part of the states after this step."""
-        _, after, _ = self.places(step)
+        """Each part of the states that this step leaves [leaves, heads, elements]."""
+        after = self.plan(step).after[:, self.stripe]
         for part, values in zip(self.parts, states, strict=True):
             part[after] = values.to(part.dtype)
 

@@ -62,7 +62,7 @@ class DeviceTables:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Page offsets [stripes, sequences] of the states that a step reads, and of those that it writes.
 
-        Of each sequence's two states, the one that `state_slots` names is read and the other one is written.
+        Of each sequence's states, the one that `state_slots` names is read, and the other one written if there are two.
         """
         reading, writing = self.reading[group], self.writing[group]
         _, width, stripes = reading.shape
@@ -113,4 +113,5 @@ def _state_pages_kernel(
     row = tl.load(SLOTS + sequence, mask=valid, other=0).to(tl.int64) * WIDTH
     present = tl.load(STATE_SLOTS + sequence, mask=valid, other=0)
     tl.store(BEFORE + i, tl.load(READING + (row + present) * STRIPES + stripe, mask=valid, other=0), mask=valid)
-    tl.store(AFTER + i, tl.load(WRITING + (row + 1 - present) * STRIPES + stripe, mask=valid, other=0), mask=valid)
+    behind = (present + 1) % WIDTH
+    tl.store(AFTER + i, tl.load(WRITING + (row + behind) * STRIPES + stripe, mask=valid, other=0), mask=valid)

@@ -13,7 +13,7 @@ from windowpane.models.ggml import StoredTypes
 from windowpane.models.quantization import Quantization
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import weight_bytes
-from windowpane.plan.config import ConfigError, EngineConfig
+from windowpane.plan.config import ConfigError, EngineConfig, for_device
 from windowpane.plan.memory import Device
 from windowpane.plan.planner import Plan, make_plan
 from windowpane.plan.sizes import format_bytes
@@ -61,10 +61,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_config(config: EngineConfig, flags: Mapping[str, Any], devices: Sequence[torch.device]) -> EngineConfig:
-    """What the device decides where the user did not: steps overlap only where the device computes by itself."""
+    """With what the device decides where the user did not."""
     on_cpu = devices[0].type == "cpu"
-    if "async_scheduling" not in flags:
-        config = replace(config, async_scheduling=not on_cpu)
+    config = for_device(config, flags, on_cpu=on_cpu)
     if on_cpu and config.kv_cache_memory_bytes is None:
         kv_bytes = min(CPU_KV_BYTES, free_memory_bytes() // CPU_KV_SHARE)
         config = replace(config, kv_cache_memory_bytes=kv_bytes // len(devices))

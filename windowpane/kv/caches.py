@@ -73,14 +73,15 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """One recurrent state of one layer (convolution tail and recurrent part), fixed in size."""
+    """One recurrent state of one layer (convolution tail and recurrent part), fixed in size, in so many slots."""
 
     layer: int
     parts: tuple[StatePart, ...]
+    slots: int = 2
 
     @property
     def retention(self) -> State:
-        return State()
+        return State(self.slots)
 
     def part(self, name: str) -> StatePart:
         return next(part for part in self.parts if part.name == name)

@@ -34,7 +34,7 @@ class Capacity:
 
     @property
     def fixed_bytes_per_sequence(self) -> int:
-        """What a long sequence pays once: full windows and chunks, two states, all encoder tokens."""
+        """What a long sequence pays once: full windows and chunks, states, all encoder tokens."""
         fixed = (g for g in self.layout.groups if not g.grows)
         return sum(g.max_pages(UNREACHABLE_TOKENS, self.rollback_tokens) * g.page_bytes for g in fixed)
 

@@ -42,6 +42,16 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The states in front of token `position` of a slot's chunk go to these pages of a group, one for each stripe."""
+
+    group: int
+    slot: int
+    position: int
+    offsets: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class PageTransfer:
     """Pages to copy between the arena and the host's, beside steps: by group, their offsets in each."""
 
@@ -56,7 +66,8 @@ class Changes:
 
     `late` updates replace a shared page that this step still reads: the step writes to the new page, but reads the old
     one, so tables for reading take them over only after it. `moved_reads` are such old pages that had to move within
-    this very step: they concern tables for reading only, and at once. `tails` are written with the step's own tokens.
+    this very step: they concern tables for reading only, and at once. `tails` are written with the step's own tokens,
+    and `snapshots` with the states between them, in the order of their slots' positions.
 
     `transfers` begin once all earlier steps and the copies of this one are done, and go on beside it. The step itself
     may read or write pages of earlier ones: those that have `landed`, or, where it has to `settle`, all of them.
@@ -67,6 +78,7 @@ class Changes:
     late: tuple[TableUpdate, ...] = ()
     moved_reads: tuple[TableUpdate, ...] = ()
     tails: tuple[Tail, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
     transfers: tuple[PageTransfer, ...] = ()
     landed: tuple[int, ...] = ()
     settle: bool = False
@@ -84,6 +96,7 @@ class ChangeLog:
         self._late = [_Places() for _ in range(num_groups)]
         self._moved_reads: set[Place] = set()
         self._tails: list[tuple[int, int, int, int, Ids]] = []
+        self._snapshots: list[tuple[int, int, int, Ids]] = []
         self._transfers: list[tuple[int, bool, Sequence[tuple[int, Ids, Offsets]]]] = []
         self._landed: list[int] = []
         self._settle = False
@@ -109,6 +122,11 @@ class ChangeLog:
         """Tokens [start, stop) also go to these shared pages, wherever they will lie when the step is closed."""
         self._empty = False
         self._tails.append((group, slot, start, stop, ids))
+
+    def snapshot(self, group: int, slot: int, position: int, ids: Ids) -> None:
+        """The states in front of token `position` go to these shared pages, wherever they will lie by then."""
+        self._empty = False
+        self._snapshots.append((group, slot, position, ids))
 
     @property
     def has_transfers(self) -> bool:
@@ -146,6 +164,7 @@ class ChangeLog:
             _drain(self._late, tables),
             tuple(_moved(place, shared[place[0]].offsets[outgoing[place]]) for place in self._moved_reads),
             tuple(_tail(tables[tail[0]], shared[tail[0]], *tail) for tail in self._tails),
+            tuple(Snapshot(g, slot, at, shared[g].offsets[ids]) for g, slot, at, ids in self._snapshots),
             tuple(
                 PageTransfer(number, to_host, tuple((g, shared[g].offsets[ids], offsets) for g, ids, offsets in pages))
                 for number, to_host, pages in self._transfers
@@ -156,6 +175,7 @@ class ChangeLog:
         self._transfers, self._landed, self._settle = [], [], False
         self.copies = []
         self._tails = []
+        self._snapshots = []
         self._moved_reads.clear()
         self._empty = True
         return changes

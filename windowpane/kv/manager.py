@@ -45,9 +45,11 @@ class KVManager:
         self.books = Books(layout, num_slabs, num_slots, max_model_len, rollback_tokens)
         self.arena: Arena = self.books.arena
         self.tables: list[PageTable] = self.books.tables
-        self.has_state = any(isinstance(g.retention, State) for g in layout.groups)
+        # In how many slots each sequence has its states; 0 without any.
+        self.state_slots = max((g.retention.slots for g in layout.groups if isinstance(g.retention, State)), default=0)
+        self.has_state = self.state_slots > 0
         self.lengths = np.zeros(num_slots, dtype=np.int64)
-        self.state_slot = np.zeros(num_slots, dtype=np.int8)  # which of the two states is the present one
+        self.state_slot = np.zeros(num_slots, dtype=np.int8)  # which of the slots has the present state
         self.reserved_tokens = [0] * num_slots
         # Per slot: `truncate` goes back neither beyond the last restore point that the sequence left or began with,
         # nor `rollback_tokens` beyond the longest length that it was truncated from.
@@ -80,6 +82,8 @@ class KVManager:
         shortest = max(self._point_length[slot], max(length, self._truncated_from[slot]) - self.rollback_tokens)
         if not self.has_state:
             return shortest
+        if self.state_slots == 1:
+            return length
         before, after = self._extended[slot]  # by the last step, which has left the state before it
         return before if after == length and before >= shortest else length
 
@@ -205,18 +209,17 @@ class KVManager:
         """`extend`, leaving restore points inside the chunk: at these ascending lengths, where memory allows.
 
         Pages are taken as if the chunk had been cut at each of these lengths, but one step writes them all, including
-        those that the sequence has slid past by the chunk's end. A state exists only where a chunk ends, so layouts
-        with states leave no such points.
+        those that the sequence has slid past by the chunk's end, and its states at these lengths.
         """
         if not tails:
             self.extend(slot, length)
             return []
         self._slides_freely = False
-        written_from = int(self.lengths[slot])
+        start = written_from = int(self.lengths[slot])
         points = []
         for tail in tails:
             self._extend(slot, tail)
-            point = self.leave_point(slot)
+            point = self._leave_point(slot, inside_chunk=True)
             if point is None:
                 continue
             points.append(point)
@@ -225,6 +228,7 @@ class KVManager:
                     self._log_tail(g, slot, written_from, point)
             written_from = tail
         self._extend(slot, length)
+        self._extended[slot] = start, length
         return points
 
     def advance(self, slots: NDArray[np.int64] | int, tokens: int = 1) -> None:
@@ -237,8 +241,8 @@ class KVManager:
         Pages of full groups that become empty are promised to the sequence again, so that it can grow as before.
         Windows and chunks keep their pages, of which the rows beyond `length` are written anew. A page that a restore
         point keeps is not written below that point's length, so no truncation goes further back than that. A recurrent
-        state exists before and behind a step, so a sequence that has one goes back to where its last step began, which
-        must have been an `extend`, and the other one of its two states is the present one again.
+        state exists before and behind a step, so a sequence that has one in two slots goes back to where its last step
+        began, which must have been an `extend`, and the other one of its two states is the present one again.
         """
         old_length, shortest = int(self.lengths[slot]), self.shortest_truncation(slot)
         if not shortest <= length <= old_length or (self.has_state and length not in (shortest, old_length)):
@@ -258,8 +262,9 @@ class KVManager:
         self.lengths[slot] = length
 
     def flip_states(self, slots: NDArray[np.int64]) -> None:
-        """Make the other state of these sequences the present one: a step has written it."""
-        self.state_slot[slots] ^= 1
+        """Make the other state of these sequences the present one, where there are two: a step has written it."""
+        if self.state_slots > 1:
+            self.state_slot[slots] ^= 1
 
     def release(self, slot: int) -> None:
         """Return every byte of a sequence; pages that restore points keep become cached."""
@@ -311,13 +316,17 @@ class KVManager:
         promised new ones in their stead. The present state is copied. The point is pending, and its pages in use, until
         `publish` says that the step that computes them has landed.
         """
+        return self._leave_point(slot, inside_chunk=False)
+
+    def _leave_point(self, slot: int, *, inside_chunk: bool) -> RestorePoint | None:
+        """`leave_point`; the states that exist inside a chunk only are written by the step itself."""
         snapshots = [t.group.stripes if isinstance(t.group.retention, State) else 0 for t in self.tables]
         replacements = self._replacements(slot)
         needed = [r + s for r, s in zip(replacements, snapshots, strict=True)]
         if not self.can_reserve(needed):
             return None
         # Taking pages may move others and give up restore points, so states go first.
-        states = {g: self._snapshot(g, slot) for g, count in enumerate(snapshots) if count}
+        states = {g: self._snapshot(g, slot, inside_chunk) for g, count in enumerate(snapshots) if count}
         if states:
             replacements = self._replacements(slot)
         self.books.promise(slot, replacements)
@@ -565,13 +574,17 @@ class KVManager:
                 books.fill(g, slot, partly)
                 self._copy(g, books.shared[g].offsets[resumed[g][-stripes:]], table.entries[slot, partly[0]])
 
-    def _snapshot(self, g: int, slot: int) -> Ids:
-        """Copy the present state into pages of its own."""
+    def _snapshot(self, g: int, slot: int, inside_chunk: bool) -> Ids:
+        """Pages of their own for the present states: they are copied, or written by the step that computes them."""
         table = self.tables[g]
         offsets = self.books.take(g, table.group.stripes, self.books.cache_cursors[g])
         self.arena.tag(g, offsets, np.zeros(len(offsets), dtype=np.int64))  # whatever they were before
-        self._copy(g, table.entries[slot, self.state_slot[slot]], offsets)
-        return self.books.shared[g].share(offsets, slots=0)
+        ids = self.books.shared[g].share(offsets, slots=0)
+        if inside_chunk:
+            self.books.log.snapshot(g, slot, int(self.lengths[slot]), ids)
+        else:
+            self._copy(g, table.entries[slot, self.state_slot[slot]], offsets)
+        return ids
 
     def _copy(self, g: int, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         self.books.log.copy(g, sources.tolist(), targets.tolist())

@@ -164,8 +164,8 @@ class RestorePoints:
 def prompt_marks(ends: Sequence[int], branch: int, hit: int, prompt_tokens: int, *, one_only: bool) -> list[int]:
     """Where inside a prompt restore points are wanted: at the ends of messages, and where others part from it.
 
-    `one_only`: a state exists only where a chunk ends, so only the system prompt's end is worth cutting a chunk for,
-    or, where no message ends are known, the branch.
+    `one_only`: a snapshot of states takes much room, so only the system prompt's end is worth one, or, where no message
+    ends are known, the branch.
     """
     marks = sorted(set(ends))
     if one_only:

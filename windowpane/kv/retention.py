@@ -144,12 +144,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One fixed-size recurrent state. Nothing per token; two slots, so that the state before an in-flight token
-    survives.
+    """One fixed-size recurrent state. Nothing per token; in two slots the state before an in-flight token survives, in
+    one it is overwritten.
     """
 
+    slots: int = 2
     kind = "state"
-    slots = 2
+
+    def __post_init__(self) -> None:
+        if self.slots not in (1, 2):
+            raise ValueError(f"a state is kept in 1 or 2 slots, not {self.slots}")
 
     @property
     def name(self) -> str:

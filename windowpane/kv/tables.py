@@ -1,6 +1,6 @@
 """Page tables: for each running sequence (a *slot*) the offsets of its pages, one table per group.
 
-entries[slot, column, stripe]      a column is one block of tokens (State: one of the two slots)
+entries[slot, column, stripe]      a column is one block of tokens (State: one of its slots)
 
 growing   Full            column = block
 ring      Window, Chunk   column = block % columns: a page that slid out of sight is overwritten by the block that

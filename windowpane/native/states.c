@@ -5,9 +5,10 @@
 
 /* -- recurrent states: convolutions, the gated delta rule, Mamba-2's scan -------------------------------------------
  *
- * States are read from one page of a sequence and written to another. Tokens pass one after another over a part of a
- * state that stays in the first-level cache: as much arithmetic as a chunk's matrix products, and a token has the same
- * bits however its prompt was cut. Widths are multiples of 16.
+ * States are read from one page of a sequence and written to another or to the same. Tokens pass one after another over
+ * a part of a state that stays in the first-level cache: as much arithmetic as a chunk's matrix products, and a token has
+ * the same bits however its prompt was cut. What a sequence leaves, behind its last row and where a snapshot is wanted
+ * before, are its leaves, in the order of rows. Widths are multiples of 16.
  */
 
 #define MOST_TAILS 3
@@ -19,10 +20,12 @@ typedef struct {
     char *tails[MOST_TAILS]; /* of channels × (taps - 1) inputs, oldest first, in a page at offset 0 */
     int64_t tail_channels[MOST_TAILS];
     char *recurrent;
-    const int64_t *before, *after; /* [sequences]: pages, in units of 256 bytes */
+    const int64_t *before, *after; /* [sequences], [leaves]: pages, in units of 256 bytes */
     int64_t before_stride, after_stride;
-    const uint8_t *is_new;     /* [sequences]: those begin with zeros, whatever their page holds */
-    const int64_t *first_rows; /* [sequences + 1] */
+    const uint8_t *is_new;       /* [sequences]: those begin with zeros, whatever their page holds */
+    const int64_t *first_rows;   /* [sequences + 1] */
+    const int64_t *first_leaves; /* [sequences + 1] */
+    const int64_t *stops;        /* [leaves]: the row behind which each is left */
     int64_t sequences;
 } States;
 
@@ -39,8 +42,8 @@ INLINE char *page_before(const States *s, char *part, long sequence) {
     return part + s->before[sequence * s->before_stride] * UNIT_BYTES;
 }
 
-INLINE char *page_after(const States *s, char *part, long sequence) {
-    return part + s->after[sequence * s->after_stride] * UNIT_BYTES;
+INLINE char *page_after(const States *s, char *part, long leaf) {
+    return part + s->after[leaf * s->after_stride] * UNIT_BYTES;
 }
 
 INLINE vec silu(vec x) { return x / (1.0f + exponential(-x)); }
@@ -55,11 +58,11 @@ static void to_unit(float *x, long dim, float scale) {
     for (long i = 0; i < dim; i += LANES) STORE(x + i, LOAD(x + i) * scale);
 }
 
-/* The tail of one channel, before or behind this step. */
-static float *tail_of(const States *s, long sequence, long channel, long kept, int is_after) {
+/* The tail of one channel: of a sequence before this step, or of a leaf. */
+static float *tail_of(const States *s, long index, long channel, long kept, int is_leaf) {
     int part = 0;
     while (channel >= s->tail_channels[part]) channel -= s->tail_channels[part++];
-    char *page = is_after ? page_after(s, s->tails[part], sequence) : page_before(s, s->tails[part], sequence);
+    char *page = is_leaf ? page_after(s, s->tails[part], index) : page_before(s, s->tails[part], index);
     return (float *)page + channel * kept;
 }
 
@@ -105,14 +108,18 @@ INLINE long sequence_of(const States *s, long row) {
     return sequence;
 }
 
-/* The last inputs of one sequence, for those behind this step. */
-static void keep_tail(const States *s, const Convolution *c, long sequence, long channel) {
-    long kept = c->taps - 1, stop = s->first_rows[sequence + 1], tokens = stop - s->first_rows[sequence];
+/* The last inputs in front of each leaf of one sequence. The last leaf may lie where the sequence is read: from its first
+ * input on, each is read before it is overwritten. */
+static void keep_tails(const States *s, const Convolution *c, long sequence, long channel) {
+    long kept = c->taps - 1;
     const float *from = tail_of(s, sequence, channel, kept, 0);
-    float *to = tail_of(s, sequence, channel, kept, 1);
-    for (long j = 0; j < kept; j++) {
-        long t = tokens - kept + j;
-        to[j] = t >= 0 ? c->x[(stop - kept + j) * c->x_stride + channel] : s->is_new[sequence] ? 0 : from[t + kept];
+    for (long leaf = s->first_leaves[sequence]; leaf < s->first_leaves[sequence + 1]; leaf++) {
+        long stop = s->stops[leaf], tokens = stop - s->first_rows[sequence];
+        float *to = tail_of(s, leaf, channel, kept, 1);
+        for (long j = 0; j < kept; j++) {
+            long t = tokens - kept + j;
+            to[j] = t >= 0 ? c->x[(stop - kept + j) * c->x_stride + channel] : s->is_new[sequence] ? 0 : from[t + kept];
+        }
     }
 }
 
@@ -134,7 +141,7 @@ static void convolve_all(const States *s, const Convolution *c, float *mixed, lo
         }
 #pragma omp for collapse(2) schedule(static) nowait
     for (long sequence = 0; sequence < s->sequences; sequence++)
-        for (long channel = 0; channel < c->channels; channel++) keep_tail(s, c, sequence, channel);
+        for (long channel = 0; channel < c->channels; channel++) keep_tails(s, c, sequence, channel);
     free(history);
 }
 
@@ -167,7 +174,6 @@ INLINE void delta_columns(const Delta *d, const float *mixed, const float *facto
     const float *queries = mixed + key_head * keys * rows, *all_keys = queries + d->key_heads * keys * rows;
     const float *inputs = mixed + (first_value + head * values + column) * rows;
     const float *from = (float *)page_before(s, s->recurrent, sequence) + at;
-    float *to = (float *)page_after(s, s->recurrent, sequence) + at;
     for (long i = 0; i < keys; i++)
         UNROLL for (int v = 0; v < V; v++)
             STORE(state + (i * V + v) * LANES, s->is_new[sequence] ? (vec){0} : LOAD(from + i * values + v * LANES));
@@ -175,29 +181,33 @@ INLINE void delta_columns(const Delta *d, const float *mixed, const float *facto
     UNROLL for (int v = 0; v < V; v++) learned[v] = (vec){0};
     float decayed = 1;
     const float *written = all_keys + s->first_rows[sequence] * keys; /* the last token's key; of nothing at first */
-    for (long row = s->first_rows[sequence]; row < s->first_rows[sequence + 1]; row++) {
-        const float *q = queries + row * keys, *k = all_keys + row * keys, *value = inputs + row * V * LANES;
-        vec at_key[2][2], at_query[2][2];
-        UNROLL for (int v = 0; v < 2 * V; v++) at_key[v % 2][v / 2] = at_query[v % 2][v / 2] = (vec){0};
-        for (long i = 0; i < keys; i += 2)
-            UNROLL for (int odd = 0; odd < 2; odd++) UNROLL for (int v = 0; v < V; v++) {
-                float *cell = state + ((i + odd) * V + v) * LANES;
-                vec now = LOAD(cell) * decayed + written[i + odd] * learned[v];
-                STORE(cell, now);
-                at_key[odd][v] += now * k[i + odd];
-                at_query[odd][v] += now * q[i + odd];
+    long row = s->first_rows[sequence];
+    for (long leaf = s->first_leaves[sequence]; leaf < s->first_leaves[sequence + 1]; leaf++) {
+        for (; row < s->stops[leaf]; row++) {
+            const float *q = queries + row * keys, *k = all_keys + row * keys, *value = inputs + row * V * LANES;
+            vec at_key[2][2], at_query[2][2];
+            UNROLL for (int v = 0; v < 2 * V; v++) at_key[v % 2][v / 2] = at_query[v % 2][v / 2] = (vec){0};
+            for (long i = 0; i < keys; i += 2)
+                UNROLL for (int odd = 0; odd < 2; odd++) UNROLL for (int v = 0; v < V; v++) {
+                    float *cell = state + ((i + odd) * V + v) * LANES;
+                    vec now = LOAD(cell) * decayed + written[i + odd] * learned[v];
+                    STORE(cell, now);
+                    at_key[odd][v] += now * k[i + odd];
+                    at_query[odd][v] += now * q[i + odd];
+                }
+            float kq = dot(k, q, keys), rate = factors[(head * rows + row) * 2 + 1];
+            decayed = factors[(head * rows + row) * 2], written = k;
+            UNROLL for (int v = 0; v < V; v++) {
+                learned[v] = (LOAD(value + v * LANES) - (at_key[0][v] + at_key[1][v]) * decayed) * rate;
+                STORE(d->out + (row * d->value_heads + head) * values + column + v * LANES,
+                      (at_query[0][v] + at_query[1][v]) * decayed + learned[v] * kq);
             }
-        float kq = dot(k, q, keys), rate = factors[(head * rows + row) * 2 + 1];
-        decayed = factors[(head * rows + row) * 2], written = k;
-        UNROLL for (int v = 0; v < V; v++) {
-            learned[v] = (LOAD(value + v * LANES) - (at_key[0][v] + at_key[1][v]) * decayed) * rate;
-            STORE(d->out + (row * d->value_heads + head) * values + column + v * LANES,
-                  (at_query[0][v] + at_query[1][v]) * decayed + learned[v] * kq);
         }
+        float *to = (float *)page_after(s, s->recurrent, leaf) + at;
+        for (long i = 0; i < keys; i++)
+            UNROLL for (int v = 0; v < V; v++)
+                STORE(to + i * values + v * LANES, LOAD(state + (i * V + v) * LANES) * decayed + written[i] * learned[v]);
     }
-    for (long i = 0; i < keys; i++)
-        UNROLL for (int v = 0; v < V; v++)
-            STORE(to + i * values + v * LANES, LOAD(state + (i * V + v) * LANES) * decayed + written[i] * learned[v]);
 }
 
 static __attribute__((noinline)) void delta_one(const Delta *d, const float *mixed, const float *factors, long sequence,
@@ -261,27 +271,30 @@ static void scan_rows(const Scan *m, const float *mixed, const float *factors, l
     const float *inputs = mixed + (head * m->head_dim + first) * rows, *writes = mixed + (inner + group * wide) * rows;
     const float *reads = writes + m->groups * wide * rows;
     const float *from = (float *)page_before(s, s->recurrent, sequence) + at;
-    float *to = (float *)page_after(s, s->recurrent, sequence) + at;
     if (s->is_new[sequence]) memset(state, 0, 4 * wide * LANES);
     else pack(from, wide, LANES, wide, state, LANES);
-    for (long row = s->first_rows[sequence]; row < s->first_rows[sequence + 1]; row++) {
-        const float *write = writes + row * wide, *read = reads + row * wide;
-        float step = factors[(head * rows + row) * 2], decay = factors[(head * rows + row) * 2 + 1];
-        vec x = LOAD(inputs + row * LANES), gained = x * step, y[4];
-        UNROLL for (int a = 0; a < 4; a++) y[a] = (vec){0};
-        for (long n = 0; n < wide; n += 4)
-            UNROLL for (int a = 0; a < 4; a++) {
-                vec now = LOAD(state + (n + a) * LANES) * decay + gained * write[n + a];
-                STORE(state + (n + a) * LANES, now);
-                y[a] += now * read[n + a];
-            }
-        STORE(m->out + row * inner + head * m->head_dim + first, (y[0] + y[1]) + (y[2] + y[3]) + x * m->skip[head]);
-    }
-    for (long n = 0; n < wide; n += LANES) {
-        vec v[LANES];
-        UNROLL for (int l = 0; l < LANES; l++) v[l] = LOAD(state + (n + l) * LANES);
-        transpose(v);
-        UNROLL for (int l = 0; l < LANES; l++) STORE(to + l * wide + n, v[l]);
+    long row = s->first_rows[sequence];
+    for (long leaf = s->first_leaves[sequence]; leaf < s->first_leaves[sequence + 1]; leaf++) {
+        for (; row < s->stops[leaf]; row++) {
+            const float *write = writes + row * wide, *read = reads + row * wide;
+            float step = factors[(head * rows + row) * 2], decay = factors[(head * rows + row) * 2 + 1];
+            vec x = LOAD(inputs + row * LANES), gained = x * step, y[4];
+            UNROLL for (int a = 0; a < 4; a++) y[a] = (vec){0};
+            for (long n = 0; n < wide; n += 4)
+                UNROLL for (int a = 0; a < 4; a++) {
+                    vec now = LOAD(state + (n + a) * LANES) * decay + gained * write[n + a];
+                    STORE(state + (n + a) * LANES, now);
+                    y[a] += now * read[n + a];
+                }
+            STORE(m->out + row * inner + head * m->head_dim + first, (y[0] + y[1]) + (y[2] + y[3]) + x * m->skip[head]);
+        }
+        float *to = (float *)page_after(s, s->recurrent, leaf) + at;
+        for (long n = 0; n < wide; n += LANES) {
+            vec v[LANES];
+            UNROLL for (int l = 0; l < LANES; l++) v[l] = LOAD(state + (n + l) * LANES);
+            transpose(v);
+            UNROLL for (int l = 0; l < LANES; l++) STORE(to + l * wide + n, v[l]);
+        }
     }
 }
 
@@ -336,13 +349,13 @@ void short_states(const Short *m, int threads) {
         for (long row = 0; row < m->rows; row++)
             for (long i = 0; i < channels; i += LANES)
                 STORE(m->inputs + row * channels + i, LOAD(m->b + row * m->b_stride + i) * LOAD(m->x + row * m->x_stride + i));
-#pragma omp for collapse(2) schedule(static) nowait
+#pragma omp for collapse(2) schedule(static)
         for (long row = 0; row < m->rows; row++)
             for (long first = 0; first < channels; first += wide)
                 convolve(s, c, sequence_of(s, row), row, first, wide, m->out + row * channels + first, history, 0);
 #pragma omp for collapse(2) schedule(static) nowait
         for (long sequence = 0; sequence < s->sequences; sequence++)
-            for (long channel = 0; channel < channels; channel++) keep_tail(s, c, sequence, channel);
+            for (long channel = 0; channel < channels; channel++) keep_tails(s, c, sequence, channel);
         free(history);
     }
 }

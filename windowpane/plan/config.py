@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin, get_type_hints
 
@@ -145,6 +145,13 @@ class EngineConfig:
         return None if self.speculative_config is None else DraftConfig.of(self.speculative_config)
 
     @property
+    def state_slots(self) -> int:
+        """Slots of each sequence's recurrent states: a second one keeps the state before a step that is in flight, or
+        whose drafts may not be accepted.
+        """
+        return 2 if self.async_scheduling or self.draft_tokens else 1
+
+    @property
     def draft_tokens(self) -> int:
         """The most that a step verifies of one sequence."""
         return 0 if self.drafting is None else self.drafting.num_speculative_tokens
@@ -157,6 +164,11 @@ def config_of(flags: Mapping[str, Any]) -> EngineConfig:
     if step is not None and step >= 1 and "max_num_seqs" not in given:
         given["max_num_seqs"] = min(DEFAULT_NUM_SEQS, step)
     return EngineConfig(**given)
+
+
+def for_device(config: EngineConfig, flags: Mapping[str, Any], *, on_cpu: bool) -> EngineConfig:
+    """With what the device decides where no flag does: steps overlap only where it computes by itself."""
+    return config if "async_scheduling" in flags else replace(config, async_scheduling=not on_cpu)
 
 
 _SIZES: dict[str, Callable[[str], int]] = {

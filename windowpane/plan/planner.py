@@ -273,8 +273,10 @@ def rank_caches(caches: Iterable[AnyCache], config: EngineConfig, ranks: int) ->
 
 
 def _as_asked(cache: AnyCache, config: EngineConfig) -> AnyCache:
-    if isinstance(cache, StateCache) and config.mamba_ssm_cache_dtype != "auto":
-        return cache.with_recurrent_dtype(config.mamba_ssm_cache_dtype)
+    if isinstance(cache, StateCache):
+        cache = replace(cache, slots=config.state_slots)
+        dtype = config.mamba_ssm_cache_dtype
+        return cache if dtype == "auto" else cache.with_recurrent_dtype(dtype)
     if config.swa_full and isinstance(cache, TokenCache) and isinstance(cache.retention, Window):
         return replace(cache, retention=Full())
     return cache

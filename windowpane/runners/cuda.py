@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from windowpane.device.pages import KVPages
 from windowpane.device.tables import DeviceTables
 from windowpane.device.transfer import Transfer, to_device
-from windowpane.kv.changes import NO_CHANGES
+from windowpane.kv.changes import NO_CHANGES, Changes, Snapshot
 from windowpane.kv.layout import Layout, rollback_for
+from windowpane.kv.retention import State
 from windowpane.lowering.adapters import Adapters
 from windowpane.lowering.gpu.adapters import AdapterTables
 from windowpane.lowering.gpu.model import GpuModel
@@ -51,6 +52,7 @@ from windowpane.runners.plain import HiddenStore, StepOutput, split_rows, verifi
 from windowpane.schedule.batch import Batch, PromptChunk
 from windowpane.schedule.step import Segment, Step
 
+SMALL_CHUNK = 128
 DRAFT_ROWS = 256  # that graphs are captured for where sequences are few; steps with more take drafts as chunks
 
 
@@ -176,6 +178,8 @@ class CudaRunner:
         What happens once (compiling kernels, workspaces) has then happened before the first request.
         """
         batches = [rehearsal(tokens, self._max_model_len)]
+        if self.pages.states:  # chunks that leave snapshots have kernels of their own
+            batches.append(rehearsal_of_snapshots(min(tokens, self._max_model_len), self.pages.layout))
         if self.adapters is not None:  # slots are empty, but kernels do not know
             batches.append(replace(batches[0], adapters=np.ones(len(batches[0].chunks), dtype=np.int32)))
         with compiling_ahead():
@@ -333,5 +337,21 @@ def rehearsal(tokens: int, longest: int) -> Batch:
     sizes = [min(longest, tokens - at) - 1 for at in range(0, tokens, longest)]
     chunks = [PromptChunk(0, 0, np.zeros(1, dtype=np.int32), samples=True)]
     chunks += [PromptChunk(0, 1, np.zeros(size, dtype=np.int32), samples=True) for size in sizes if size]
+    return _batch(chunks, NO_CHANGES)
+
+
+def rehearsal_of_snapshots(most_tokens: int, layout: Layout) -> Batch:
+    """A small chunk that leaves its states in the middle too."""
+    size = min(most_tokens, SMALL_CHUNK)
+    snapshots = tuple(
+        Snapshot(index, 0, (size + 1) // 2, np.zeros(group.stripes, dtype=np.int32))
+        for index, group in enumerate(layout.groups)
+        if isinstance(group.retention, State)
+    )
+    chunk = PromptChunk(0, 0, np.zeros(size, dtype=np.int32), samples=True)
+    return _batch([chunk], Changes(snapshots=snapshots))
+
+
+def _batch(chunks: list[PromptChunk], changes: Changes) -> Batch:
     nobody = np.zeros(0, dtype=np.int64)
-    return Batch(0, nobody, nobody, chunks, np.zeros(len(chunks), dtype=np.int8), NO_CHANGES)
+    return Batch(0, nobody, nobody, chunks, np.zeros(len(chunks), dtype=np.int8), changes)

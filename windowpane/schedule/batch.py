@@ -42,7 +42,7 @@ class Batch:
     """One step, as plain values. Decoding sequences come first: each computes the token its slot sampled last.
 
     The step samples one token for every decoding sequence and every chunk that `samples`, in that order, and one more
-    for each draft. `state_slots` names the present one of the two states of each sequence and chunk, and `adapters` its
+    for each draft. `state_slots` names the slot of the present state of each sequence and chunk, and `adapters` its
     adapter's slot on the device (0: none; empty where nobody has one). `placed_adapters`: before the step, these slots
     are filled with the adapters of these numbers.
 

@@ -68,7 +68,7 @@ class Coasting:
         """Let the scheduler have these steps behind it."""
         manager, steps = self._scheduler.manager, self.done
         manager.lengths[self.slots] = self.lengths + steps
-        if steps % 2 and manager.has_state:
+        if steps % 2:
             manager.flip_states(self.slots)
         for slot in self.slots.tolist():
             self._scheduler.running[slot].output.extend([self._token] * steps)

@@ -1,8 +1,8 @@
 """The scheduler's side of restore points: where requests begin with what earlier ones computed, and what they leave.
 
 A point is entered when a step is scheduled, so that the step writes it, and can be resumed from once the step has
-landed. A point inside a chunk is left as a tail; a point at the end of a chunk or of a sequence is what the sequence
-holds there.
+landed. A point inside a chunk is left as tails and snapshots; one at the end of a chunk or of a sequence is what the
+sequence holds there.
 
 `RestorePlanner` does this. `NoRestorePlanner` takes its place where prefix caching is off.
 """
@@ -68,17 +68,12 @@ class RestorePlanner:
         if marks:
             self._marks[slot] = marks
 
-    def end_of_chunk(self, slot: int, stop: int) -> int:
-        """Where a chunk up to `stop` has to end: a state exists only at its end, so the next mark cuts it."""
-        marks = self._marks_after(slot, int(self.manager.lengths[slot])) if self.manager.has_state else ()
-        return min(stop, marks[0]) if marks else stop
-
     def extend(self, slot: int, request: Request, stop: int) -> None:
         """Give a chunk its pages, leaving points inside it where they are worth their room."""
         tails, before = [], self._last_point[slot]
-        for mark in self._marks_after(slot, int(self.manager.lengths[slot])):
-            if mark >= stop:
-                break
+        for mark in self._marks.get(slot, ()):
+            if not self.manager.lengths[slot] < mark < stop:
+                continue
             if self.points.is_kept(request.prefix_key, request.prompt[:mark]):
                 before = mark
             elif self.points.is_worth_its_room(before, mark):
@@ -170,10 +165,6 @@ class RestorePlanner:
     def stats(self) -> CacheStats:
         return self.points.stats
 
-    def _marks_after(self, slot: int, start: int) -> list[int]:
-        """Lengths beyond `start` at which this prompt should leave points."""
-        return [mark for mark in self._marks.get(slot, ()) if mark > start]
-
 
 class NoRestorePlanner:
     """`RestorePlanner` without prefix caching: it finds nothing and leaves nothing."""
@@ -188,9 +179,6 @@ class NoRestorePlanner:
 
     def admit(self, slot: int, request: Request, hit: Hit) -> None:
         pass
-
-    def end_of_chunk(self, slot: int, stop: int) -> int:
-        return stop
 
     def extend(self, slot: int, request: Request, stop: int) -> None:
         self.manager.extend(slot, stop)

@@ -12,8 +12,9 @@ With restore points (`restoring`), an admitted request begins with what it share
 of its own for later ones. With a host tier, points are spilled there ahead of need, and a request that can go on from
 one of them waits in its slot until the pages have arrived (`admission`).
 
-Steps may overlap: `schedule` may be called again before the previous step's `commit`. A stop, cancellation or
-preemption then takes effect one step late, and no page is freed while a step in flight may read it.
+Steps may overlap: `schedule` may be called again before the previous step's `commit`, unless states are kept in one
+slot. A stop, cancellation or preemption then takes effect one step late, and no page is freed while a step in flight
+may read it.
 
 With `draft_tokens`, a step may verify up to so many drafted tokens of each decoding sequence: `schedule` is given them,
 and `commit` says how many tokens each sequence has gained; the manager takes back the rest. Where the next step starts
@@ -99,8 +100,11 @@ class Scheduler:
                 f"{rollback_for(draft_tokens, manager.layout)}, not {manager.rollback_tokens}: those that "
                 "are not accepted are taken back"
             )
+        if draft_tokens and manager.state_slots == 1:
+            raise ValueError("drafts that are not accepted need the state before them: keep states in two slots")
         slots = manager.num_slots
         self.manager = manager
+        self.most_in_flight = 1 if manager.state_slots == 1 else MAX_STEPS_IN_FLIGHT
         self.max_num_batched_tokens = max_num_batched_tokens
         self.growth_tokens = growth_tokens
         self.draft_tokens = draft_tokens
@@ -263,8 +267,8 @@ class Scheduler:
         `drafts` are tokens by slot, no more than `draft_room` each; as many of them are verified as the sequence's
         reservation has room for.
         """
-        if len(self._unlanded) >= MAX_STEPS_IN_FLIGHT:
-            raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: commit one first")
+        if len(self._unlanded) >= self.most_in_flight:
+            raise RuntimeError(f"{len(self._unlanded)} steps are in flight: commit one first")
         self._unsettled = tuple(self._unlanded[0].verifying) if (is_ahead := self.may_go_ahead) else ()
         if self._unlanded and (drafts or self._unlanded[-1].verifying) and not is_ahead:
             raise RuntimeError("a step in flight hides where the next one starts: commit it first")
@@ -459,7 +463,7 @@ class Scheduler:
     def _chunk(self, slot: int, budget: int) -> PromptChunk:
         request, restoring = self.running[slot], self.restoring
         start = int(self.manager.lengths[slot])
-        stop = restoring.end_of_chunk(slot, min(request.known_tokens, start + budget))
+        stop = min(request.known_tokens, start + budget)
         restoring.extend(slot, request, stop)
         at_prompt_end = start < stop == len(request.prompt) == request.known_tokens
         keep_hidden = restoring.end_chunk(slot, request, stop, at_prompt_end=at_prompt_end)

@@ -42,8 +42,9 @@ class Step:
     compute was sampled last and lies on the device.
 
     `wanted` are the rows whose logits are asked for: every decoding row, and the last ones of each segment. In
-    `segments` all rows ask, in `wanted_segments` only the wanted ones. `state_slots` says which state of each sequence,
-    the decoding ones and then those of segments, is the present one: it is read, and the other one is written.
+    `segments` all rows ask, in `wanted_segments` only the wanted ones. `state_slots` says which slot has the present
+    state of each sequence, the decoding ones and then those of segments: it is read, and the other one is written, or
+    the same where there is one.
     `adapters` has the slot of each row's adapter, 0 for none; it is empty where no row has one.
     """
 

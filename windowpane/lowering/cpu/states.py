@@ -30,7 +30,7 @@ class _States(ctypes.Structure):
         ("tail_channels", c_int64 * MOST_TAILS),
         *((name, c_void_p) for name in ("recurrent", "before", "after")),
         *((name, c_int64) for name in ("before_stride", "after_stride")),
-        *((name, c_void_p) for name in ("is_new", "first_rows")),
+        *((name, c_void_p) for name in ("is_new", "first_rows", "first_leaves", "stops")),
         ("sequences", c_int64),
     )
 
@@ -94,16 +94,15 @@ class _Held:
 
     def __init__(self, stored: StatePages, step: Step, taps: int, *, is_tail: bool = False) -> None:
         tails, recurrent = (stored.parts, None) if is_tail else (stored.parts[:-1], stored.parts[-1])
-        self._before, self._after, new = stored.places(step)
+        self._plan = plan = stored.plan(step)
+        self._before, self._after = (pages[:, stored.stripe] for pages in (plan.before, plan.after))
         sequences = len(self._before)
-        self._is_new = torch.zeros(sequences, dtype=torch.uint8).index_fill_(0, new, 1)
-        first_rows = [*range(step.num_decoding), *(s.row for s in step.segments), len(step.positions)]
-        self._first_rows = torch.tensor(first_rows)
+        self._is_new = torch.zeros(sequences, dtype=torch.uint8).index_fill_(0, plan.new, 1)
         channels = [part.shape[1] * part.shape[2] // (taps - 1) for part in tails]
         self.described = _States(
             (c_void_p * MOST_TAILS)(*(part.data_ptr() for part in tails)), (c_int64 * MOST_TAILS)(*channels),
             address(recurrent), self._before.data_ptr(), self._after.data_ptr(), self._before.stride(0),
-            self._after.stride(0), self._is_new.data_ptr(), self._first_rows.data_ptr(), sequences,
+            self._after.stride(0), self._is_new.data_ptr(), *(rows.data_ptr() for rows in plan.in_tensors), sequences,
         )  # fmt: skip
 
 

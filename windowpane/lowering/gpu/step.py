@@ -6,8 +6,8 @@ padding row has position -1, reads nothing and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class PageWrites:
 
 class Sequences(NamedTuple):
     """The sequences of a step, the decoding ones and then those of chunks: each one's slot, the position of its first
-    row, and which of its two states is the present one. int32 [sequences] each.
+    row, and the slot of its present state. int32 [sequences] each.
     """
 
     slots: torch.Tensor
@@ -57,7 +57,8 @@ class DeviceStep:
     """A `Step` on the device. `wanted` are the rows whose logits are asked for, None for all.
 
     `writes` is by group, None where the rows are stored while they are made (steps that only decode). `segments` [n, 6]
-    has the decoding rows of each sequence together, at most `most_rows` of them, where some have several.
+    has the decoding rows of each sequence together, at most `most_rows` of them, where some have several. `snapshots`
+    are those of the chunks' states: by group, int32 [stripes, n, 3] as kernels take them.
     """
 
     positions: torch.Tensor  # int32 [rows]
@@ -71,6 +72,7 @@ class DeviceStep:
     segments: torch.Tensor | None = None
     most_rows: int = 1
     adapters: DeviceRows | None = None
+    snapshots: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def decoding(
@@ -145,6 +147,10 @@ class StepBuilder:
             lists = layer.writes(step) if layer else (step.wanted[:0],) * 3
             rows, offsets, within = lists if keeps else (array[:0] for array in lists)
             writes.append([transfer.add(array) for array in (rows, offsets.T, within)])
+        snapshots = {}
+        if changes is not None and changes.snapshots:
+            groups = {snapshot.group for snapshot in changes.snapshots}
+            snapshots = {g: transfer.add(self._pages.state_snapshots(g, step)) for g in groups}
         adapters = None
         if self._adapters is not None and len(step.adapters):
             adapters = self._adapters.add(step.adapters, step.wanted, transfer)
@@ -156,6 +162,7 @@ class StepBuilder:
             sent[positions], sent[slots], Sequences(*(sent[handle] for handle in sequences)), sent[tokens],
             everything(sent), sent[wanted].long(), narrowed(sent), stored,
             adapters=None if adapters is None else adapters(sent),
+            snapshots={g: sent[handle] for g, handle in snapshots.items()},
         )  # fmt: skip
 
     def _keeper(self, cache: Kept) -> LayerPages | RoutePages | None:

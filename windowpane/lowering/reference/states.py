@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from windowpane.device.pages import StatePlan
 from windowpane.lowering.linear import summed
 from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.recurrence import causal_convolution, gated_delta_rule, mamba2_scan
@@ -23,28 +24,32 @@ Advance = Callable[[torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, list[
 
 
 class _Run(NamedTuple):
-    """Rows of sequences that have as many tokens each."""
+    """Rows of sequences that have as many tokens each. `goes_on`: they follow those of the run before."""
 
     rows: slice
     sequences: slice
     tokens: int
+    goes_on: bool = False
 
 
-def _runs(step: Step) -> Iterator[_Run]:
+def _runs(step: Step, plan: StatePlan) -> Iterator[_Run]:
     decoding = step.num_decoding
     if decoding:
         yield _Run(slice(0, decoding), slice(0, decoding), 1)
     for index, segment in enumerate(step.segments, start=decoding):
-        yield _Run(segment.rows, slice(index, index + 1), segment.stop - segment.start)
+        row = segment.row
+        for stop in plan.stops[plan.first_leaves[index] : plan.first_leaves[index + 1]]:
+            yield _Run(slice(row, stop), slice(index, index + 1), stop - row, row > segment.row)
+            row = stop
 
 
 def advance_states(layer: int, inputs: torch.Tensor, state: StepState, advance: Advance) -> torch.Tensor:
-    """Outputs of all rows, from the states before this step; those behind it are stored."""
+    """Outputs of all rows, from the states before this step; those that it leaves are stored."""
     stored = state.pages.states[layer]
-    before, outputs, after = stored.load(state.step), [], []
-    for run in _runs(state.step):
+    before, outputs, after = stored.load(state.step), [], list[list[torch.Tensor]]()
+    for run in _runs(state.step, stored.plan(state.step)):
         of_run = inputs[run.rows].unflatten(0, (-1, run.tokens))
-        out, states = advance(of_run, [part[run.sequences] for part in before])
+        out, states = advance(of_run, after[-1] if run.goes_on else [part[run.sequences] for part in before])
         outputs.append(out.flatten(0, 1))
         after.append(states)
     stored.store(state.step, [_joined(parts) for parts in zip(*after, strict=True)])

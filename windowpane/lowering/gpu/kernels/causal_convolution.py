@@ -14,7 +14,7 @@ import triton.language as tl
 
 from windowpane.attention.triton.view import LOG2E as _LOG2E
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces, counted
 
 LOG2E = tl.constexpr(_LOG2E)
 # Tokens and channels of a program: rows that decode have one token each.
@@ -23,50 +23,53 @@ TOKENS, CHANNELS, LONE_CHANNELS = 16, 128, 512
 
 def short_convolution(
     made: torch.Tensor, places: StatePlaces, decoding: int, segments: torch.Tensor | None, longest: int,
-    tail: StatePart, conv: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, pdl: bool = False,
+    tail: StatePart, conv: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+    snapshots: torch.Tensor | None = None, *, pdl: bool = False,
 ) -> None:  # fmt: skip
     """out [rows, channels] = C · convolution(B · x) of `made` [rows, B | C | x]; states of all sequences go on.
 
     The first `decoding` sequences have a row each, the others are `segments`, int32 [n, fields of Segment], the longest
-    of `longest` tokens.
+    of `longest` tokens. `snapshots`, int32 [n, 3], are segments, positions within them, and pages that get the tails in
+    front of those.
     """
     tokens = TOKENS if longest > 1 else 1
     _launch(
         made, made.shape[1] // 3, places, decoding, segments, longest, tokens, [tail], conv, bias, out, 0,
-        (1.0,) * 3, (0, 0), True, pdl,
+        (1.0,) * 3, (0, 0), snapshots, True, pdl,
     )  # fmt: skip
 
 
 def convolve_segments(
     made: torch.Tensor, first: int, places: StatePlaces, segments: torch.Tensor, longest: int, first_row: int,
     tails: Sequence[StatePart], conv: torch.Tensor, bias: torch.Tensor | None, multipliers: tuple[float, float, float],
-    bounds: tuple[int, int], out: torch.Tensor, *, pdl: bool = False,
+    bounds: tuple[int, int], out: torch.Tensor, snapshots: torch.Tensor | None = None, *, pdl: bool = False,
 ) -> None:  # fmt: skip
     """out [rows from `first_row` on, channels] = SiLU(convolution(`made`[:, first : first + channels])).
 
     `places` are those of the segments alone. Channels before, between and from `bounds` on have multipliers of their
-    own; the first of two `tails` has those before the first bound.
+    own; the first of two `tails` has those before the first bound. `snapshots` are those of `short_convolution`.
     """
     shifted = made[:, first:]
     _launch(
-        shifted, 0, places, 0, segments, longest, TOKENS, tails, conv, bias, out, first_row, multipliers, bounds, False,
-        pdl,
+        shifted, 0, places, 0, segments, longest, TOKENS, tails, conv, bias, out, first_row, multipliers, bounds,
+        snapshots, False, pdl,
     )  # fmt: skip
 
 
 def _launch(
     made: torch.Tensor, section: int, places: StatePlaces, decoding: int, segments: torch.Tensor | None, longest: int,
     tokens: int, tails: Sequence[StatePart], conv: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
-    first_row: int, multipliers: tuple[float, ...], bounds: tuple[int, int], short: bool, pdl: bool,
+    first_row: int, multipliers: tuple[float, ...], bounds: tuple[int, int], snapshots: torch.Tensor | None,
+    short: bool, pdl: bool,
 ) -> None:  # fmt: skip
     channels, width = conv.shape
     block = min(LONE_CHANNELS if tokens == 1 else CHANNELS, triton.next_power_of_2(channels))
     sequences = len(places.starts)
     _convolution_kernel[(sequences, triton.cdiv(longest, tokens), triton.cdiv(channels, block))](
-        made, *places, segments, tails[0].arena, conv, bias, out, made.stride(0), out.stride(0), tails[0].first,
-        tails[-1].first, decoding, first_row, section, *multipliers, CHANNELS=channels, FIRST_BOUND=bounds[0],
-        SECOND_BOUND=bounds[1], PARTS=len(tails), UNIT=tails[0].unit, WIDTH=width, TOKENS=tokens, BLOCK=block,
-        SHORT=short, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        made, *places.arguments, segments, tails[0].arena, *counted(snapshots), conv, bias, out, made.stride(0),
+        out.stride(0), tails[0].first, tails[-1].first, decoding, first_row, section, *multipliers, CHANNELS=channels,
+        FIRST_BOUND=bounds[0], SECOND_BOUND=bounds[1], PARTS=len(tails), UNIT=tails[0].unit, WIDTH=width, TOKENS=tokens,
+        BLOCK=block, SHORT=short, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -127,17 +130,31 @@ def _input(MADE, at, by, mask, section, SHORT: tl.constexpr):
     return rounded(x, by, DTYPE)
 
 
+@triton.jit
+def _leave_tail(
+    MADE, made_stride, row, c, by, OLD, NEW, count, inside, known, section, WIDTH: tl.constexpr, SHORT: tl.constexpr
+):
+    """In NEW: the last inputs in front of row `count` of a sequence whose first is `row`."""
+    KEPT: tl.constexpr = WIDTH - 1
+    for tap in tl.static_range(KEPT):
+        from_end = count + tap - KEPT
+        here = inside & (from_end >= 0)
+        value = _input(MADE, (row + from_end) * made_stride + c, by, here, section, SHORT)
+        value += tl.load(OLD + from_end + KEPT, mask=inside & (from_end < 0) & known, other=0.0).to(tl.float32)
+        tl.store(NEW + tap, value.to(NEW.dtype.element_ty), mask=inside)
+
+
 @triton.jit(
-    do_not_specialize=["decoding", "first_row"],
-    do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"],
+    do_not_specialize=["decoding", "first_row", "snapshots"],
+    do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "ASIDE", "SEGMENTS", "SNAPSHOTS"],
 )
 def _convolution_kernel(
-    MADE, BEFORE, AFTER, STARTS, SEGMENTS, TAILS, CONV, BIAS, OUT, made_stride, out_stride, first, second, decoding,
-    first_row, section, by_0, by_1, by_2, CHANNELS: tl.constexpr, FIRST_BOUND: tl.constexpr,
-    SECOND_BOUND: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+    MADE, BEFORE, AFTER, STARTS, ASIDE, aside_stride, SEGMENTS, TAILS, SNAPSHOTS, snapshots, CONV, BIAS, OUT,
+    made_stride, out_stride, first, second, decoding, first_row, section, by_0, by_1, by_2, CHANNELS: tl.constexpr,
+    FIRST_BOUND: tl.constexpr, SECOND_BOUND: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, tile of tokens, block of channels). The first tile also leaves the sequence's new tail."""
+    """Program (sequence, tile of tokens, block of channels). The first tile also leaves the sequence's new tails."""
     wait_if_overlapped(PDL)
     KEPT: tl.constexpr = WIDTH - 1
     sequence, tile = tl.program_id(0), tl.program_id(1)
@@ -158,6 +175,8 @@ def _convolution_kernel(
         if PARTS == 2:
             place = tl.where(c < FIRST_BOUND, place, second + (c - FIRST_BOUND) * KEPT)
         old = TAILS + tl.load(BEFORE + sequence).to(tl.int64) * UNIT + place
+        if ASIDE is not None:
+            old = ASIDE + sequence.to(tl.int64) * aside_stride + place
         new = TAILS + tl.load(AFTER + sequence).to(tl.int64) * UNIT + place
         total = tl.zeros([TOKENS, BLOCK], tl.float32)
         for tap in tl.static_range(WIDTH):
@@ -179,10 +198,12 @@ def _convolution_kernel(
             total = silu(total)
         tl.store(OUT + (at - first_row) * out_stride + c[None, :], total.to(OUT.dtype.element_ty), mask=kept)
         if tile == 0 and start >= 0:
-            for tap in tl.static_range(KEPT):
-                from_end = count + tap - KEPT
-                here_too = inside & (from_end >= 0)
-                value = _input(MADE, (row + from_end) * made_stride + c, by, here_too, section, SHORT)
-                remembered = inside & (from_end < 0) & (start > 0)
-                value += tl.load(old + from_end + KEPT, mask=remembered, other=0.0).to(tl.float32)
-                tl.store(new + tap, value.to(TAILS.dtype.element_ty), mask=inside)
+            _leave_tail(MADE, made_stride, row, c, by, old, new, count, inside, start > 0, section, WIDTH, SHORT)
+            if SNAPSHOTS is not None:
+                for index in range(snapshots):
+                    if tl.load(SNAPSHOTS + index * 3) == sequence - decoding:
+                        behind = tl.load(SNAPSHOTS + index * 3 + 1) - start
+                        to = TAILS + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * UNIT + place
+                        _leave_tail(
+                            MADE, made_stride, row, c, by, old, to, behind, inside, start > 0, section, WIDTH, SHORT
+                        )  # fmt: skip

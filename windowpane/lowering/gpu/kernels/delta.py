@@ -83,7 +83,7 @@ def decode_delta(
     With `segments`, int32 [sequences, fields of Segment], a sequence has all rows that ask there.
 
     `conv` is [channels, width], `decay` is exp(A_log), both float32 like `dt_bias` and `norm_weight` (to which a norm
-    that adds one has added it). The pages that are written must not be those that are read. Padding rows leave zeros.
+    that adds one has added it). Padding rows leave zeros.
 
     `pdl` lets the launch begin while the one before it ends, and read places, tails and states by then: between
     whoever wrote those and this there must be a plain launch.
@@ -97,9 +97,9 @@ def decode_delta(
     if split > 1:
         partial, flags = torch.empty(programs * shape.value_dim, device=out.device), flags_of(out.device)
     _decode_kernel[(shape.value_heads * split, sequences)](
-        made, *places, segments, tails[0].arena, matrix.arena, conv, decay, dt_bias, norm_weight, out, partial, flags,
-        made.stride(0), out.stride(0), *(tail.first for tail in tails), tails[0].unit, matrix.first, matrix.unit, eps,
-        **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, maxnreg=registers,
+        made, *places.arguments, segments, tails[0].arena, matrix.arena, conv, decay, dt_bias, norm_weight, out,
+        partial, flags, made.stride(0), out.stride(0), *(tail.first for tail in tails), tails[0].unit, matrix.first,
+        matrix.unit, eps, **shape.fixed, WIDTH=shape.width, SPLIT=split, PDL=pdl, num_warps=warps, maxnreg=registers,
         launch_pdl=pdl,
     )  # fmt: skip
 
@@ -190,8 +190,8 @@ def _leave(
 
 @triton.jit
 def _decode_kernel(
-    MADE, BEFORE, AFTER, STARTS, SEGMENTS, TAILS, MATRIX, CONV, DECAY, DT_BIAS, NORM, OUT, PARTIAL, FLAGS_AT,
-    made_stride, out_stride, q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit, eps,
+    MADE, BEFORE, AFTER, STARTS, ASIDE, aside_stride, SEGMENTS, TAILS, MATRIX, CONV, DECAY, DT_BIAS, NORM, OUT, PARTIAL,
+    FLAGS_AT, made_stride, out_stride, q_first, k_first, v_first, tail_unit, matrix_first, matrix_unit, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,10 @@ def _decode_kernel(
     qk_tails = tl.where(is_key, k_first, q_first) + (key_head * K + k_dims[None, :]) * (WIDTH - 1)
     v_channels = 2 * KEYS + head * V + v_dims
     v_tails = v_first + (head * V + v_dims) * (WIDTH - 1)
-    qk_before, v_before = TAILS + before * tail_unit + qk_tails, TAILS + before * tail_unit + v_tails
+    tails_before = TAILS + before * tail_unit
+    if ASIDE is not None:
+        tails_before = ASIDE + sequence * aside_stride
+    qk_before, v_before = tails_before + qk_tails, tails_before + v_tails
     qk_after, v_after = TAILS + after * tail_unit + qk_tails, TAILS + after * tail_unit + v_tails
     writes_keys = is_row & (head % GROUP == 0) & (part == 0)
     decay_rate = tl.load(DECAY + head)

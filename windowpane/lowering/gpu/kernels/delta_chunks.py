@@ -27,7 +27,7 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.causal_convolution import LOG2E, sigmoid, silu
 from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import FIELDS, StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import FIELDS, StatePart, StatePlaces, counted
 from windowpane.schedule.step import Segment
 
 CHUNK = tl.constexpr(CHUNK_TOKENS)
@@ -132,9 +132,9 @@ def chunk_delta(
     """The rows of all segments in out [rows, value heads × dim], of `made` [rows, q | k | v | z | b | a].
 
     `places` are those of the step: its last ones belong to the segments. Weights are those of `decode_delta`.
-    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots`, int32 [n, 3], are sequences (as in
-    `places`), positions within their segments or at the end, and pages that get the states in front of those positions;
-    those of a sequence are in order.
+    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots`, int32 [n, 3], are segments, positions
+    within them or at the end, and pages that get the states in front of those positions; those of a segment are in
+    order.
     """
     if not segments.host_segments:
         return
@@ -147,14 +147,14 @@ def chunk_delta(
     slots = max(_FEWEST_SLOTS, triton.next_power_of_2(count))
     sizes = (key_heads, shape.key_dim), (heads, shape.value_dim)
     keys, together = (_heads_together(*size, launch.convolve_channels) for size in sizes)
-    kept = 0 if snapshots is None else len(snapshots)
+    _, kept = counted(snapshots)
     fixed = {**shape.fixed, "SLOTS": slots}
     precision = {"PRECISION": "tf32x3" if made.dtype == torch.float32 else "tf32"}
     for turn, strip in enumerate(_strips(segments.host_segments, chunks)):
         many = strip.last - strip.first
         # A plain launch: its cached reads see what was written before.
         convolve_kernel[(many * (CHUNK_TOKENS // launch.convolve_tokens), 2 * key_heads // keys + heads // together)](
-            made, table, *places, tails[0].arena, conv, snapshots, room.pairs, room.values,
+            made, table, *places.arguments, tails[0].arena, conv, snapshots, room.pairs, room.values,
             made.stride(0), *(tail.first for tail in tails), tails[0].unit, count, first_sequence, strip.first,
             chunks * CHUNK_TOKENS, kept,
             **fixed, WIDTH=shape.width, KEYS=keys, HEADS=together, TOKENS=launch.convolve_tokens,
@@ -166,7 +166,7 @@ def chunk_delta(
             num_warps=launch.solve_warps, num_stages=launch.solve_stages, launch_pdl=pdl,
         )  # fmt: skip
         pass_kernel[(shape.value_dim // values, heads, strip.end - strip.begin)](
-            table, *places, matrix.arena, snapshots, room.pairs, room.values, room.known, room.inside,
+            table, *places[:3], matrix.arena, snapshots, room.pairs, room.values, room.known, room.inside,
             room.totals, room.carried, out, out.stride(0), matrix.first, matrix.unit, count, first_sequence,
             strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, kept, **fixed, **precision,
             VALUES=values, STAGES=launch.pass_stages, PDL=pdl, num_warps=launch.pass_warps, launch_pdl=pdl,
@@ -257,9 +257,12 @@ def _convolve(
             tl.store(to, y.to(TO.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["count", "first_sequence", "first_chunk", "snapshots"])
+@triton.jit(
+    do_not_specialize=["count", "first_sequence", "first_chunk", "snapshots"],
+    do_not_specialize_on_alignment=["SNAPSHOTS"],
+)
 def convolve_kernel(
-    MADE, SEGMENTS, BEFORE, AFTER, STARTS, TAILS, CONV, SNAPSHOTS, PAIRS, VALUES,
+    MADE, SEGMENTS, BEFORE, AFTER, STARTS, ASIDE, aside_stride, TAILS, CONV, SNAPSHOTS, PAIRS, VALUES,
     made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, strip_tokens, snapshots,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
@@ -275,49 +278,51 @@ def convolve_kernel(
     first += within
     sequence = first_sequence + segment
     has_past = tl.load(STARTS + sequence) > 0
-    page = tl.load(BEFORE + sequence).to(tl.int64) * tail_unit
+    before = TAILS + tl.load(BEFORE + sequence).to(tl.int64) * tail_unit
+    if ASIDE is not None:
+        before = ASIDE + sequence.to(tl.int64) * aside_stride
     next_page = tl.load(AFTER + sequence).to(tl.int64) * tail_unit
     to_row = index.to(tl.int64) * CHUNK
     if part < 2 * KEY_PARTS:
         is_key = part >= KEY_PARTS
         head = part % KEY_PARTS * KEYS
         channel = tl.where(is_key, KEY_HEADS * K, 0) + head * K
-        tail = TAILS + tl.where(is_key, k_first, q_first) + head * (K * (WIDTH - 1))
+        tail = tl.where(is_key, k_first, q_first) + head * (K * (WIDTH - 1))
         x = MADE + row * made_stride + channel
         to = PAIRS + (tl.where(is_key, strip_tokens, 0) + to_row) * (KEY_HEADS * K) + (head * CHUNK + within) * K
-        _convolve(x, made_stride, tail + page, CONV + channel * WIDTH, to, first, tokens, has_past,
+        _convolve(x, made_stride, before + tail, CONV + channel * WIDTH, to, first, tokens, has_past,
                   tl.where(is_key, 1.0, K**-0.5), KEYS, K, True, WIDTH, TOKENS)  # fmt: skip
-        _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
-                  snapshots, tail_unit, KEYS * K, WIDTH, TOKENS)  # fmt: skip
+        _remember(x, made_stride, before + tail, TAILS + tail, next_page, first, start, tokens, has_past, segment,
+                  SNAPSHOTS, snapshots, tail_unit, KEYS * K, WIDTH, TOKENS)  # fmt: skip
     else:
         head = (part - 2 * KEY_PARTS) * HEADS
         channel = 2 * KEY_HEADS * K + head * V
-        tail = TAILS + v_first + head * (V * (WIDTH - 1))
+        tail = v_first + head * (V * (WIDTH - 1))
         x = MADE + row * made_stride + channel
         to = VALUES + to_row * (VALUE_HEADS * V) + (head * CHUNK + within) * V
-        _convolve(x, made_stride, tail + page, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
+        _convolve(x, made_stride, before + tail, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
                   HEADS, V, False, WIDTH, TOKENS)  # fmt: skip
-        _remember(x, made_stride, tail, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS,
-                  snapshots, tail_unit, HEADS * V, WIDTH, TOKENS)  # fmt: skip
+        _remember(x, made_stride, before + tail, TAILS + tail, next_page, first, start, tokens, has_past, segment,
+                  SNAPSHOTS, snapshots, tail_unit, HEADS * V, WIDTH, TOKENS)  # fmt: skip
 
 
 @triton.jit
 def _remember(
-    X, stride, TAIL, page, next_page, first, start, tokens, has_past, sequence, SNAPSHOTS, snapshots, unit,
+    X, stride, BEFORE, TAIL, next_page, first, start, tokens, has_past, segment, SNAPSHOTS, snapshots, unit,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Store the tails whose last input is one of TOKENS from `first` on: of the segment's end, and of snapshots."""
     channels = tl.arange(0, CHANNELS)
     last = tl.minimum(first + TOKENS, tokens)
     if first < tokens and last == tokens:
-        _store_tail(X, stride, TAIL + page, TAIL + next_page, channels, tokens, has_past, WIDTH)
+        _store_tail(X, stride, BEFORE, TAIL + next_page, channels, tokens, has_past, WIDTH)
     if SNAPSHOTS is not None:
         for index in range(snapshots):
             behind = tl.load(SNAPSHOTS + index * 3 + 1) - start
-            is_mine = tl.load(SNAPSHOTS + index * 3) == sequence
+            is_mine = tl.load(SNAPSHOTS + index * 3) == segment
             if is_mine and behind > first and behind <= last:
                 to = tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * unit
-                _store_tail(X, stride, TAIL + page, TAIL + to, channels, behind, has_past, WIDTH)
+                _store_tail(X, stride, BEFORE, TAIL + to, channels, behind, has_past, WIDTH)
 
 
 # -- within chunks -------------------------------------------------------------------------------------------------
@@ -479,7 +484,10 @@ def _within(
     return tl.dot(kept, k, state * tl.exp2(until), input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"])
+@triton.jit(
+    do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"],
+    do_not_specialize_on_alignment=["SNAPSHOTS"],
+)
 def pass_kernel(
     SEGMENTS, BEFORE, AFTER, STARTS, MATRIX, SNAPSHOTS, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, CARRIED, OUT,
     out_stride, matrix_first, matrix_unit, count, first_sequence, begin, first_chunk, last_chunk, turn, strip_tokens,
@@ -519,7 +527,7 @@ def pass_kernel(
         for index in range(snapshots):
             behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first_token
             there = (behind - 1) // CHUNK
-            is_here = (tl.load(SNAPSHOTS + index * 3) == sequence) & (behind > chunk * CHUNK) & (there < end)
+            is_here = (tl.load(SNAPSHOTS + index * 3) == segment) & (behind > chunk * CHUNK) & (there < end)
             stop = tl.where(is_here, there, chunk)
             state = _through(state, chunk, stop, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens,
                              tokens, first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from windowpane.lowering.gpu.kernels.causal_convolution import convolve_segments, convolved, remember, rounded, silu
 from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of, wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces, counted
 from windowpane.models.blocks import Mamba2
 
 # Programs that keep a GPU busy: with fewer rows, a head's state is shared out.
@@ -107,9 +107,10 @@ def decode_mamba2(
     assert rows * norms <= FLAGS
     (x_tail, bc_tail), matrix, norm = layer.tails, layer.matrix, described.norm
     _decode_kernel[(len(places.starts), heads, parts)](
-        made, *places, segments, x_tail.arena, matrix.arena, layer.conv, layer.conv_bias, layer.rates, layer.dt_bias,
-        layer.skip, layer.norm, out, flags_of(made.device) if norms else None, made.stride(0), out.stride(0),
-        x_tail.first, bc_tail.first, matrix.first, *described.dt_limits, norm.eps if norm else 0.0, *layer.multipliers,
+        made, *places.arguments, segments, x_tail.arena, matrix.arena, layer.conv, layer.conv_bias, layer.rates,
+        layer.dt_bias, layer.skip, layer.norm, out, flags_of(made.device) if norms else None, made.stride(0),
+        out.stride(0), x_tail.first, bc_tail.first, matrix.first, *described.dt_limits, norm.eps if norm else 0.0,
+        *layer.multipliers,
         TAIL_UNIT=x_tail.unit, MATRIX_UNIT=matrix.unit, WIDTH=layer.conv.shape[1], SHARERS=layer.norm_heads * parts,
         PDL=pdl, num_warps=min(max(block * layer.state_block // warp_values, 1), 8), launch_pdl=pdl,
         **layer.sizes(block), **layer.norming,
@@ -118,22 +119,25 @@ def decode_mamba2(
 
 def chunk_mamba2(
     made: torch.Tensor, places: StatePlaces, segments: torch.Tensor, longest: int, first_row: int, layer: Mamba2Layer,
-    out: torch.Tensor, *, pdl: bool = False,
+    out: torch.Tensor, snapshots: torch.Tensor | None = None, *, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """As `decode_mamba2`, of `segments`, int32 [n, fields of Segment], which take all rows from `first_row` on."""
+    """As `decode_mamba2`, of `segments`, int32 [n, fields of Segment], which take all rows from `first_row` on.
+
+    `snapshots`, int32 [n, 3], are segments, positions within them, and pages that get the states in front of those.
+    """
     described, inner = layer.described, layer.inner
     heads, states = described.heads, described.groups * described.state_dim
     z_by, *conv_by, dt_by = layer.multipliers
     mixed = made.new_empty(len(made) - first_row, len(layer.conv))
     convolve_segments(
         made, inner, places, segments, longest, first_row, layer.tails, layer.conv, layer.conv_bias,
-        (conv_by[0], conv_by[1], conv_by[2]), (inner, inner + states), mixed, pdl=pdl,
+        (conv_by[0], conv_by[1], conv_by[2]), (inner, inner + states), mixed, snapshots, pdl=pdl,
     )  # fmt: skip
     block = layer.block(SCAN_VALUES)
     matrix = layer.matrix
     _scan_kernel[(len(segments), heads, triton.cdiv(described.head_dim, block))](
-        mixed, made, *places, segments, matrix.arena, layer.rates, layer.dt_bias, layer.skip, out, mixed.stride(0),
-        made.stride(0), out.stride(0), matrix.first, first_row, *described.dt_limits, z_by, dt_by,
+        mixed, made, *places[:3], segments, matrix.arena, *counted(snapshots), layer.rates, layer.dt_bias, layer.skip,
+        out, mixed.stride(0), made.stride(0), out.stride(0), matrix.first, first_row, *described.dt_limits, z_by, dt_by,
         MATRIX_UNIT=matrix.unit, TOKENS=CHUNK_TOKENS if made.dtype.itemsize == 2 else FLOAT32_CHUNK_TOKENS, PDL=pdl,
         num_warps=4, num_stages=2, launch_pdl=pdl, **layer.sizes(block),
     )  # fmt: skip
@@ -165,17 +169,17 @@ def _softplus(x):
 
 @triton.jit
 def _convolved_token(
-    x, TAILS, old, new, CONV, BIAS, channel, inside, known, keeps, WIDTH: tl.constexpr
+    x, OLD, NEW, CONV, BIAS, channel, inside, known, keeps, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """SiLU(convolution) of one token of some channels, whose tails are at `old` and go on at `new`."""
+    """SiLU(convolution) of one token of some channels, whose tails are in OLD and go on in NEW."""
     KEPT: tl.constexpr = WIDTH - 1
     total = tl.zeros(x.shape, tl.float32)
     for tap in tl.static_range(KEPT):
-        value = tl.load(TAILS + old + tap, mask=inside & known, other=0.0)
+        value = tl.load(OLD + tap, mask=inside & known, other=0.0)
         total += value.to(tl.float32) * tl.load(CONV + channel * WIDTH + tap, mask=inside, other=0.0)
         if tap > 0:
-            tl.store(TAILS + new + (tap - 1), value, mask=inside & keeps)
-    tl.store(TAILS + new + (KEPT - 1), x.to(TAILS.dtype.element_ty), mask=inside & keeps)
+            tl.store(NEW + (tap - 1), value, mask=inside & keeps)
+    tl.store(NEW + (KEPT - 1), x.to(NEW.dtype.element_ty), mask=inside & keeps)
     total += x * tl.load(CONV + channel * WIDTH + KEPT, mask=inside, other=0.0)
     if BIAS is not None:
         total += tl.load(BIAS + channel, mask=inside, other=0.0)
@@ -255,10 +259,11 @@ def _leave(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"])
+@triton.jit(do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "ASIDE", "SEGMENTS"])
 def _decode_kernel(
-    MADE, BEFORE, AFTER, STARTS, SEGMENTS, TAILS, MATRIX, CONV, CONV_BIAS, RATES, DT_BIAS, SKIP, NORM, OUT, ARRIVED,
-    made_stride, out_stride, x_first, bc_first, matrix_first, low, high, eps, z_by, x_by, b_by, c_by, dt_by,
+    MADE, BEFORE, AFTER, STARTS, ASIDE, aside_stride, SEGMENTS, TAILS, MATRIX, CONV, CONV_BIAS, RATES, DT_BIAS, SKIP,
+    NORM, OUT, ARRIVED, made_stride, out_stride, x_first, bc_first, matrix_first, low, high, eps, z_by, x_by, b_by,
+    c_by, dt_by,
     TAIL_UNIT: tl.constexpr, MATRIX_UNIT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, STATE: tl.constexpr, STATE_BLOCK: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr,
     SHARERS: tl.constexpr, NORM_WIDTH: tl.constexpr, NORM_BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr,
@@ -282,7 +287,9 @@ def _decode_kernel(
     else:
         known = start > 0
         before, after = tl.load(BEFORE + sequence).to(tl.int64), tl.load(AFTER + sequence).to(tl.int64)
-        old, new = before * TAIL_UNIT, after * TAIL_UNIT
+        old, new = TAILS + before * TAIL_UNIT, TAILS + after * TAIL_UNIT
+        if ASIDE is not None:
+            old = ASIDE + sequence.to(tl.int64) * aside_stride
         group = head // (HEADS // GROUPS)
         keeps = (head % (HEADS // GROUPS) == 0) & (tl.program_id(2) == 0)
         xc, bc = head * DIM + p, group * STATE + n
@@ -295,14 +302,12 @@ def _decode_kernel(
         state_at, state_to = MATRIX + before * MATRIX_UNIT + at, MATRIX + after * MATRIX_UNIT + at
         if SEGMENTS is None:
             x = rounded(tl.load(made + INNER + xc, mask=in_head, other=0.0), x_by, DTYPE)
-            x = _convolved_token(x, TAILS, old + x_at, new + x_at, CONV, CONV_BIAS, xc, in_head, known, True, WIDTH)
+            x = _convolved_token(x, old + x_at, new + x_at, CONV, CONV_BIAS, xc, in_head, known, True, WIDTH)
             b = rounded(tl.load(made + 2 * INNER + bc, mask=in_state, other=0.0), b_by, DTYPE)
-            b = _convolved_token(
-                b, TAILS, old + b_at, new + b_at, CONV, CONV_BIAS, INNER + bc, in_state, known, keeps, WIDTH
-            )
+            b = _convolved_token(b, old + b_at, new + b_at, CONV, CONV_BIAS, INNER + bc, in_state, known, keeps, WIDTH)
             read = rounded(tl.load(made + 2 * INNER + cc, mask=in_state, other=0.0), c_by, DTYPE)
             read = _convolved_token(
-                read, TAILS, old + c_at, new + c_at, CONV, CONV_BIAS, INNER + cc, in_state, known, keeps, WIDTH
+                read, old + c_at, new + c_at, CONV, CONV_BIAS, INNER + cc, in_state, known, keeps, WIDTH
             )
             state = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
             state, y = _scanned(state, x, b, read, steps, dt_by, rate, dt_bias, skip, low, high, DTYPE)
@@ -313,7 +318,7 @@ def _decode_kernel(
             )  # fmt: skip
         else:
             xs, bs, cs = made + INNER + xc, made + 2 * INNER + bc, made + 2 * INNER + cc
-            x_old, b_old, c_old = TAILS + old + x_at, TAILS + old + b_at, TAILS + old + c_at
+            x_old, b_old, c_old = old + x_at, old + b_at, old + c_at
             state = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
             for i in range(count):
                 x = _convolved_row(xs, made_stride, i, x_by, x_old, CONV, CONV_BIAS, xc, in_head, known, WIDTH)
@@ -330,17 +335,20 @@ def _decode_kernel(
                 )  # fmt: skip
                 state = state.to(MATRIX.dtype.element_ty).to(tl.float32)  # as a step of one row stores it
             tl.store(state_to, state.to(MATRIX.dtype.element_ty), mask=inside)
-            remember(xs, made_stride, count, x_by, x_old, TAILS + new + x_at, in_head, known, True, WIDTH)
-            remember(bs, made_stride, count, b_by, b_old, TAILS + new + b_at, in_state, known, keeps, WIDTH)
-            remember(cs, made_stride, count, c_by, c_old, TAILS + new + c_at, in_state, known, keeps, WIDTH)
+            remember(xs, made_stride, count, x_by, x_old, new + x_at, in_head, known, True, WIDTH)
+            remember(bs, made_stride, count, b_by, b_old, new + b_at, in_state, known, keeps, WIDTH)
+            remember(cs, made_stride, count, c_by, c_old, new + c_at, in_state, known, keeps, WIDTH)
 
 
-@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS"])
+@triton.jit(
+    do_not_specialize=["first_row", "snapshots"],
+    do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS", "SNAPSHOTS"],
+)
 def _scan_kernel(
-    MIXED, MADE, BEFORE, AFTER, STARTS, SEGMENTS, MATRIX, RATES, DT_BIAS, SKIP, OUT, mixed_stride, made_stride,
-    out_stride, matrix_first, first_row, low, high, z_by, dt_by, MATRIX_UNIT: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, STATE_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
+    MIXED, MADE, BEFORE, AFTER, STARTS, SEGMENTS, MATRIX, SNAPSHOTS, snapshots, RATES, DT_BIAS, SKIP, OUT, mixed_stride,
+    made_stride, out_stride, matrix_first, first_row, low, high, z_by, dt_by, MATRIX_UNIT: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
+    STATE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (segment, head, BLOCK of its dims): chunks of TOKENS in turn. Within one, tokens see each other through
     C · Bᵀ, and all before through the state.
@@ -386,6 +394,16 @@ def _scan_kernel(
         weighted = x * step[:, None]
         y = tl.dot(c, state.to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
         y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), y, input_precision="ieee")
+        if SNAPSHOTS is not None:
+            for index in range(snapshots):
+                behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first
+                if (tl.load(SNAPSHOTS + index * 3) == segment) & (behind > 0) & (behind <= TOKENS):
+                    until = tl.sum(tl.where(t < behind, -rate * step, 0.0), 0)
+                    decays = tl.exp(tl.where(t < behind, until - total, float("-inf")))
+                    written = (weighted * decays[:, None]).to(DTYPE)
+                    found = tl.dot(tl.trans(b), written, state * tl.exp(until), input_precision="ieee")
+                    page = tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * MATRIX_UNIT
+                    tl.store(MATRIX + page + at, found.to(MATRIX.dtype.element_ty), mask=inside)
         gained = (weighted * tl.exp(last - total)[:, None]).to(DTYPE)
         state = tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")
         y += skip * x

@@ -20,12 +20,22 @@ class StatePlaces(NamedTuple):
 
     `before` and `after` are page offsets (units of OFFSET_UNIT_BYTES) of the state that is read and the one that is
     written; `starts` is the position of the sequence's first row in this step: 0 begins with zeros whatever the page
-    holds, -1 is a padding row, which reads and writes nothing.
+    holds, -1 is a padding row, which reads and writes nothing. Where both are one page, `aside` has the tails that it
+    began with: programs read those of channels that others write. What recurs has one program that reads and writes it.
     """
 
     before: torch.Tensor  # int32 [sequences]
     after: torch.Tensor
     starts: torch.Tensor
+    aside: torch.Tensor | None = None  # [sequences, elements of all tails]
+
+    def among(self, sequences: slice) -> StatePlaces:
+        return StatePlaces(*(None if part is None else part[sequences] for part in self))  # type: ignore[arg-type]
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int | None, ...]:
+        """As kernels take them: BEFORE, AFTER, STARTS, ASIDE, aside_stride."""
+        return *self, 0 if self.aside is None else self.aside.stride(0)
 
 
 class StatePart(NamedTuple):
@@ -36,3 +46,8 @@ class StatePart(NamedTuple):
     unit: int  # elements between two page offsets
     heads: int
     elements: int
+
+
+def counted(snapshots: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """SNAPSHOTS and how many there are, as kernels take them."""
+    return snapshots, 0 if snapshots is None else len(snapshots)
