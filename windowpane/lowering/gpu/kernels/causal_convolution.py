@@ -202,8 +202,8 @@ def _convolution_kernel(
             if SNAPSHOTS is not None:
                 for index in range(snapshots):
                     if tl.load(SNAPSHOTS + index * 3) == sequence - decoding:
-                        behind = tl.load(SNAPSHOTS + index * 3 + 1) - start
-                        to = TAILS + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * UNIT + place
+                        until = tl.load(SNAPSHOTS + index * 3 + 1) - start
+                        kept_in = TAILS + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * UNIT + place
                         _leave_tail(
-                            MADE, made_stride, row, c, by, old, to, behind, inside, start > 0, section, WIDTH, SHORT
+                            MADE, made_stride, row, c, by, old, kept_in, until, inside, start > 0, section, WIDTH, SHORT
                         )  # fmt: skip

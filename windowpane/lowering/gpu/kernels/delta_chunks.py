@@ -523,12 +523,17 @@ def pass_kernel(
     end = tl.minimum(segment_end, last_chunk) - first_chunk
     first_token = (first_chunk - segment_begin) * CHUNK
     out = OUT + (row + first_token) * out_stride + head * V
-    if SNAPSHOTS is not None:
-        for index in range(snapshots):
-            behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first_token
+    if SNAPSHOTS is None:
+        state = _through(state, chunk, end, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens,
+                         tokens, first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, STAGES,
+                         PAST_L1)  # fmt: skip
+    else:
+        for index in range(snapshots + 1):  # as far as each of them, and in the end as far as there is
+            at = SNAPSHOTS + tl.minimum(index, snapshots - 1) * 3
+            behind = tl.load(at + 1) - start - first_token
             there = (behind - 1) // CHUNK
-            is_here = (tl.load(SNAPSHOTS + index * 3) == segment) & (behind > chunk * CHUNK) & (there < end)
-            stop = tl.where(is_here, there, chunk)
+            is_here = (index < snapshots) & (tl.load(at) == segment) & (behind > chunk * CHUNK) & (there < end)
+            stop = tl.where(index == snapshots, end, tl.where(is_here, there, chunk))
             state = _through(state, chunk, stop, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens,
                              tokens, first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION,
                              STAGES, PAST_L1)  # fmt: skip
@@ -536,11 +541,8 @@ def pass_kernel(
             if is_here:
                 found = _within(state, chunk, behind - chunk * CHUNK, PAIRS, LEARNED, KNOWN, TOTALS, strip_tokens,
                                 v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, PAST_L1)  # fmt: skip
-                to = MATRIX + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * matrix_unit + matrix_first
+                to = MATRIX + tl.load(at + 2).to(tl.int64) * matrix_unit + matrix_first
                 tl.store(to + element, found.to(MATRIX.dtype.element_ty))
-    state = _through(state, chunk, end, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens, tokens,
-                     first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, STAGES,
-                     PAST_L1)  # fmt: skip
 
     is_done = segment_end <= last_chunk
     page = MATRIX + tl.load(AFTER + sequence).to(tl.int64) * matrix_unit + matrix_first
