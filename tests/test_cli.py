@@ -302,6 +302,13 @@ class TestReport:
         assert first_line("--gpu", "2x4090").endswith("2 × GeForce RTX 4090 (23.65 GiB), tensor parallel")
         assert first_line("--gpu", "cpu", "--gpu-memory", "64GiB").endswith("this CPU (64.00 GiB)")
 
+    def test_states_are_kept_once_where_steps_do_not_overlap_as_on_a_cpu(self, terminal: Terminal) -> None:
+        cpu = ("lfm2-1.2b", "--gpu", "cpu", "--gpu-memory", "64GiB")
+        assert "1 slot per layer" in terminal.report(*cpu)
+        assert "1 slot per layer" in terminal.report("lfm2-1.2b", "--gpu", "h200", "--no-async-scheduling")
+        for words in (("lfm2-1.2b", "--gpu", "h200"), (*cpu, "--async-scheduling")):
+            assert "2 slots per layer" in terminal.report(*words)
+
     def test_without_memory_it_names_cards(self, terminal: Terminal) -> None:
         assert "--gpu 4x3090" in terminal.report("gemma-4-31b")
 

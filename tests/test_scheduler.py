@@ -506,6 +506,19 @@ def test_a_state_model_keeps_the_state_before_the_token_in_flight():
     assert [r.output for r in requests] == [solo_output(r) for r in requests]
 
 
+def test_states_in_one_slot_allow_one_step_in_flight_and_no_drafts():
+    caches = [StateCache(0, (StatePart("recurrent", 4, 256),), slots=1), TokenCache(1, Full(), 1, 64, 64)]
+    engine = engine_for(2, 500, caches=caches, budget=100)
+    engine.scheduler.add(first := request("0", 130, max_tokens=5))
+    engine.schedule()
+    with pytest.raises(RuntimeError, match="1 steps are in flight: commit one first"):
+        engine.scheduler.schedule()
+    engine.run()
+    assert first.output == solo_output(first)
+    with pytest.raises(ValueError, match="keep states in two slots"):
+        Scheduler(KVManager(layout_of(caches), 10, 8, 100, rollback_tokens=4), 64, draft_tokens=3)
+
+
 def test_a_step_serves_decoding_and_prefill_together_under_the_budget():
     engine = engine_for(8, 2000, budget=100)
     engine.scheduler.add(request("decoding", 20, max_tokens=50))

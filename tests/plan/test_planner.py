@@ -456,3 +456,31 @@ def test_overrides_of_block_and_slab_reach_the_layout() -> None:
     spec = replace(load("smollm2-135m"), name="copy")
     layout = size_up(spec, EngineConfig(block_tokens=32, slab_bytes=2**22), 1).layout
     assert (layout.groups[0].block_tokens, layout.slab_bytes) == (32, 2**22)
+
+
+class TestStateSlots:
+    @pytest.mark.parametrize(
+        ("flags", "slots"),
+        [
+            ({}, 2),
+            ({"async_scheduling": False}, 1),
+            ({"async_scheduling": False, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, 2),
+        ],
+    )
+    def test_a_second_one_is_for_steps_in_flight_and_drafts(self, flags: dict[str, Any], slots: int) -> None:
+        made = plan("qwen3.5-27b", kv_cache_memory_bytes=40 * GIB, max_model_len=8192, **flags)
+        group = made.sizing.layout.group("state")
+        assert group.retention == State(slots)
+        assert group.max_pages(8192) == slots * 48
+
+    @pytest.mark.parametrize("name", STATE_MODELS)
+    def test_in_one_slot_as_much_fits_as_in_vllm_without_prefix_caching(self, name: str) -> None:
+        """Slab remainders may take what vLLM's padding does: at 131,072 tokens, Qwen3.5 35B has 0.013 % less."""
+        for length, least in ((8192, 1.0), (131_072, 0.9998)):
+            if length > load(name).max_position:
+                continue
+            flags = {"async_scheduling": False, "max_model_len": length, "kv_cache_memory_bytes": 60 * GIB}
+            made = plan(name, **flags)
+            (none,) = (peer for peer in vllm(made) if peer.variant == "states none")
+            assert none.concurrency is not None
+            assert capacity_of(made).byte_ratio(length) >= least * none.concurrency

@@ -298,8 +298,10 @@ def _layers(group: KVGroup) -> int:
 
 
 def _stored_as(group: KVGroup, plan: Plan) -> str:
+    if isinstance(group.retention, State):
+        return "1 slot per layer" if group.retention.slots == 1 else f"{group.retention.slots} slots per layer"
     if group.kv_format is None:
-        return f"{group.stored_as} ids" if group.stored_as else "2 slots per layer"
+        return f"{group.stored_as} ids"
     kinds = {"latent" if cache.latent else "pair" for s in group.slices if isinstance(cache := s.cache, TokenCache)}
     text = f"{group.kv_format.name} {' and '.join(sorted(kinds))}"
     if group.stripes > 1:
