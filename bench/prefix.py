@@ -94,8 +94,7 @@ def lookup_ms(layout: Layout, repeats: int = 50) -> float:
 def prompt_step_ms(layout: Layout, tokens: int, *, keep: bool, prompts: int = 200) -> float:
     """Milliseconds of `schedule` and `commit` for the first step of a prompt, memory full of restore points.
 
-    Two of its messages end inside the prompt, so that a step with windows leaves four restore points. A state exists
-    only where a chunk ends, so the first of these messages cuts the chunk, and its end is what the step leaves.
+    Two of its messages end inside the prompt, so that a step leaves three restore points there.
     """
     scheduler = scheduler_for(layout, KV_BYTES, keep=keep)
     times = []

@@ -158,8 +158,7 @@ def test_where_the_answer_is_not_reproduced_the_next_turn_resumes_before_it(mix)
     question = tokens(0, 150)
     ask(engine, [*question, 5, 6], max_tokens=100, message_ends=(40, 150))
     second = ask(engine, question + tokens(1, 30))
-    expected = 40 if "state" in mix or mix == "everything" else 150  # states are kept at the system prompt's end only
-    assert second.cached_tokens == expected
+    assert second.cached_tokens == 150
 
 
 @EVERY_MIX
@@ -184,7 +183,7 @@ def test_a_hit_is_reported_only_where_every_group_can_resume():
     second = ask(engine, stem + tokens(2, 100))
     assert second.cached_tokens == 100
     states = engine_for(MIXES["everything"])
-    ask(states, stem + tokens(1, 100), message_ends=(100, 300))
+    ask(states, stem + tokens(1, 100), message_ends=(100, 300, 350))
     assert ask(states, stem + tokens(2, 100)).cached_tokens == 100, "no state was kept at 300"
 
 
@@ -209,15 +208,15 @@ def test_one_chunk_leaves_several_tails_without_being_cut():
         assert ask(engine, prompt[:end] + tokens(end, 20), max_tokens=2).cached_tokens == end
 
 
-def test_states_are_kept_at_the_system_prompts_end_without_cutting_the_chunk():
+def test_states_are_kept_at_the_first_and_last_messages_ends_without_cutting_the_chunk():
     engine = engine_for(MIXES["full, state"])
     engine.scheduler.add(Request("r", np.arange(400), SamplingParams(4), message_ends=(30, 100, 250, 390)))
     batch = engine.scheduler.schedule()
     assert [len(c.tokens) for c in batch.chunks] == [400]
-    assert [(snapshot.slot, snapshot.position) for snapshot in batch.changes.snapshots] == [(0, 30)]
+    assert [(snapshot.slot, snapshot.position) for snapshot in batch.changes.snapshots] == [(0, 30), (0, 390)]
     engine.take(batch)
     engine.run()
-    assert sorted(point.length for point in engine.scheduler.manager.restore_points) == [30, 400, 403]
+    assert sorted(point.length for point in engine.scheduler.manager.restore_points) == [30, 390, 400, 403]
 
 
 @EVERY_MIX

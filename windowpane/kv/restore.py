@@ -161,15 +161,16 @@ class RestorePoints:
             self.give_back_hidden(point.hidden_row)
 
 
-def prompt_marks(ends: Sequence[int], branch: int, hit: int, prompt_tokens: int, *, one_only: bool) -> list[int]:
+def prompt_marks(ends: Sequence[int], branch: int, hit: int, prompt_tokens: int, *, few: bool) -> list[int]:
     """Where inside a prompt restore points are wanted: at the ends of messages, and where others part from it.
 
-    `one_only`: a snapshot of states takes much room, so only the system prompt's end is worth one, or, where no message
-    ends are known, the branch.
+    `few`: a snapshot of states takes much room, so only the first and the last message's end are worth one, or, where
+    no message ends are known, the branch. Others share the system prompt; the next turn shares all up to the last
+    message, also where the template drops reasoning from the answer behind it.
     """
     marks = sorted(set(ends))
-    if one_only:
-        marks = marks[:1] or [branch]
+    if few:
+        marks = sorted({*marks[:1], *marks[-1:]}) or [branch]
     elif branch:
         marks = sorted({*marks, branch})
     return [mark for mark in marks if max(hit + 1, MIN_PREFIX_TOKENS) <= mark < prompt_tokens]

@@ -63,7 +63,7 @@ class RestorePlanner:
         if self.manager.keeps_all(len(request.prompt)):
             return  # the point at the prompt's end will do for all places before it
         marks = prompt_marks(
-            request.message_ends, hit.branch, hit.length, len(request.prompt), one_only=self.manager.has_state
+            request.message_ends, hit.branch, hit.length, len(request.prompt), few=self.manager.has_state
         )
         if marks:
             self._marks[slot] = marks
