@@ -377,3 +377,26 @@ class TestHostTier:
         with pytest.raises(ConfigError, match="--no-enable-prefix-caching leaves none; leave one out"):
             LLM(model, **FLAGS, kv_offloading_size=0.01, enable_prefix_caching=False)
         assert LLM(model, **FLAGS, kv_offloading_size=0).engine.scheduler.tier is None
+
+
+# As Qwen3.5's does, it drops reasoning from answers in earlier turns.
+OPENING = "<|im_start|>assistant\n<think>\n"
+DROPS_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}" + OPENING + "{% endif %}"
+)
+
+
+def test_with_recurrent_states_the_next_turn_begins_at_the_last_question_where_reasoning_is_dropped(
+    tmp_path: Path,
+) -> None:
+    path = make_model(tmp_path / "hybrid", chat_template=DROPS_REASONING)
+    (path / "config.json").write_text(json.dumps(small("qwen3.5", vocab_size=258)))
+    messages = [{"role": "system", "content": "Be brief."}]
+    llm, up_to_question = LLM(path, max_model_len=512, **{**FLAGS, "kv_cache_memory_bytes": 2**26}), 0
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"Question {turn}, which is long enough to be found again."})
+        answer = llm.chat(messages, GREEDY)
+        assert answer.cached_tokens == up_to_question
+        up_to_question = len(answer.prompt_token_ids) - len(OPENING)  # tokens are bytes
+        messages.append({"role": "assistant", "content": f"{answer.text}</think>It is {turn}."})
