@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,6 +39,15 @@ def layer_of(name: str, dtype: torch.dtype) -> Mamba2Layer:
     inner = torch.zeros(described.heads * described.head_dim)
     small = {"conv": torch.zeros(channels, 4), "conv_bias": torch.zeros(channels), "norm": inner}
     return Mamba2Layer(described, tails, matrix, rates=heads, dt_bias=heads, skip=heads, **small)
+
+
+def with_memory_filled(run: Callable[[], Any]) -> Any:
+    """Run it where memory that nobody wrote is not zero."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return run()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -108,6 +120,8 @@ def test_what_else_hybrid_models_launch_compiles(monkeypatch):
     looking_up = record(monkeypatch, tables, "_state_pages_kernel", 90)
     tables.DeviceTables([(8, 2, 30)], CPU).state_pages(0, ints(8), ints(8))
     assert looking_up.compiled is not None
+    found = with_memory_filled(lambda: tables.DeviceTables([(8, 1, 30)], CPU).state_pages(0, ints(8), ints(8)))
+    assert not any(pages.any() for pages in found), "torch indexes tails by pages that were not looked up yet"
     gating_rows = record(monkeypatch, gated, "_row_gate_kernel", 90)
     gated.times_row_gate(out, out, numbers(1, 2048), pdl=True)
     assert gating_rows.compiled is not None

@@ -68,7 +68,10 @@ class DeviceTables:
         _, width, stripes = reading.shape
         # Rows begin at multiples of 16 bytes, as kernels are compiled for.
         stride = -(-len(slots) // 4) * 4
-        before, after = torch.empty(2, stripes, stride, dtype=torch.int32, device=slots.device)
+        # States in one slot are also read by torch (their tails), which would index by whatever is in memory that a
+        # kernel has not written because it was only being compiled.
+        made = torch.zeros if width == 1 else torch.empty
+        before, after = made(2, stripes, stride, dtype=torch.int32, device=slots.device)
         _state_pages_kernel[(triton.cdiv(stripes * stride, UPDATE_BLOCK),)](
             reading, writing, slots, state_slots, before, after, len(slots), stride, WIDTH=width, STRIPES=stripes,
             BLOCK=UPDATE_BLOCK,
