@@ -481,16 +481,20 @@ def timings() -> None:
                 flush=True,
             )
             del steps
-    print(f"\n{'delta, prompts':18} {'tokens':>9} {'µs':>8} {'TFLOP/s':>7} {'fla µs':>8}  launches, µs")
+    print(f"\n{'delta, prompts':18} {'tokens':>9} {'µs':>8} {'TFLOP/s':>7} {'fla µs':>8} {'leaving':>8}  launches, µs")
     for name, shape in LAYERS.items():
         for about, lengths in TIMED_PROMPTS.items():
-            prompts = Prompts(Layer(shape, 2 * len(lengths)), lengths, (0,) * len(lengths))
+            prompts = Prompts(Layer(shape, 3 * len(lengths)), lengths, (0,) * len(lengths))
             step = prompts.step(nans(len(prompts.made), prompts.layer))
             took = microseconds(step)
+            # One in the middle of each prompt.
+            pages = prompts.layer.take(len(lengths)).tolist()
+            saved = ints(*(n for i, page in enumerate(pages) for n in (i, lengths[i] // 2, page))).view(-1, 3)
+            leaving = microseconds(prompts.step(nans(len(prompts.made), prompts.layer), saved=saved))
             beside = by_fla(partial(fla_chunks, fla, shape, lengths), fla)
             speed = operations(shape, sum(lengths)) / took / 1e6
             parts = ", ".join(f"{kernel} {spent:.0f}" for kernel, spent in by_kernel(step))
-            print(f"{name:18} {about:>9} {took:8.1f} {speed:7.1f} {beside:8}  {parts}", flush=True)
+            print(f"{name:18} {about:>9} {took:8.1f} {speed:7.1f} {beside:8} {leaving:8.1f}  {parts}", flush=True)
             del prompts, step
 
 
