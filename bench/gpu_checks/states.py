@@ -36,7 +36,7 @@ from windowpane.lowering.gpu.kernels.delta_chunks import (
     chunk_delta,
     delta_workspace_bytes,
 )
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces, snapshot_table
 from windowpane.lowering.reference.recurrence import L2_EPS
 from windowpane.schedule.step import Segment
 
@@ -444,13 +444,12 @@ def each_launch() -> str:
 
 def snapshots() -> str:
     """States in front of positions within segments, and at their ends."""
-    prompts = Prompts(Layer(LAYERS["Qwen3.5-35B-A3B"], 16), (500, 3), (10, 0))
+    prompts = Prompts(Layer(LAYERS["Qwen3.5-35B-A3B"], 16), (500, 3, 1), (10, 0, 4))
     layer, plain = prompts.layer, prompts.run()
     wanted = [(0, 11), (0, 74), (0, 333), (0, 510), (1, 2)]
     pages = layer.take(len(wanted)).tolist()
-    out = prompts.run(
-        saved=ints(*(n for where, page in zip(wanted, pages, strict=True) for n in (*where, page))).view(-1, 3)
-    )
+    of_segments = [[(p, page) for (i, p), page in zip(wanted, pages, strict=True) if i == n] for n in range(3)]
+    out = prompts.run(saved=ints(*snapshot_table(of_segments).tolist()))
     assert torch.equal(out[3:], plain[3:]), "snapshots change what comes out"
     cases = []
     for (index, position), page in zip(wanted, pages, strict=True):
@@ -489,7 +488,8 @@ def timings() -> None:
             took = microseconds(step)
             # One in the middle of each prompt.
             pages = prompts.layer.take(len(lengths)).tolist()
-            saved = ints(*(n for i, page in enumerate(pages) for n in (i, lengths[i] // 2, page))).view(-1, 3)
+            of_segments = [[(length // 2, page)] for length, page in zip(lengths, pages, strict=True)]
+            saved = ints(*snapshot_table(of_segments).tolist())
             leaving = microseconds(prompts.step(nans(len(prompts.made), prompts.layer), saved=saved))
             beside = by_fla(partial(fla_chunks, fla, shape, lengths), fla)
             speed = operations(shape, sum(lengths)) / took / 1e6

@@ -17,7 +17,7 @@ from windowpane.attention.segments import ChunkQueries
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.lowering.gpu.kernels.delta import DecodeLaunch, DeltaShape, decode_delta
 from windowpane.lowering.gpu.kernels.delta_chunks import chunk_delta, delta_workspace_bytes
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces, snapshot_table
 from windowpane.lowering.reference.recurrence import causal_convolution, gated_delta_rule
 from windowpane.schedule.step import Segment
 
@@ -251,12 +251,12 @@ def correlated() -> None:
 
 def snapshots() -> None:
     """States in front of positions anywhere in a segment, its end included, without cutting it."""
-    prompts = Prompts(Layer(DeltaShape(1, 1, 16, 32, WIDTH)), (70, 3), (10, 0))
+    prompts = Prompts(Layer(DeltaShape(1, 1, 16, 32, WIDTH)), (70, 3, 1), (10, 0, 4))
     layer, plain = prompts.layer, prompts.run()
     wanted = [(0, 11), (0, 57), (0, 74), (0, 80), (1, 2)]
     pages = layer.pages(len(wanted)).tolist()
-    table = torch.tensor([(*where, page) for where, page in zip(wanted, pages, strict=True)], dtype=torch.int32)
-    out = prompts.run(snapshots=table)
+    of_segments = [[(p, page) for (i, p), page in zip(wanted, pages, strict=True) if i == n] for n in range(3)]
+    out = prompts.run(snapshots=torch.from_numpy(snapshot_table(of_segments)))
     assert torch.equal(out[2:], plain[2:])
     for (index, position), page in zip(wanted, pages, strict=True):
         segment, before = prompts.segments[index], int(prompts.before[prompts.decoding + index])

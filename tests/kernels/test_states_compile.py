@@ -64,7 +64,7 @@ def test_kernels_of_mamba_2_keep_their_state_in_registers(name, monkeypatch, tmp
     mamba2.decode_mamba2(made, places, layer, out, ints(8, 6), pdl=True)  # with drafts
     assert stack_bytes(kernels[0].compiled.asm["cubin"], tmp_path) <= 16
     mamba2.decode_mamba2(made, places, layer, out, pdl=True)
-    for snapshots in (None, ints(2, 3)):
+    for snapshots in (None, ints(7)):
         mamba2.chunk_mamba2(made, places, ints(2, 6), 300, 3, layer, out, snapshots, pdl=True)
         for kernel in kernels:
             spilled = SPILLED_BY_SNAPSHOTS if snapshots is not None and kernel is kernels[1] else 8
@@ -93,7 +93,7 @@ def test_kernels_of_the_delta_rule_compile_with_snapshots_and_states_in_one_slot
     segments = ChunkQueries(torch.tensor([segment], dtype=torch.int32), (segment,), {})
     places = StatePlaces(ints(1), ints(1), ints(1))
     in_one_slot = places._replace(aside=torch.zeros(1, 4096, dtype=torch.bfloat16))
-    for where, snapshots in ((places, None), (places, ints(2, 3)), (in_one_slot, ints(2, 3))):
+    for where, snapshots in ((places, None), (places, ints(7)), (in_one_slot, ints(7))):
         chunk_delta(made, where, segments, *weights, out, workspace, key_heads=key_heads, eps=1e-6, snapshots=snapshots)
         for kernel in (*kernels, *others):
             spilled = SPILLED_BY_SNAPSHOTS if snapshots is not None and kernel is kernels[1] else 0
@@ -114,7 +114,7 @@ def test_what_else_hybrid_models_launch_compiles(monkeypatch):
         assert convolving.compiled is not None
     convolving.compiled, in_one_slot = None, places._replace(aside=torch.zeros(8, 4096, dtype=torch.bfloat16))
     causal_convolution.short_convolution(
-        made, in_one_slot, 6, ints(2, 6), 300, tail, conv, None, out, ints(2, 3)
+        made, in_one_slot, 6, ints(2, 6), 300, tail, conv, None, out, ints(7)
     )  # fmt: skip
     assert convolving.compiled is not None
     looking_up = record(monkeypatch, tables, "_state_pages_kernel", 90)

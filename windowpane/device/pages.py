@@ -170,17 +170,6 @@ class KVPages:
             )
         return self._states[group]
 
-    def state_snapshots(self, group: int, step: Step) -> NDArray[np.int32]:
-        """Of each stripe, segments, positions within them, and the pages that get the states in front of those."""
-        rows = [
-            (index, snapshot.position, offset)
-            for index, segment in enumerate(step.segments)
-            for snapshot in self.snapshots.get((group, segment.slot), ())
-            for offset in snapshot.offsets.tolist()
-        ]
-        stripes = self.layout.groups[group].stripes
-        return np.array(rows, dtype=np.int32).reshape(-1, stripes, 3).transpose(1, 0, 2)
-
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 

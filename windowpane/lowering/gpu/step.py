@@ -22,6 +22,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
+from windowpane.lowering.gpu.kernels.state_places import snapshot_table
 from windowpane.schedule.step import LAST_SAMPLED, Segment, Step
 
 MOST_SEGMENT_TOKENS = MOST_ROWS  # of one whose rows decode together
@@ -58,7 +59,7 @@ class DeviceStep:
 
     `writes` is by group, None where the rows are stored while they are made (steps that only decode). `segments` [n, 6]
     has the decoding rows of each sequence together, at most `most_rows` of them, where some have several. `snapshots`
-    are those of the chunks' states: by group, int32 [stripes, n, 3] as kernels take them.
+    are those of the chunks' states: by group, a `snapshot_table` for each stripe.
     """
 
     positions: torch.Tensor  # int32 [rows]
@@ -150,7 +151,7 @@ class StepBuilder:
         snapshots = {}
         if changes is not None and changes.snapshots:
             groups = {snapshot.group for snapshot in changes.snapshots}
-            snapshots = {g: transfer.add(self._pages.state_snapshots(g, step)) for g in groups}
+            snapshots = {g: transfer.add(self._snapshots(g, step)) for g in groups}
         adapters = None
         if self._adapters is not None and len(step.adapters):
             adapters = self._adapters.add(step.adapters, step.wanted, transfer)
@@ -169,6 +170,14 @@ class StepBuilder:
         if isinstance(cache, RouteCache):
             return self._pages.routes
         return self._pages.layers[cache.layer] if isinstance(cache, TokenCache) else None
+
+    def _snapshots(self, group: int, step: Step) -> NDArray[np.int32]:
+        """Those of a group, a table for each stripe."""
+        found = [self._pages.snapshots.get((group, segment.slot), ()) for segment in step.segments]
+        stripes = range(self._pages.layout.groups[group].stripes)
+        return np.stack(
+            [snapshot_table([[(one.position, int(one.offsets[s])) for one in of] for of in found]) for s in stripes]
+        )
 
     def _queries(
         self, segments: tuple[Segment, ...], transfer: Transfer

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from windowpane.attention.triton.view import LOG2E as _LOG2E
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces, counted
+from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces, snapshots_of
 
 LOG2E = tl.constexpr(_LOG2E)
 # Tokens and channels of a program: rows that decode have one token each.
@@ -29,8 +29,7 @@ def short_convolution(
     """out [rows, channels] = C · convolution(B · x) of `made` [rows, B | C | x]; states of all sequences go on.
 
     The first `decoding` sequences have a row each, the others are `segments`, int32 [n, fields of Segment], the longest
-    of `longest` tokens. `snapshots`, int32 [n, 3], are segments, positions within them, and pages that get the tails in
-    front of those.
+    of `longest` tokens. `snapshots` are a `snapshot_table` of pages that get the tails in front of positions.
     """
     tokens = TOKENS if longest > 1 else 1
     _launch(
@@ -66,7 +65,7 @@ def _launch(
     block = min(LONE_CHANNELS if tokens == 1 else CHANNELS, triton.next_power_of_2(channels))
     sequences = len(places.starts)
     _convolution_kernel[(sequences, triton.cdiv(longest, tokens), triton.cdiv(channels, block))](
-        made, *places.arguments, segments, tails[0].arena, *counted(snapshots), conv, bias, out, made.stride(0),
+        made, *places.arguments, segments, tails[0].arena, snapshots, conv, bias, out, made.stride(0),
         out.stride(0), tails[0].first, tails[-1].first, decoding, first_row, section, *multipliers, CHANNELS=channels,
         FIRST_BOUND=bounds[0], SECOND_BOUND=bounds[1], PARTS=len(tails), UNIT=tails[0].unit, WIDTH=width, TOKENS=tokens,
         BLOCK=block, SHORT=short, PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -145,11 +144,11 @@ def _leave_tail(
 
 
 @triton.jit(
-    do_not_specialize=["decoding", "first_row", "snapshots"],
+    do_not_specialize=["decoding", "first_row"],
     do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "ASIDE", "SEGMENTS", "SNAPSHOTS"],
 )
 def _convolution_kernel(
-    MADE, BEFORE, AFTER, STARTS, ASIDE, aside_stride, SEGMENTS, TAILS, SNAPSHOTS, snapshots, CONV, BIAS, OUT,
+    MADE, BEFORE, AFTER, STARTS, ASIDE, aside_stride, SEGMENTS, TAILS, SNAPSHOTS, CONV, BIAS, OUT,
     made_stride, out_stride, first, second, decoding, first_row, section, by_0, by_1, by_2, CHANNELS: tl.constexpr,
     FIRST_BOUND: tl.constexpr, SECOND_BOUND: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
@@ -199,11 +198,12 @@ def _convolution_kernel(
         tl.store(OUT + (at - first_row) * out_stride + c[None, :], total.to(OUT.dtype.element_ty), mask=kept)
         if tile == 0 and start >= 0:
             _leave_tail(MADE, made_stride, row, c, by, old, new, count, inside, start > 0, section, WIDTH, SHORT)
-            if SNAPSHOTS is not None:
-                for index in range(snapshots):
-                    if tl.load(SNAPSHOTS + index * 3) == sequence - decoding:
-                        until = tl.load(SNAPSHOTS + index * 3 + 1) - start
-                        kept_in = TAILS + tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * UNIT + place
+            if SNAPSHOTS is not None:  # noqa: SIM102 - compiled away where there are none
+                if sequence >= decoding:
+                    mine, others = snapshots_of(SNAPSHOTS, sequence - decoding)
+                    for snapshot in range(mine, others, 2):
+                        until = tl.load(SNAPSHOTS + snapshot) - start
+                        kept_in = TAILS + tl.load(SNAPSHOTS + snapshot + 1).to(tl.int64) * UNIT + place
                         _leave_tail(
                             MADE, made_stride, row, c, by, old, kept_in, until, inside, start > 0, section, WIDTH, SHORT
                         )  # fmt: skip

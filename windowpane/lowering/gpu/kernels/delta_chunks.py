@@ -27,7 +27,7 @@ from windowpane.kv.retention import ceil_div
 from windowpane.lowering.gpu.kernels.causal_convolution import LOG2E, sigmoid, silu
 from windowpane.lowering.gpu.kernels.delta import UNIT_EPS, DeltaShape, softplus
 from windowpane.lowering.gpu.kernels.launch import wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import FIELDS, StatePart, StatePlaces, counted
+from windowpane.lowering.gpu.kernels.state_places import FIELDS, StatePart, StatePlaces, snapshots_of
 from windowpane.schedule.step import Segment
 
 CHUNK = tl.constexpr(CHUNK_TOKENS)
@@ -132,9 +132,8 @@ def chunk_delta(
     """The rows of all segments in out [rows, value heads × dim], of `made` [rows, q | k | v | z | b | a].
 
     `places` are those of the step: its last ones belong to the segments. Weights are those of `decode_delta`.
-    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots`, int32 [n, 3], are segments, positions
-    within them or at the end, and pages that get the states in front of those positions; those of a segment are in
-    order.
+    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots` are a `snapshot_table` of pages that
+    get the states in front of positions within segments or at their end.
     """
     if not segments.host_segments:
         return
@@ -147,7 +146,6 @@ def chunk_delta(
     slots = max(_FEWEST_SLOTS, triton.next_power_of_2(count))
     sizes = (key_heads, shape.key_dim), (heads, shape.value_dim)
     keys, together = (_heads_together(*size, launch.convolve_channels) for size in sizes)
-    _, kept = counted(snapshots)
     fixed = {**shape.fixed, "SLOTS": slots}
     precision = {"PRECISION": "tf32x3" if made.dtype == torch.float32 else "tf32"}
     for turn, strip in enumerate(_strips(segments.host_segments, chunks)):
@@ -156,7 +154,7 @@ def chunk_delta(
         convolve_kernel[(many * (CHUNK_TOKENS // launch.convolve_tokens), 2 * key_heads // keys + heads // together)](
             made, table, *places.arguments, tails[0].arena, conv, snapshots, room.pairs, room.values,
             made.stride(0), *(tail.first for tail in tails), tails[0].unit, count, first_sequence, strip.first,
-            chunks * CHUNK_TOKENS, kept,
+            chunks * CHUNK_TOKENS,
             **fixed, WIDTH=shape.width, KEYS=keys, HEADS=together, TOKENS=launch.convolve_tokens,
             num_warps=launch.convolve_warps,
         )  # fmt: skip
@@ -168,7 +166,7 @@ def chunk_delta(
         pass_kernel[(shape.value_dim // values, heads, strip.end - strip.begin)](
             table, *places[:3], matrix.arena, snapshots, room.pairs, room.values, room.known, room.inside,
             room.totals, room.carried, out, out.stride(0), matrix.first, matrix.unit, count, first_sequence,
-            strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, kept, **fixed, **precision,
+            strip.begin, strip.first, strip.last, turn % 2, chunks * CHUNK_TOKENS, **fixed, **precision,
             VALUES=values, STAGES=launch.pass_stages, PDL=pdl, num_warps=launch.pass_warps, launch_pdl=pdl,
         )  # fmt: skip
         gated_norm_kernel[(ceil_div(strip.rows, _NORM_TOKENS), heads)](
@@ -258,12 +256,12 @@ def _convolve(
 
 
 @triton.jit(
-    do_not_specialize=["count", "first_sequence", "first_chunk", "snapshots"],
+    do_not_specialize=["count", "first_sequence", "first_chunk"],
     do_not_specialize_on_alignment=["SNAPSHOTS"],
 )
 def convolve_kernel(
     MADE, SEGMENTS, BEFORE, AFTER, STARTS, ASIDE, aside_stride, TAILS, CONV, SNAPSHOTS, PAIRS, VALUES,
-    made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, strip_tokens, snapshots,
+    made_stride, q_first, k_first, v_first, tail_unit, count, first_sequence, first_chunk, strip_tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -293,7 +291,7 @@ def convolve_kernel(
         _convolve(x, made_stride, before + tail, CONV + channel * WIDTH, to, first, tokens, has_past,
                   tl.where(is_key, 1.0, K**-0.5), KEYS, K, True, WIDTH, TOKENS)  # fmt: skip
         _remember(x, made_stride, before + tail, TAILS + tail, next_page, first, start, tokens, has_past, segment,
-                  SNAPSHOTS, snapshots, tail_unit, KEYS * K, WIDTH, TOKENS)  # fmt: skip
+                  SNAPSHOTS, tail_unit, KEYS * K, WIDTH, TOKENS)  # fmt: skip
     else:
         head = (part - 2 * KEY_PARTS) * HEADS
         channel = 2 * KEY_HEADS * K + head * V
@@ -303,12 +301,12 @@ def convolve_kernel(
         _convolve(x, made_stride, before + tail, CONV + channel * WIDTH, to, first, tokens, has_past, 1.0,
                   HEADS, V, False, WIDTH, TOKENS)  # fmt: skip
         _remember(x, made_stride, before + tail, TAILS + tail, next_page, first, start, tokens, has_past, segment,
-                  SNAPSHOTS, snapshots, tail_unit, HEADS * V, WIDTH, TOKENS)  # fmt: skip
+                  SNAPSHOTS, tail_unit, HEADS * V, WIDTH, TOKENS)  # fmt: skip
 
 
 @triton.jit
 def _remember(
-    X, stride, BEFORE, TAIL, next_page, first, start, tokens, has_past, segment, SNAPSHOTS, snapshots, unit,
+    X, stride, BEFORE, TAIL, next_page, first, start, tokens, has_past, segment, SNAPSHOTS, unit,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Store the tails whose last input is one of TOKENS from `first` on: of the segment's end, and of snapshots."""
@@ -317,11 +315,11 @@ def _remember(
     if first < tokens and last == tokens:
         _store_tail(X, stride, BEFORE, TAIL + next_page, channels, tokens, has_past, WIDTH)
     if SNAPSHOTS is not None:
-        for index in range(snapshots):
-            behind = tl.load(SNAPSHOTS + index * 3 + 1) - start
-            is_mine = tl.load(SNAPSHOTS + index * 3) == segment
-            if is_mine and behind > first and behind <= last:
-                to = tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * unit
+        mine, others = snapshots_of(SNAPSHOTS, segment)
+        for snapshot in range(mine, others, 2):
+            behind = tl.load(SNAPSHOTS + snapshot) - start
+            if behind > first and behind <= last:
+                to = tl.load(SNAPSHOTS + snapshot + 1).to(tl.int64) * unit
                 _store_tail(X, stride, BEFORE, TAIL + to, channels, behind, has_past, WIDTH)
 
 
@@ -485,13 +483,12 @@ def _within(
 
 
 @triton.jit(
-    do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn", "snapshots"],
+    do_not_specialize=["count", "first_sequence", "begin", "first_chunk", "last_chunk", "turn"],
     do_not_specialize_on_alignment=["SNAPSHOTS"],
 )
 def pass_kernel(
     SEGMENTS, BEFORE, AFTER, STARTS, MATRIX, SNAPSHOTS, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, CARRIED, OUT,
     out_stride, matrix_first, matrix_unit, count, first_sequence, begin, first_chunk, last_chunk, turn, strip_tokens,
-    snapshots,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr,
     PRECISION: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -528,12 +525,13 @@ def pass_kernel(
                          tokens, first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, STAGES,
                          PAST_L1)  # fmt: skip
     else:
-        for index in range(snapshots + 1):  # as far as each of them, and in the end as far as there is
-            at = SNAPSHOTS + tl.minimum(index, snapshots - 1) * 3
-            behind = tl.load(at + 1) - start - first_token
+        mine, others = snapshots_of(SNAPSHOTS, segment)
+        for snapshot in range(mine, others + 2, 2):  # as far as each of them, and in the end as far as there is
+            is_one = snapshot < others
+            behind = tl.load(SNAPSHOTS + snapshot, mask=is_one, other=0) - start - first_token
             there = (behind - 1) // CHUNK
-            is_here = (index < snapshots) & (tl.load(at) == segment) & (behind > chunk * CHUNK) & (there < end)
-            stop = tl.where(index == snapshots, end, tl.where(is_here, there, chunk))
+            is_here = is_one & (behind > chunk * CHUNK) & (there < end)
+            stop = tl.where(is_one, tl.where(is_here, there, chunk), end)
             state = _through(state, chunk, stop, PAIRS, LEARNED, KNOWN, INSIDE, TOTALS, out, out_stride, strip_tokens,
                              tokens, first_token, v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION,
                              STAGES, PAST_L1)  # fmt: skip
@@ -541,7 +539,7 @@ def pass_kernel(
             if is_here:
                 found = _within(state, chunk, behind - chunk * CHUNK, PAIRS, LEARNED, KNOWN, TOTALS, strip_tokens,
                                 v_dims, head, key_head, KEY_HEADS, VALUE_HEADS, K, V, PRECISION, PAST_L1)  # fmt: skip
-                to = MATRIX + tl.load(at + 2).to(tl.int64) * matrix_unit + matrix_first
+                to = MATRIX + tl.load(SNAPSHOTS + snapshot + 1).to(tl.int64) * matrix_unit + matrix_first
                 tl.store(to + element, found.to(MATRIX.dtype.element_ty))
 
     is_done = segment_end <= last_chunk

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from windowpane.lowering.gpu.kernels.causal_convolution import convolve_segments, convolved, remember, rounded, silu
 from windowpane.lowering.gpu.kernels.launch import FLAGS, flags_of, wait_if_overlapped
-from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces, counted
+from windowpane.lowering.gpu.kernels.state_places import COUNT, FIELDS, ROW, StatePart, StatePlaces, snapshots_of
 from windowpane.models.blocks import Mamba2
 
 # Programs that keep a GPU busy: with fewer rows, a head's state is shared out.
@@ -123,7 +123,7 @@ def chunk_mamba2(
 ) -> None:  # fmt: skip
     """As `decode_mamba2`, of `segments`, int32 [n, fields of Segment], which take all rows from `first_row` on.
 
-    `snapshots`, int32 [n, 3], are segments, positions within them, and pages that get the states in front of those.
+    `snapshots` are a `snapshot_table` of pages that get the states in front of positions.
     """
     described, inner = layer.described, layer.inner
     heads, states = described.heads, described.groups * described.state_dim
@@ -136,7 +136,7 @@ def chunk_mamba2(
     block = layer.block(SCAN_VALUES)
     matrix = layer.matrix
     _scan_kernel[(len(segments), heads, triton.cdiv(described.head_dim, block))](
-        mixed, made, *places[:3], segments, matrix.arena, *counted(snapshots), layer.rates, layer.dt_bias, layer.skip,
+        mixed, made, *places[:3], segments, matrix.arena, snapshots, layer.rates, layer.dt_bias, layer.skip,
         out, mixed.stride(0), made.stride(0), out.stride(0), matrix.first, first_row, *described.dt_limits, z_by, dt_by,
         MATRIX_UNIT=matrix.unit, TOKENS=CHUNK_TOKENS if made.dtype.itemsize == 2 else FLOAT32_CHUNK_TOKENS, PDL=pdl,
         num_warps=4, num_stages=2, launch_pdl=pdl, **layer.sizes(block),
@@ -341,11 +341,11 @@ def _decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "snapshots"],
+    do_not_specialize=["first_row"],
     do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS", "SNAPSHOTS"],
 )
 def _scan_kernel(
-    MIXED, MADE, BEFORE, AFTER, STARTS, SEGMENTS, MATRIX, SNAPSHOTS, snapshots, RATES, DT_BIAS, SKIP, OUT, mixed_stride,
+    MIXED, MADE, BEFORE, AFTER, STARTS, SEGMENTS, MATRIX, SNAPSHOTS, RATES, DT_BIAS, SKIP, OUT, mixed_stride,
     made_stride, out_stride, matrix_first, first_row, low, high, z_by, dt_by, MATRIX_UNIT: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     STATE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
@@ -395,14 +395,15 @@ def _scan_kernel(
         y = tl.dot(c, state.to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
         y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), y, input_precision="ieee")
         if SNAPSHOTS is not None:
-            for index in range(snapshots):
-                behind = tl.load(SNAPSHOTS + index * 3 + 1) - start - first
-                if (tl.load(SNAPSHOTS + index * 3) == segment) & (behind > 0) & (behind <= TOKENS):
+            mine, others = snapshots_of(SNAPSHOTS, segment)
+            for snapshot in range(mine, others, 2):
+                behind = tl.load(SNAPSHOTS + snapshot) - start - first
+                if (behind > 0) & (behind <= TOKENS):
                     until = tl.sum(tl.where(t < behind, -rate * step, 0.0), 0)
                     decays = tl.exp(tl.where(t < behind, until - total, float("-inf")))
                     written = (weighted * decays[:, None]).to(DTYPE)
                     found = tl.dot(tl.trans(b), written, state * tl.exp(until), input_precision="ieee")
-                    page = tl.load(SNAPSHOTS + index * 3 + 2).to(tl.int64) * MATRIX_UNIT
+                    page = tl.load(SNAPSHOTS + snapshot + 1).to(tl.int64) * MATRIX_UNIT
                     tl.store(MATRIX + page + at, found.to(MATRIX.dtype.element_ty), mask=inside)
         gained = (weighted * tl.exp(last - total)[:, None]).to(DTYPE)
         state = tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from windowpane.schedule.step import Segment
 
@@ -48,6 +52,16 @@ class StatePart(NamedTuple):
     elements: int
 
 
-def counted(snapshots: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """SNAPSHOTS and how many there are, as kernels take them."""
-    return snapshots, 0 if snapshots is None else len(snapshots)
+def snapshot_table(of_segments: Sequence[Sequence[tuple[int, int]]]) -> NDArray[np.int32]:
+    """As kernels take SNAPSHOTS: where in it those of each segment begin, where the last ones end, and then of each the
+    position and the page that gets the state in front of it. Those of a segment are in order.
+    """
+    ends = np.cumsum([2 * len(snapshots) for snapshots in of_segments])
+    begins = len(of_segments) + 1 + np.append(0, ends)
+    return np.concatenate([begins, *(np.ravel(snapshots) for snapshots in of_segments)]).astype(np.int32)
+
+
+@triton.jit
+def snapshots_of(SNAPSHOTS, segment):
+    """Where in the table those of a segment begin and end."""
+    return tl.load(SNAPSHOTS + segment), tl.load(SNAPSHOTS + segment + 1)
