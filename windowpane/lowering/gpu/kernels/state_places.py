@@ -56,9 +56,9 @@ def snapshot_table(of_segments: Sequence[Sequence[tuple[int, int]]]) -> NDArray[
     """As kernels take SNAPSHOTS: where in it those of each segment begin, where the last ones end, and then of each the
     position and the page that gets the state in front of it. Those of a segment are in order.
     """
-    ends = np.cumsum([2 * len(snapshots) for snapshots in of_segments])
-    begins = len(of_segments) + 1 + np.append(0, ends)
-    return np.concatenate([begins, *(np.ravel(snapshots) for snapshots in of_segments)]).astype(np.int32)
+    begins = len(of_segments) + 1 + np.cumsum([0, *(2 * len(snapshots) for snapshots in of_segments)])
+    rows = [number for snapshots in of_segments for snapshot in snapshots for number in snapshot]
+    return np.array([*begins, *rows], dtype=np.int32)
 
 
 @triton.jit
