@@ -233,6 +233,7 @@ def _job(plan: Plan, options: StartOptions, source: Path | None, drafter_source:
         use_chain=config.enable_layer_chain,
         need_bytes=plan.capacity.arena_bytes + plan.budget.before_kv_bytes - plan.budget.runtime_bytes,
         adapter_room=config.adapter_room,
+        leaves_snapshots=config.enable_prefix_caching,
         calibration=_calibration(plan, source, options.load_format),
     )
 

@@ -38,7 +38,7 @@ class RankJob:
     """The same for all ranks: sizes are the plan's, which are those of one rank. `spec` is the whole model.
 
     `need_bytes` is what a card must have free before anything is loaded; `calibration` is for coded KV formats.
-    `drafter_source` is where a drafter with a checkpoint of its own lies.
+    `drafter_source` is where a drafter with a checkpoint of its own lies; `leaves_snapshots`: prefixes are cached.
     """
 
     spec: ModelSpec
@@ -59,6 +59,7 @@ class RankJob:
     host_slabs: int = 0
     drafter_source: Path | None = None
     adapter_room: AdapterRoom | None = None
+    leaves_snapshots: bool = False
 
     def load(self, device: torch.device, place: RankPlace, progress: LoadProgress | None = None) -> LoadedWeights:
         self._check_free(device)
@@ -130,7 +131,7 @@ class RankJob:
         from windowpane.runners.plain import Runner
 
         if not isinstance(runner, Runner):
-            runner.rehearse(self.batched_tokens)
+            runner.rehearse(self.batched_tokens, leaves_snapshots=self.leaves_snapshots)
 
     def _check_free(self, device: torch.device) -> None:
         if device.type != "cuda":

@@ -172,13 +172,13 @@ class CudaRunner:
         return self.pages.arena
 
     @torch.inference_mode()
-    def rehearse(self, tokens: int) -> None:
+    def rehearse(self, tokens: int, *, leaves_snapshots: bool) -> None:
         """Run the largest step once, over pages that nobody holds yet, and measure its activations.
 
         What happens once (compiling kernels, workspaces) has then happened before the first request.
         """
         batches = [rehearsal(tokens, self._max_model_len)]
-        if self.pages.states:  # chunks that leave snapshots have kernels of their own
+        if leaves_snapshots and self.pages.states:  # such chunks have kernels of their own
             batches.append(rehearsal_of_snapshots(min(tokens, self._max_model_len), self.pages.layout))
         if self.adapters is not None:  # slots are empty, but kernels do not know
             batches.append(replace(batches[0], adapters=np.ones(len(batches[0].chunks), dtype=np.int32)))
