@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from windowpane.models.config import CONFIG, QUANT_CONFIG, Config, ModelError
 from windowpane.models.gguf import is_gguf, read_header, shards
@@ -111,11 +112,17 @@ def shipped_name(text: str) -> str | None:
     return known.get(text.lower(), text.lower() if text.lower() in shipped_names() else None)
 
 
+def _number_or_object(fields: dict[str, Any]) -> Any:
+    """transformers 5 saves numbers that JSON has no word for as `{"__float__": "Infinity"}`."""
+    tag = fields.get("__float__")
+    return float(tag) if len(fields) == 1 and tag in ("Infinity", "-Infinity", "NaN") else fields
+
+
 def _read_json(path: Path, name: str) -> dict[str, object]:
     """The object in a JSON file of the model `name`; a byte-order mark, which some editors write, is passed over."""
     try:
         raw = path.read_bytes()
-        fields = json.loads(raw.decode("utf-8-sig"))
+        fields = json.loads(raw.decode("utf-8-sig"), object_hook=_number_or_object)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} holds no {path.name}") from None
     except OSError as error:

@@ -14,6 +14,7 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"  # MLPs in a config's words
 
 # Gemma norms what goes into each block and what comes out of it.
 SANDWICH_NORMS = (
@@ -114,6 +115,19 @@ def sparse_layers(config: Config, layers: int) -> frozenset[int]:
     step = config.integer("decoder_sparse_step", 1)
     dense = config.integers("mlp_only_layers") or ()
     return frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
+
+
+def listed_sparse(config: Config, layers: int) -> frozenset[int] | None:
+    """The layers that have experts, where a config has a word for each layer, as transformers 5 saves them."""
+    words = config.texts("mlp_layer_types")
+    if words is None:
+        return None
+    if len(words) < layers:
+        raise ModelError(f"{config.where}mlp_layer_types has {len(words)} entries for {layers} layers")
+    for word in words:
+        if word not in (DENSE, SPARSE):
+            raise config.unknown_value("mlp_layer_types", word, (DENSE, SPARSE))
+    return frozenset(layer for layer, word in enumerate(words[:layers]) if word == SPARSE)
 
 
 def experts_per_token(

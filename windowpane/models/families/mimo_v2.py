@@ -6,12 +6,15 @@ from windowpane.kv.caches import TokenCache
 from windowpane.kv.retention import Full, Window
 from windowpane.models.config import Config, ModelError
 from windowpane.models.parts import (
+    DENSE,
     FULL,
     SLIDING,
+    SPARSE,
     by_columns,
     by_rows,
     embeddings,
     experts_per_token,
+    listed_sparse,
     mlp_tensors,
     model_spec,
     norms,
@@ -24,7 +27,6 @@ from windowpane.models.spec import ModelSpec
 from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("MiMoV2FlashForCausalLM",)
-DENSE, SPARSE = "dense", "sparse"
 
 
 def read(config: Config, name: str) -> ModelSpec:
@@ -112,11 +114,8 @@ def _flags(config: Config, key: str, layers: int, zero: str, one: str) -> tuple[
 
 
 def _sparse_layers(config: Config, layers: int) -> frozenset[int]:
-    words = config.texts("mlp_layer_types") or _flags(config, "moe_layer_freq", layers, DENSE, SPARSE)
-    kinds = words or (DENSE, *(SPARSE,) * (layers - 1))
-    if len(kinds) != layers:
-        raise ModelError(f"mlp_layer_types has {len(kinds)} entries for {layers} layers")
-    for kind in kinds:
-        if kind not in (DENSE, SPARSE):
-            raise config.unknown_value("mlp_layer_types", kind, (DENSE, SPARSE))
+    listed = listed_sparse(config, layers)
+    if listed is not None:
+        return listed
+    kinds = _flags(config, "moe_layer_freq", layers, DENSE, SPARSE) or (DENSE, *(SPARSE,) * (layers - 1))
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == SPARSE)

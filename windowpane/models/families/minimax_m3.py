@@ -12,6 +12,7 @@ from windowpane.models.parts import (
     attention_tensors,
     embeddings,
     experts_per_token,
+    listed_sparse,
     mlp_tensors,
     model_spec,
     mtp_notes,
@@ -33,7 +34,10 @@ def read(config: Config, name: str) -> ModelSpec:
     text = config.section("text_config")
     shape = read_shape(config, text, tied=False, defaults={"max_position_embeddings": 524_288})
     kinds = _kinds(text, shape.layers)
-    has_experts = text.integers("moe_layer_freq", shape.layers) or (1,) * shape.layers
+    sparse = listed_sparse(text, shape.layers)
+    if sparse is None:
+        flags = text.integers("moe_layer_freq", shape.layers) or (1,) * shape.layers
+        sparse = frozenset(layer for layer, flag in enumerate(flags) if flag)
     width = text.integer("intermediate_size")
     index_heads, index_dim = _indexer_sizes(text)
     caches: list[TokenCache] = []
@@ -46,7 +50,7 @@ def read(config: Config, name: str) -> ModelSpec:
         if kind == SPARSE:
             caches.append(latent_cache(layer, index_dim))
             tensors += _indexer(f"{prefix}self_attn.index_", shape.hidden, index_heads, index_dim)
-        if has_experts[layer]:
+        if layer in sparse:
             tensors += _experts(f"{prefix}block_sparse_moe.", text, shape.hidden, width)
         else:
             tensors += mlp_tensors(f"{prefix}mlp.", shape.hidden, text.integer("dense_intermediate_size"))
@@ -61,7 +65,7 @@ def read(config: Config, name: str) -> ModelSpec:
         shape,
         name=name,
         family="minimax_m3",
-        widest_mlp=max(routed, 0 if all(has_experts) else text.integer("dense_intermediate_size")),
+        widest_mlp=max(routed, 0 if len(sparse) == shape.layers else text.integer("dense_intermediate_size")),
         caches=caches,
         tensors=tensors,
         notes=mtp_notes(text, "num_mtp_modules"),

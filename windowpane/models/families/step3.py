@@ -17,6 +17,7 @@ from windowpane.models.parts import (
     by_rows,
     embeddings,
     experts_per_token,
+    listed_sparse,
     mlp_tensors,
     model_spec,
     mtp_notes,
@@ -107,12 +108,9 @@ def _sliding_shape(text: Config, shape: Shape) -> Shape:
 
 def _sparse_layers(text: Config, layers: int) -> frozenset[int]:
     """`moe_layers_enum` names them in a list or a string ("4,5,6"), newer configs in words; else all but the first."""
-    words = text.texts("mlp_layer_types")
-    if words is not None:
-        for word in words:
-            if word not in ("dense", "sparse"):
-                raise text.unknown_value("mlp_layer_types", word, ("dense", "sparse"))
-        return frozenset(layer for layer, word in enumerate(words[:layers]) if word == "sparse")
+    sparse = listed_sparse(text, layers)
+    if sparse is not None:
+        return sparse
     listed = text.fields.get("moe_layers_enum")
     if listed is None:
         return frozenset(range(1, layers))
