@@ -35,16 +35,19 @@ class ArenaMachine(RuleBasedStateMachine):
         assert len(offsets) == pages <= before
         self.held += [(group, int(o)) for o in offsets]
 
-    @rule(data=st.data(), taker=st.integers(0, 2))
-    def take_one(self, data, taker):
+    @rule(data=st.data(), taker=st.integers(0, 2), pages=st.integers(1, 6))
+    def take_block(self, data, taker, pages):
         group = data.draw(st.integers(0, len(self.arena.layout.groups) - 1))
         before = self.arena.available_pages(group)
         try:
-            offset = self.arena.take_one(group, self.cursors[group, taker])
+            offsets = self.arena.take_block(group, pages, self.cursors[group, taker], tag=100)
         except ArenaFull:
-            assert before == 0
+            assert pages > before
+            assert self.arena.available_pages(group) == before
             return
-        self.held.append((group, offset))
+        assert self.arena.tags(group, np.array(offsets, dtype=np.int32)).tolist() == list(range(100, 100 + pages))
+        assert self.arena.tag_of_one(group, offsets[0]) == 100
+        self.held += [(group, o) for o in offsets]
 
     @rule(data=st.data())
     def free_some(self, data):
@@ -104,7 +107,7 @@ def test_gaps_of_others_are_used_when_no_slab_is_free():
     arena.take(full, 1, Cursor())
     assert len(arena.take(full, arena.pages_per_slab[full] - 1, Cursor())) == arena.pages_per_slab[full] - 1
     with pytest.raises(ArenaFull, match="0 available"):
-        arena.take_one(full, Cursor())
+        arena.take_block(full, 1, Cursor())
 
 
 def test_a_slab_freed_by_one_group_serves_another():

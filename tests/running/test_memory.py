@@ -19,20 +19,17 @@ CANARY = 0xA5
 def test_only_pages_that_were_handed_out_are_written(monkeypatch):
     """Fill the arena with a canary; afterwards changed bytes lie only in pages that the manager gave to someone."""
     handed_out: set[tuple[int, int]] = set()
-    take, take_one = arena_module.Arena.take, arena_module.Arena.take_one
 
-    def recording_take(self, group, pages, cursor):
-        offsets = take(self, group, pages, cursor)
-        handed_out.update((group, int(o)) for o in offsets)
-        return offsets
+    def recording(take):
+        def take_and_record(self, group, *about):
+            offsets = take(self, group, *about)
+            handed_out.update((group, int(o)) for o in offsets)
+            return offsets
 
-    def recording_take_one(self, group, cursor, tag):
-        offset = take_one(self, group, cursor, tag)
-        handed_out.add((group, offset))
-        return offset
+        return take_and_record
 
-    monkeypatch.setattr(arena_module.Arena, "take", recording_take)
-    monkeypatch.setattr(arena_module.Arena, "take_one", recording_take_one)
+    for name in ("take", "take_block"):
+        monkeypatch.setattr(arena_module.Arena, name, recording(getattr(arena_module.Arena, name)))
     monkeypatch.setattr(pages_module, "_zeros", lambda size, device: torch.full((size,), CANARY, dtype=torch.uint8))
     run = generate("gemma4 everything", [prompt(1, 77), prompt(2, 30)], 20, Knobs(chunk_tokens=40, poison=False))
     layout = run.scheduler.manager.layout

@@ -105,10 +105,6 @@ class Arena:
         """Pages that `take` could hand out now, without moving anything."""
         return self.free_slabs * self.pages_per_slab[group] + self.gap_pages(group)
 
-    def has_page(self, group: int) -> bool:
-        """Whether `take_one` could hand out a page now."""
-        return bool(self._free_slabs or self._gaps[group])
-
     def slab_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Per slab, the group that holds it (FREE where none does) and how many of its pages are taken."""
         return self._owner.copy(), self._used.copy()
@@ -122,9 +118,7 @@ class Arena:
     def take(self, group: int, pages: int, cursor: Cursor) -> Offsets:
         """Take `pages` pages: first from the cursor's slab, then fresh slabs, then gaps of others."""
         if pages > self.available_pages(group):
-            raise ArenaFull(
-                f"{pages} pages of {self.layout.groups[group].name} asked, {self.available_pages(group)} available"
-            )
+            raise self._full(group, pages)
         taken = self._take_gaps(group, cursor.slab, pages)
         fresh = self._take_fresh(group, pages - len(taken), cursor)
         more: list[int] = []
@@ -147,28 +141,49 @@ class Arena:
         self.used_pages[group] += pages
         return np.concatenate([np.array(taken, dtype=np.int32), fresh])
 
-    def take_one(self, group: int, cursor: Cursor, tag: int = 0) -> int:
-        """`take` and `tag` for a single page, without array overhead: this is what a decoding sequence does."""
+    def take_block(self, group: int, pages: int, cursor: Cursor, tag: int = 0) -> list[int]:
+        """`take` for the pages of one block, without arrays: this is what a decoding sequence does.
+
+        They are tagged with `tag` and the numbers after it.
+        """
         gaps = self._gaps[group]
-        slab = cursor.slab
-        if slab not in gaps:
-            if self._free_slabs:
-                slab = cursor.slab = self._free_slabs.pop()
-                self._owner[slab] = group
-                self.held_slabs[group] += 1
-                gaps[slab] = list(range(self.pages_per_slab[group] - 1, -1, -1))
-            elif gaps:
-                slab = cursor.slab = next(iter(gaps))
-            else:
-                raise ArenaFull(f"1 page of {self.layout.groups[group].name} asked, 0 available")
-        free_pages = gaps[slab]
-        index = free_pages.pop()
-        if not free_pages:
-            del gaps[slab]
-        self._used[slab] += 1
-        self._tags[slab, index] = tag
-        self.used_pages[group] += 1
-        return slab * self._slab_units + index * self.page_units[group]
+        free_pages = gaps.get(cursor.slab)
+        if free_pages is None or len(free_pages) < pages:
+            if pages > self.available_pages(group):
+                raise self._full(group, pages)
+            if free_pages is None:
+                free_pages = self._open_slab(group, cursor)
+        taken: list[int] = []
+        while True:
+            slab, count = cursor.slab, min(pages - len(taken), len(free_pages))
+            for _ in range(count):
+                index = free_pages.pop()
+                self._tags[slab, index] = tag + len(taken)
+                taken.append(slab * self._slab_units + index * self.page_units[group])
+            if not free_pages:
+                del gaps[slab]
+            self._used[slab] += count
+            if len(taken) == pages:
+                break
+            free_pages = self._open_slab(group, cursor)
+        self.used_pages[group] += pages
+        return taken
+
+    def _open_slab(self, group: int, cursor: Cursor) -> list[int]:
+        """Let the cursor go on in a free slab, or else in one with gaps; returns that slab's free pages."""
+        gaps = self._gaps[group]
+        if not self._free_slabs:
+            cursor.slab = next(iter(gaps))
+            return gaps[cursor.slab]
+        slab = cursor.slab = self._free_slabs.pop()
+        self._owner[slab] = group
+        self.held_slabs[group] += 1
+        gaps[slab] = list(range(self.pages_per_slab[group] - 1, -1, -1))
+        return gaps[slab]
+
+    def _full(self, group: int, pages: int) -> ArenaFull:
+        name, available = self.layout.groups[group].name, self.available_pages(group)
+        return ArenaFull(f"{pages} pages of {name} asked, {available} available")
 
     def tag(self, group: int, offsets: Offsets, tags: NDArray[np.int64]) -> None:
         """Write a number on each of these pages. It stays with the page when `compact` moves it."""

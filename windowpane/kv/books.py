@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from windowpane.kv.arena import Arena, Cursor, Move, Offsets
+from windowpane.kv.arena import Arena, ArenaFull, Cursor, Move, Offsets
 from windowpane.kv.changes import ChangeLog, Place
 from windowpane.kv.layout import Layout
 from windowpane.kv.sharing import Ids, RestorePoint, SharedPages
@@ -145,16 +145,19 @@ class Books:
         is free, pages are moved together before the gaps of others are filled.
         """
         table, arena = self.tables[g], self.arena
-        if table.group.stripes > 1:
-            self.fill(g, slot, np.array([column]), [column] if late else ())
-            return
-        self.spend(g, slot, 1)
-        while not arena.has_page(g):
-            self.make_room()
+        pages = table.group.stripes
+        self.spend(g, slot, pages)
         while wins_slab and not arena.free_slabs and self._compact_any():
             pass
-        offset = arena.take_one(g, self.cursors[g][slot], slot * table.columns + column)
-        table.entries[slot, column, 0] = offset
+        cursor, tag = self.cursors[g][slot], (slot * table.columns + column) * pages
+        while True:
+            try:
+                offsets = arena.take_block(g, pages, cursor, tag)
+                break
+            except ArenaFull:
+                self.make_room()
+        for stripe, offset in enumerate(offsets):
+            table.entries[slot, column, stripe] = offset
         table.filled[slot] += 1
         if late:
             self.log.entries(g, slot, np.array([column]), late=True)
