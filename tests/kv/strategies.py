@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import strategies as st
 
+from windowpane.kv import layout as layout_module
 from windowpane.kv.caches import Cache, StateCache, StatePart, TokenCache
 from windowpane.kv.formats import FORMATS
 from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_formats
@@ -40,4 +43,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     fmt = draw(st.sampled_from(list(FORMATS)))
     block = draw(st.sampled_from([None, 1, 3, 16]))
     formats = resolve_formats(fmt, group_caches(caches), "float32")
-    return plan_layout(caches, formats, "float32", block_tokens=block)
+    # By themselves, groups this small are hardly ever cut into stripes.
+    worth = draw(st.sampled_from([layout_module.FIRST_CUT_WORTH, -1.0]))
+    with patch.object(layout_module, "FIRST_CUT_WORTH", worth):
+        return plan_layout(caches, formats, "float32", block_tokens=block)

@@ -110,8 +110,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if new <= horizon and not inside:
             moved = {(move.group, move.target) for move in changes.copies}  # gaps may be closed in any step
             updates = [u for u in changes.entries + changes.late if slot in u.slots]
-            offsets = {(u.group, int(o)) for u in updates for o in u.offsets[u.slots == slot].reshape(-1)}
-            assert offsets <= moved, "a table changed below the horizon"
+            columns = [{(u.group, int(o)) for o in pages} for u in updates for pages in u.offsets[u.slots == slot]]
+            assert all(pages & moved for pages in columns), "a table changed below the horizon"
         self.device.apply(changes, given_up(changes, self.manager))
         self.device.step(slot, self.history[slot], old, new, int(self.manager.state_slot[slot]))
         self.device.after_step(changes)

@@ -28,15 +28,19 @@ from windowpane.kv.retention import Retention, Routes, State, ceil_div
 OFFSET_UNIT_BYTES = 256  # page tables hold int32 offsets in this unit: 512 GiB of reach
 MAX_PAGE_BYTES = 16 * 2**20  # beyond this a page is cut into stripes: one copy should stay a short copy
 MAX_SLAB_BYTES = 32 * 2**20
+# The largest share of a slab that pages may leave over. States may leave more: a sequence has as many at any length,
+# while what growing groups leave over grows with them.
 MAX_REMAINDER = 0.01
+MAX_STATE_REMAINDER = 0.02
 TILE_TOKENS = 64  # what a kernel works on at a time (docs/gpu-layout.md)
 BLOCK_CHOICES = (16, 32, 64)  # so that whole blocks make a tile
 
 # What a layout is judged on: stranded bytes of one sequence of this length.
 TYPICAL_TOKENS = 8192
-# One more stripe doubles, triples, … the table entries and copies of a group. It must save this share of a typical
-# sequence.
-STRIPE_WORTH = 0.005
+# A whole block moves with one copy, so cutting blocks into stripes must save this share of a typical sequence. Further
+# stripes are only more table entries and copies.
+FIRST_CUT_WORTH = 0.005
+FURTHER_CUT_WORTH = 0.001
 
 
 class LayoutError(ValueError):
@@ -156,8 +160,7 @@ class Layout:
             )
         lines.append(
             f"slab {self.slab_bytes:,} B: of {self.candidates_considered:,} sizes the one that strands least per "
-            f"{TYPICAL_TOKENS:,}-token sequence (about {stranded_bytes_per_sequence(self):,.0f} B), with at most "
-            f"{MAX_REMAINDER:.0%} left over in any slab"
+            f"{TYPICAL_TOKENS:,}-token sequence (about {stranded_bytes_per_sequence(self):,.0f} B)"
             if self.candidates_considered
             else f"slab {self.slab_bytes:,} B: as asked"
         )
@@ -265,6 +268,10 @@ class _PageCut:
             pages = self.retention.max_pages(TYPICAL_TOKENS, self.block_tokens)
         return pages * self.stripes * self.page_bytes
 
+    @property
+    def max_remainder(self) -> float:
+        return MAX_STATE_REMAINDER if isinstance(self.retention, State) else MAX_REMAINDER
+
     def waste(self, slab_bytes: int) -> float:
         """Expected bytes one typical sequence strands in this group."""
         per_slab, remainder_bytes = divmod(slab_bytes, self.page_bytes)
@@ -366,8 +373,8 @@ def _state_slice(cache: StateCache, stripe: int, start: int, compute_dtype: str)
 def _search(options: Sequence[Sequence[_PageCut]]) -> tuple[int, list[_PageCut], int]:
     """The slab size, and a cut per group, with the least expected waste.
 
-    Candidates are multiples of every possible page. Where no size keeps all remainders within MAX_REMAINDER, the
-    remainder only counts as waste.
+    Candidates are multiples of every possible page. Where no size keeps all remainders small enough, they only count as
+    waste.
     """
     smallest = max(min(cut.page_bytes for cut in cuts) for cuts in options)
     largest = max(MAX_SLAB_BYTES, 2 * smallest)
@@ -377,8 +384,8 @@ def _search(options: Sequence[Sequence[_PageCut]]) -> tuple[int, list[_PageCut],
         fewest = ceil_div(smallest, page)
         counts = range(fewest, min(largest // page, fewest + 64) + 1)
         sizes |= {_round_up(n * page, align_bytes) for n in counts}
-    for limit in (MAX_REMAINDER, 1.0):
-        fits = [fit for size in sorted(sizes) if (fit := _fit(size, options, limit))]
+    for limited in (True, False):
+        fits = [fit for size in sorted(sizes) if (fit := _fit(size, options, limited=limited))]
         if fits:
             best = min(fits, key=lambda fit: fit.cost)
             return best.slab_bytes, best.cuts, len(sizes)
@@ -392,17 +399,21 @@ class _Fit:
     cuts: list[_PageCut]
 
 
-def _fit(slab_bytes: int, options: Sequence[Sequence[_PageCut]], remainder_limit: float) -> _Fit | None:
-    """The best cut per group for one slab size; None where a group has no cut that fits."""
-    stripe_cost = STRIPE_WORTH * sum(cuts[0].typical_bytes for cuts in options)
-    most_remainder = remainder_limit * slab_bytes
+def _fit(slab_bytes: int, options: Sequence[Sequence[_PageCut]], *, limited: bool) -> _Fit | None:
+    """The best cut per group for one slab size; None where a group has no cut that fits.
+
+    `limited`: remainders are at most what a group may leave over.
+    """
+    sequence_bytes = sum(cuts[0].typical_bytes for cuts in options)
     total, picks = 0.0, []
     for cuts in options:
         best, best_cost = None, math.inf
         for cut in cuts:
-            if cut.page_bytes > slab_bytes or slab_bytes % cut.page_bytes > most_remainder:
+            if cut.page_bytes > slab_bytes:
                 continue
-            cost = cut.waste(slab_bytes) + (cut.stripes - cuts[0].stripes) * stripe_cost
+            if limited and slab_bytes % cut.page_bytes > cut.max_remainder * slab_bytes:
+                continue
+            cost = cut.waste(slab_bytes) + _cutting_worth(cut.stripes, cuts[0].stripes) * sequence_bytes
             if cost < best_cost:
                 best, best_cost = cut, cost
         if best is None:
@@ -412,12 +423,17 @@ def _fit(slab_bytes: int, options: Sequence[Sequence[_PageCut]], remainder_limit
     return _Fit(slab_bytes, total, picks)
 
 
+def _cutting_worth(stripes: int, fewest: int) -> float:
+    """The share of a typical sequence that so many stripes must save, where `fewest` would do."""
+    return FIRST_CUT_WORTH + (stripes - fewest - 1) * FURTHER_CUT_WORTH if stripes > fewest else 0.0
+
+
 def _fit_given(slab_bytes: int, options: Sequence[Sequence[_PageCut]]) -> list[_PageCut]:
     """The best cut per group for a slab size that was given."""
     align_bytes = _slab_align_bytes(options)
     if slab_bytes < 1 or slab_bytes % align_bytes:
         raise LayoutError(f"slab_bytes must be a positive multiple of {align_bytes}, not {slab_bytes:,}")
-    fit = _fit(slab_bytes, options, remainder_limit=1.0)
+    fit = _fit(slab_bytes, options, limited=False)
     if fit is None:
         need = max(min(cut.page_bytes for cut in cuts) for cuts in options)
         raise LayoutError(f"a slab of {slab_bytes:,} B cannot hold one page of every group; it takes {need:,} B")
