@@ -22,7 +22,7 @@ from windowpane.models import ModelError, load
 from windowpane.models.embedded import embedded_path
 from windowpane.models.ggml import GGML_TYPES
 from windowpane.models.gguf import read_header
-from windowpane.models.gguf_families import hf_config
+from windowpane.models.gguf_families import hf_config, tensors_by_hf_name
 from windowpane.plan.config import ConfigError, EngineConfig
 from windowpane.plan.planner import make_plan
 from windowpane.text import load_tokenizer
@@ -51,7 +51,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     for key, value in fields.items():
         name = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{key}"
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[
+            type(value)
+        ]
         add(name, value)
     for name, tensor in ({"token_embd.weight": np.zeros((96, 64), np.float32)} | (tensors or {})).items():
         writer.add_tensor(name, tensor)
@@ -161,7 +163,7 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        ("mamba", LLAMA, "architecture 'mamba' are not read; those that are: gemma2, gemma3, gpt-oss"),
+        ("mamba", LLAMA, "architecture 'mamba' are not read; those that are: falcon-h1, gemma2, gemma3"),
         ("llama", {**LLAMA, "split.count": 3}, "one of 3 parts"),
         ("llama", {**LLAMA, "rope.scaling.type": "ntk"}, "unknown value 'ntk'; known: linear, yarn, none"),
         ("llama", {**LLAMA, "rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
@@ -173,6 +175,65 @@ def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(tmp_path: Path, architecture: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load(write_gguf(tmp_path / "m.gguf", architecture, fields))
+
+
+QWEN35: dict[str, Any] = {
+    **LLAMA,
+    "attention.key_length": 16,
+    "rope.dimension_count": 4,
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 96,
+}
+
+
+def test_layers_that_draft_are_passed_over(tmp_path: Path) -> None:
+    """llama.cpp's converter counts a model's multi-token layers among its blocks."""
+    drafting = {
+        "blk.2.attn_q.weight": np.zeros((128, 64), np.float32),
+        "blk.2.nextn.enorm.weight": np.zeros(64, np.float32),
+    }
+    plain = write_gguf(tmp_path / "plain.gguf", "qwen35", QWEN35)
+    path = write_gguf(tmp_path / "m.gguf", "qwen35", QWEN35 | {"block_count": 3, "nextn_predict_layers": 1}, drafting)
+    assert load(path).decoder == load(plain).decoder
+    assert tensors_by_hf_name(read_header(path)).keys() == tensors_by_hf_name(read_header(plain)).keys()
+
+
+def test_recurrent_states_of_a_file_are_those_of_its_sizes(tmp_path: Path) -> None:
+    spec = load(write_gguf(tmp_path / "m.gguf", "qwen35", QWEN35))
+    (state,) = spec.state_caches
+    assert {part.name: part.heads for part in state.parts} == {"conv_q": 2, "conv_k": 2, "conv_v": 6, "recurrent": 6}
+    assert (state.part("recurrent").elements_per_head, state.part("recurrent").dtype) == (16 * 16, "float32")
+    assert [cache.layer for cache in spec.token_caches] == [1]
+
+
+NEMOTRON_H: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if "head_count_kv" not in key and "feed_forward" not in key},
+    "attention.key_length": 16,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "widths", "message"),
+    [
+        ([0, 2], [], "must have a number for each of 2 layers"),
+        ([0, 2, 4], [128, 0, 0], r"head_count_kv must be one number but for zeros, not \[2, 4\]"),
+    ],
+)
+def test_layers_of_nemotron_h_are_told_by_their_numbers(
+    tmp_path: Path, kv_heads: list[int], widths: list[int], message: str
+) -> None:
+    arrays = {"attention.head_count_kv": kv_heads} | ({"feed_forward_length": widths} if widths else {})
+    with pytest.raises(ModelError, match=message):
+        load(write_gguf(tmp_path / "m.gguf", "nemotron_h", NEMOTRON_H | arrays))
 
 
 @pytest.mark.parametrize("kept", [8, 30, 200])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 
 from tests.parallel.checkpoints import SCHEMES, quantized_spec, twin_config, write_checkpoint
@@ -11,7 +13,8 @@ from tests.parallel.ranks import RANKS, Model, assert_same
 from tests.running.harness import Knobs
 from tests.running.small_models import CONFIGS, WINDOW
 from tests.running.test_against_transformers import prompt
-from windowpane.models import from_config
+from tests.weights.gguf_files import write
+from windowpane.models import from_config, load
 from windowpane.parallel.launch import Workers
 
 MIXES = ("llama", "gemma4 everything")
@@ -27,6 +30,15 @@ def test_every_family(name: str, workers: Workers, directory: Path) -> None:
     model = Model.named(name, directory)
     prompts = [prompt(1, 2 * WINDOW + 5), prompt(2, 9)]
     knobs = Knobs(chunk_tokens=40, poison=False)
+    assert_same(model.on_ranks(workers, prompts, 16, knobs), model.alone(prompts, 16, knobs))
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "granite hybrid", "falcon-h1"])
+def test_states_of_gguf_files(name: str, workers: Workers, tmp_path: Path) -> None:
+    """Whose value heads lie in another order, and ranks hold those of their key heads."""
+    write(tmp_path / "m.gguf", name, gguf.GGMLQuantizationType.F32)
+    model = Model(replace(load(tmp_path / "m.gguf"), dtype="float32"), tmp_path / "m.gguf")
+    prompts, knobs = [prompt(1, 2 * WINDOW + 5), prompt(2, 9)], Knobs(chunk_tokens=40, poison=False)
     assert_same(model.on_ranks(workers, prompts, 16, knobs), model.alone(prompts, 16, knobs))
 
 

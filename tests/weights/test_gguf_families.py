@@ -17,6 +17,7 @@ from windowpane.weights import load_weights
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 CPU = torch.device("cpu")
 NEW_TOKENS = 12
+WITH_STATES = ("qwen35", "qwen35moe", "qwen3next", "granite hybrid", "nemotron-h", "falcon-h1")
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -61,3 +62,17 @@ def test_packed_files_stay_packed_and_close(name: str, plain: str, tmp_path: Pat
         found.append(torch.stack([row[0] for row in run.logits]))
     errors = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
     assert errors.median() < 0.06, "inputs of 8 bits"
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_packed_files_with_states_compute_what_expanded_ones_do(name: str, tmp_path: Path) -> None:
+    """F16 weights are multiplied by inputs as they are, so heads in another order would show."""
+    path, found = tmp_path / "m.gguf", []
+    write(path, name, gguf.GGMLQuantizationType.F16)
+    spec = load(path)
+    for one in (spec, spec.expanded()):
+        weights = load_weights(path, one, dtype=torch.float32, device=CPU)
+        assert any(isinstance(weight, StripWeight) for weight in weights.values()) == (one is spec)
+        run = generate_with(one, weights, prompts(2), NEW_TOKENS, Knobs(chunk_tokens=50))
+        found.append(torch.stack([logits for row in run.logits for logits in row]))
+    assert (found[0] - found[1]).abs().max() <= 1e-4

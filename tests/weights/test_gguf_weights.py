@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from tests.models.test_gguf import GEMMA3, LLAMA, write_gguf
+from tests.weights.gguf_files import write as write_family
 from windowpane.lowering.strips import StripWeight
 from windowpane.models import load
 from windowpane.models.config import ModelError
@@ -242,6 +243,20 @@ def write_quantized(path: Path, kind: gguf.GGMLQuantizationType) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_decay_that_is_none_is_damage(tmp_path: Path) -> None:
+    """Files have −exp(A_log), whose logarithm would be no number."""
+    path = tmp_path / "m.gguf"
+    write_family(path, "qwen35", gguf.GGMLQuantizationType.F32)
+    decay = next(t for t in read_header(path).tensors.values() if t.name == "blk.0.ssm_a")
+    with path.open("r+b") as file:
+        file.seek(decay.offset)
+        file.write(struct.pack("<f", 0.5))
+    with pytest.raises(
+        WeightsError, match=r"m.gguf is damaged: a value of model.layers.0.linear_attn.A_log decays nothing"
+    ):
+        read(path)
 
 
 def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from windowpane.lowering.packed import (
 )
 from windowpane.lowering.strips import StripWeight
 from windowpane.models.blocks import (
+    BY_KEY_HEAD,
+    GATES_BY_KEY_HEAD,
+    TILED,
     Attention,
     Decoder,
     ExpertProjection,
@@ -302,19 +305,36 @@ class Parameters:
         self._linears[attention.qkv] = joined(both[:width], linear[2 * width :], both[width:])
 
     def _bind_delta(self, delta: GatedDeltaNet) -> None:
-        """Outputs by key head become q, k, v and z of all heads, and b and a of all."""
-        if not delta.by_key_head:
+        """Outputs become q, k, v and z of all heads, and b and a of all, the value heads of a key head together."""
+        if delta.order == TILED:
+            self._put_value_heads_together(delta)
+        if delta.order not in (BY_KEY_HEAD, GATES_BY_KEY_HEAD):
             return
         linear, per_key = self.linear(delta.inputs), delta.value_heads // delta.key_heads
-        values = per_key * delta.value_dim
+        values, device = per_key * delta.value_dim, linear.weight.device
         first = delta.key_heads * 2 * (delta.key_dim + values)
-        qkvz, ba = (
-            _sections_first(delta.key_heads, widths, linear.weight.device)
-            for widths in ((delta.key_dim, delta.key_dim, values, values), (per_key, per_key))
-        )
-        self._linears[delta.inputs] = joined(
-            linear[:first].with_outputs_permuted(qkvz), linear[first:].with_outputs_permuted(ba)
-        )
+        qkvz, ba = linear[:first], linear[first:]
+        if delta.order == BY_KEY_HEAD:
+            widths = (delta.key_dim, delta.key_dim, values, values)
+            qkvz = qkvz.with_outputs_permuted(_sections_first(delta.key_heads, widths, device))
+        ba = ba.with_outputs_permuted(_sections_first(delta.key_heads, (per_key, per_key), device))
+        self._linears[delta.inputs] = joined(qkvz, ba)
+
+    def _put_value_heads_together(self, delta: GatedDeltaNet) -> None:
+        """What adapters add is in this order already: theirs is that of other checkpoints."""
+        linear, out = self.linear(delta.inputs), self.linear(delta.out)
+        keys = 2 * delta.key_heads * delta.key_dim
+        heads = torch.arange(delta.value_heads, device=linear.weight.device).view(-1, delta.key_heads).t().flatten()
+        v = (heads[:, None] * delta.value_dim + torch.arange(delta.value_dim, device=heads.device)).flatten()
+        qkv = torch.cat([torch.arange(keys, device=heads.device), keys + v])
+        weights, first = [], 0
+        for order in (qkv, v, heads, heads):
+            weights += _singles(permute_outputs(linear.weight[first : first + len(order)], order))
+            first += len(order)
+        self._linears[delta.inputs] = replace(linear, weight=stack(weights))
+        self._linears[delta.out] = replace(out, weight=permute_inputs(out.weight, v))
+        for tensor, order in ((delta.conv, qkv), (delta.a_log, heads), (delta.dt_bias, heads)):
+            self._tensors[tensor.name] = self.tensor(tensor)[order]
 
 
 def _sections_first(heads: int, widths: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -310,7 +310,6 @@ def permute_inputs(weight: Weight, order: torch.Tensor) -> Weight:
     """As `permute_outputs`, for every `len(order)` inputs."""
     if isinstance(weight, JoinedWeight):
         return JoinedWeight(tuple(permute_inputs(part, order) for part in weight.parts))  # type: ignore[misc]
-    assert not isinstance(weight, StripWeight)
     index = _in_every_head(order, weight.shape[1])
     return weight[:, index] if isinstance(weight, torch.Tensor) else weight.permute_inputs(index)
 

@@ -149,6 +149,14 @@ class StripWeight:
             scales = _permuted_lanes(spans, padded, 2 if kind.half_bytes else 1)
         return StripWeight(form, values.flatten(), scales.flatten(), self.order)
 
+    def permute_inputs(self, order: torch.Tensor) -> StripWeight:
+        """A weight for inputs that come in another order: its input j is input order[j] of this one. Blocks of inputs
+        have scales of their own, so columns stay, and inputs are put back in order before every product.
+        """
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return replace(self, order=back if self.order is None else back[self.order])
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed_linear(x if self.order is None else x.index_select(1, self.order), [self], bias)
 

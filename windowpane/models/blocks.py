@@ -109,14 +109,19 @@ class Attention:
         return self.query_width // self.cache.key_dim
 
 
+# How a checkpoint orders what the inputs of Gated DeltaNet make. By section: q, k, v, z, b and a, each of all heads. By
+# key head: all but b and a of one key head after another, then b and a likewise; or b and a alone. Tiled: by section,
+# with the first value head of every key head in front of the second of every one, in `out` and all else too.
+BY_SECTION, BY_KEY_HEAD, GATES_BY_KEY_HEAD, TILED = "by section", "by key head", "gates by key head", "tiled"
+
+
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
     """A recurrent state of a key_dim × value_dim matrix per value head, written by the gated delta rule.
 
     `inputs` makes q, k, v, a gate z, and b and a of each value head. q, k and v pass a causal convolution and SiLU. The
     state decays by exp(−exp(A_log) · softplus(a + dt_bias)), learns what it lacks of v at k with the rate σ(b), and is
-    read at q; out(norm(read) · SiLU(z)) is the result. `by_key_head`: the first weight makes q, k, v and z of one key
-    head after another, the second b and a.
+    read at q; out(norm(read) · SiLU(z)) is the result. `order` says where a checkpoint has the outputs of heads.
     """
 
     layer: int
@@ -127,7 +132,7 @@ class GatedDeltaNet:
     dt_bias: TensorSpec
     norm: Norm
     out: Projection
-    by_key_head: bool = False
+    order: str = BY_SECTION
 
     @property
     def key_heads(self) -> int:

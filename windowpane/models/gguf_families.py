@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import isclose, pi
+from math import isclose, pi, prod
 
 from windowpane.models.config import ModelError, every
 from windowpane.models.ggml import F32, StoredTypes
@@ -25,8 +25,9 @@ class GgufFamily:
     """`config` gives the fields that are not `_common`; `blocks` has the Hugging Face names of a layer's tensors by
     ggml's, with or without their last part, and `top` those of the others. `{}` stands for an expert's number.
 
-    `adds_one`: norms are stored as 1 + w. `interleaved`: ggml rotates neighbouring rows of queries and keys, Hugging
-    Face rows half a head apart.
+    `layers` is what Hugging Face's names of a layer's tensors begin with. `adds_one`: norms are stored as 1 + w, but
+    for those of what a recurrent state gives. `interleaved`: ggml rotates neighbouring rows of queries and keys,
+    Hugging Face rows half a head apart.
     """
 
     config: Callable[[GgufHeader], Fields]
@@ -34,6 +35,7 @@ class GgufFamily:
     top: Mapping[str, str]
     adds_one: bool = False
     interleaved: bool = False
+    layers: str = "model.layers."
 
     def hf_name(self, name: str) -> str:
         """ggml's own name for a tensor that the family does not have: it is then unexpected."""
@@ -43,7 +45,7 @@ class GgufFamily:
         number, part = block.groups()
         stem, _, kind = part.rpartition(".")
         known = self.blocks.get(part) or (f"{self.blocks[stem]}.{kind}" if stem in self.blocks else None)
-        return name if known is None else f"model.layers.{number}.{known}"
+        return name if known is None else f"{self.layers}{number}.{known}"
 
 
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(.+)")
@@ -72,19 +74,37 @@ def hf_config(header: GgufHeader) -> Fields:
 
 def tensors_by_hf_name(header: GgufHeader) -> dict[str, GgufTensor]:
     """The tensors that are loaded, by their Hugging Face names; those of all experts are one, with `{}` in its name."""
-    family = family_of(header)
-    named = {family.hf_name(t.name): t for t in header.tensors.values() if t.name not in _SKIPPED}
-    return {name: _as_convolution(t) if _CONVOLUTION.search(name) else t for name, t in named.items()}
+    family, layers = family_of(header), _layers(header)
+    tensors = [t for t in header.tensors.values() if t.name not in _SKIPPED and not _is_behind(t.name, layers)]
+    return {name: _in_hf_axes(name, t) for name, t in ((family.hf_name(t.name), t) for t in tensors)}
 
 
 # Made anew from the config, so not loaded.
 _SKIPPED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _CONVOLUTION = re.compile(r"\.conv(1d)?\.weight$")
+# The converter gives these an axis more: of length 1, or one for groups of heads.
+_VECTOR = re.compile(r"\.(A_log|D|(mamba|mixer)\.norm\.weight)$")
 
 
-def _as_convolution(tensor: GgufTensor) -> GgufTensor:
-    """With the axis of length 1 that the converter takes out."""
-    return replace(tensor, shape=(tensor.shape[0], 1, *tensor.shape[1:]))
+def _layers(header: GgufHeader) -> int | None:
+    """Without those behind the model that draft."""
+    prefix = _prefix(header)
+    blocks = header.integer(f"{prefix}block_count")
+    return None if blocks is None else blocks - (header.integer(f"{prefix}nextn_predict_layers") or 0)
+
+
+def _is_behind(name: str, layers: int | None) -> bool:
+    """Whether a tensor is of a layer that drafts, which is not loaded."""
+    block = _BLOCK_NAME.fullmatch(name)
+    return block is not None and layers is not None and int(block[1]) >= layers
+
+
+def _in_hf_axes(name: str, tensor: GgufTensor) -> GgufTensor:
+    if _CONVOLUTION.search(name):  # the converter takes an axis of length 1 out
+        return replace(tensor, shape=(tensor.shape[0], 1, *tensor.shape[1:]))
+    if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
+        return replace(tensor, shape=(1, *tensor.shape))
+    return replace(tensor, shape=(prod(tensor.shape),)) if _VECTOR.search(name) else tensor
 
 
 def stored_types(header: GgufHeader) -> StoredTypes | None:
@@ -101,10 +121,10 @@ def _common(header: GgufHeader) -> Fields:
     return {
         "vocab_size": embedding.shape[0] if embedding else header.integer(f"{prefix}vocab_size"),
         "hidden_size": header.integer(f"{prefix}embedding_length"),
-        "intermediate_size": header.integer(f"{prefix}feed_forward_length"),
-        "num_hidden_layers": header.integer(f"{prefix}block_count"),
-        "num_attention_heads": header.integer(f"{prefix}attention.head_count"),
-        "num_key_value_heads": _kv_heads(header, prefix),
+        "intermediate_size": _one_number(header, f"{prefix}feed_forward_length"),
+        "num_hidden_layers": _layers(header),
+        "num_attention_heads": _one_number(header, f"{prefix}attention.head_count"),
+        "num_key_value_heads": _one_number(header, f"{prefix}attention.head_count_kv"),
         "head_dim": _head_dim(header, prefix),
         "max_position_embeddings": header.integer(f"{prefix}context_length"),
         "rms_norm_eps": header.number(f"{prefix}attention.layer_norm_rms_epsilon"),
@@ -130,9 +150,8 @@ def _prefix(header: GgufHeader) -> str:
     return f"{header.text('general.architecture')}."
 
 
-def _kv_heads(header: GgufHeader, prefix: str) -> int | None:
-    """One number for all layers, or one for each: layers without attention have 0."""
-    key = f"{prefix}attention.head_count_kv"
+def _one_number(header: GgufHeader, key: str) -> int | None:
+    """One number for all layers, or one for each: layers that have none of it have 0."""
     if not isinstance(header.metadata.get(key), list):
         return header.integer(key)
     counts = set(header.integers(key)) - {0}
@@ -146,7 +165,8 @@ def _head_dim(header: GgufHeader, prefix: str) -> int | None:
 
 
 def _even_head_dim(header: GgufHeader, prefix: str) -> int | None:
-    heads, hidden = header.integer(f"{prefix}attention.head_count"), header.integer(f"{prefix}embedding_length")
+    heads = _one_number(header, f"{prefix}attention.head_count")
+    hidden = header.integer(f"{prefix}embedding_length")
     return hidden // heads if hidden and heads else None
 
 
@@ -243,14 +263,15 @@ def _smollm3(header: GgufHeader) -> Fields:
 
 
 def _granite(header: GgufHeader) -> Fields:
+    prefix = _prefix(header)
     return {
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
-        "attention_multiplier": header.number("granite.attention.scale"),
-        "embedding_multiplier": header.number("granite.embedding_scale"),
-        "residual_multiplier": header.number("granite.residual_scale"),
-        "logits_scaling": header.number("granite.logit_scale"),
+        "attention_multiplier": header.number(f"{prefix}attention.scale"),
+        "embedding_multiplier": header.number(f"{prefix}embedding_scale"),
+        "residual_multiplier": header.number(f"{prefix}residual_scale"),
+        "logits_scaling": header.number(f"{prefix}logit_scale"),
     }
 
 
@@ -276,7 +297,7 @@ def _gpt_oss(header: GgufHeader) -> Fields:
         "sliding_window": header.integer("gpt-oss.attention.sliding_window"),
         # The published models ask for it, and a file does not say it.
         "rope_scaling": scaling and scaling | {"truncate": False},
-        "_windowpane": {"separate_experts": True},
+        "_windowpane": {"gguf": True},
     } | _experts(header)
 
 
@@ -322,6 +343,145 @@ def _lfm2moe(header: GgufHeader) -> Fields:
         "num_dense_layers": header.integer("lfm2moe.leading_dense_block_count"),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in header.tensors),
         "norm_topk_prob": True,
+    }
+
+
+def _has(header: GgufHeader, part: str) -> bool:
+    """Whether some layer has this tensor."""
+    return any(name.endswith(f".{part}") for name in header.tensors)
+
+
+def _has_gates(header: GgufHeader, kind: str) -> Fields:
+    """Sizes of Gated DeltaNet, and of the attention beside it."""
+    prefix = _prefix(header)
+    rotated, head_dim = header.integer(f"{prefix}rope.dimension_count"), _head_dim(header, prefix)
+    heads, inner = (header.integer(f"{prefix}ssm.{key}") for key in ("time_step_rank", "inner_size"))
+    return {
+        "model_type": kind,
+        "full_attention_interval": header.integer(f"{prefix}full_attention_interval"),
+        "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
+        "linear_num_key_heads": header.integer(f"{prefix}ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": header.integer(f"{prefix}ssm.state_size"),
+        "linear_value_head_dim": inner // heads if inner and heads else None,
+        "linear_conv_kernel_dim": header.integer(f"{prefix}ssm.conv_kernel"),
+        "_windowpane": {"gguf": True},
+    }
+
+
+def _with_shared_expert(header: GgufHeader) -> Fields:
+    shared = header.integer(f"{_prefix(header)}expert_shared_feed_forward_length")
+    return {**_experts(header), "norm_topk_prob": True, "shared_expert_intermediate_size": shared}
+
+
+def _qwen35(header: GgufHeader) -> Fields:
+    # The published models keep states in float32, and a file does not say it.
+    states: Fields = {"architectures": ["Qwen3_5ForCausalLM"], "mamba_ssm_dtype": "float32"}
+    return _has_gates(header, "qwen3_5_text") | states
+
+
+def _qwen35moe(header: GgufHeader) -> Fields:
+    own: Fields = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+    return _qwen35(header) | own | _with_shared_expert(header)
+
+
+def _qwen3next(header: GgufHeader) -> Fields:
+    own: Fields = {"architectures": ["Qwen3NextForCausalLM"]}
+    return _has_gates(header, "qwen3_next") | own | _with_shared_expert(header)
+
+
+def _mamba(header: GgufHeader) -> Fields:
+    """Sizes of Mamba-2 under Granite's and Falcon's names."""
+    prefix = _prefix(header)
+    heads, inner = (header.integer(f"{prefix}ssm.{key}") for key in ("time_step_rank", "inner_size"))
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads if inner and heads else None,
+        "mamba_n_groups": header.integer(f"{prefix}ssm.group_count"),
+        "mamba_d_state": header.integer(f"{prefix}ssm.state_size"),
+        "mamba_d_conv": header.integer(f"{prefix}ssm.conv_kernel"),
+        "mamba_conv_bias": _has(header, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(header, "ssm_in.bias"),
+    }
+
+
+def _granite_hybrid(header: GgufHeader) -> Fields:
+    prefix, hidden = "granitehybrid.", header.integer("granitehybrid.embedding_length")
+    inner, experts = header.integer(f"{prefix}ssm.inner_size"), header.integer(f"{prefix}expert_count") or 0
+    shared = header.integer(f"{prefix}expert_shared_feed_forward_length")
+    width = header.integer(f"{prefix}feed_forward_length")
+    kv_heads = header.integers(f"{prefix}attention.head_count_kv")
+    return {
+        **_granite(header),
+        **_mamba(header),
+        **_experts(header),
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "position_embedding_type": "rope" if header.flag(f"{prefix}rope.scaling.finetuned", True) else "nope",
+        "mamba_expand": inner // hidden if inner and hidden else None,
+        "num_local_experts": experts,
+        "shared_intermediate_size": shared or width,
+        "_windowpane": {"gguf": True},
+    }
+
+
+def _falcon_h1(header: GgufHeader) -> Fields:
+    # The converter multiplies weights by all of the config's multipliers.
+    return {
+        **_mamba(header),
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": header.integer("falcon-h1.ssm.inner_size"),
+        "mamba_rms_norm": _has(header, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": _has(header, "ssm_out.bias"),
+        "mlp_bias": _has(header, "ffn_up.bias"),
+    }
+
+
+def _nemotron_h(header: GgufHeader) -> Fields:
+    prefix = _prefix(header)
+    heads, inner = (header.integer(f"{prefix}ssm.{key}") for key in ("time_step_rank", "inner_size"))
+    layers = _layers(header) or 0
+    kv_heads, widths = (header.integers(f"{prefix}{key}") for key in ("attention.head_count_kv", "feed_forward_length"))
+    if min(len(kv_heads), len(widths)) < layers:
+        raise ModelError(
+            f"{header.path.name}: {prefix}attention.head_count_kv and feed_forward_length must have a number for each "
+            f"of {layers} layers"
+        )
+    kinds = [
+        "attention"
+        if kv_heads[layer]
+        else "mamba"
+        if not widths[layer]
+        else "moe"
+        if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors
+        else "mlp"
+        for layer in range(layers)
+    ]
+    return {
+        **_experts(header),
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "layers_block_type": kinds,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads if inner and heads else None,
+        "n_groups": header.integer(f"{prefix}ssm.group_count"),
+        "ssm_state_size": header.integer(f"{prefix}ssm.state_size"),
+        "conv_kernel": header.integer(f"{prefix}ssm.conv_kernel"),
+        "use_conv_bias": _has(header, "ssm_conv1d.bias"),
+        "use_bias": _has(header, "ssm_in.bias"),
+        "mlp_bias": _has(header, "ffn_up.bias"),
+        "attention_bias": _has(header, "attn_q.bias"),
+        "n_routed_experts": header.integer(f"{prefix}expert_count"),
+        "moe_shared_expert_intermediate_size": header.integer(f"{prefix}expert_shared_feed_forward_length"),
+        "moe_latent_size": header.integer(f"{prefix}moe_latent_size"),
+        "norm_topk_prob": header.flag(f"{prefix}expert_weights_norm", True),
+        "routed_scaling_factor": header.number(f"{prefix}expert_weights_scale"),
+        "n_group": header.integer(f"{prefix}expert_group_count"),
+        "topk_group": header.integer(f"{prefix}expert_group_used_count"),
     }
 
 
@@ -409,11 +569,69 @@ def _with_experts(prefix: str, router: str, gate: str, up: str, down: str) -> di
 
 
 _PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+
+
+def _ssm(prefix: str) -> dict[str, str]:
+    """What layers with a recurrent state have."""
+    names = {"conv1d": "conv1d", "a": "A_log", "dt.bias": "dt_bias", "norm": "norm", "out": "out_proj"}
+    return {f"ssm_{theirs}": f"{prefix}.{name}" for theirs, name in names.items()}
+
+
+def _mamba_2(prefix: str) -> dict[str, str]:
+    return {**_ssm(prefix), "ssm_in": f"{prefix}.in_proj", "ssm_d": f"{prefix}.D"}
+
+
+_GATED_DELTA = {
+    **_LLAMA,
+    **_HEAD_NORMS,
+    **_ssm("linear_attn"),
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "post_attention_norm": "post_attention_layernorm",
+}
+_SHARED_EXPERT = {
+    **_with_experts("mlp", "gate", *_PROJECTIONS),
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_GRANITE_HYBRID = {
+    **_LLAMA,
+    **_mamba_2("mamba"),
+    **_with_experts("block_sparse_moe", "router.layer", *_PROJECTIONS),
+    **{f"ffn_{part}{end}": f"shared_mlp.{part}_proj" for part in ("gate", "up", "down") for end in ("", "_shexp")},
+}
+_FALCON_H1 = {
+    **_LLAMA,
+    **_mamba_2("mamba"),
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),  # llama.cpp leaves the last part out
+}
+_NEMOTRON_H = {
+    **{part: name.replace("self_attn", "mixer") for part, name in _ATTENTION.items()},
+    **_mamba_2("mixer"),
+    **_with_experts("mixer", "gate", *_PROJECTIONS),
+    **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "attn_norm": "norm",
+}
+_NEMOTRON_H_TOP = {
+    "token_embd.weight": "backbone.embeddings.weight",
+    "output_norm.weight": "backbone.norm_f.weight",
+    "output.weight": "lm_head.weight",
+}
 _LFM2_TOP = {**_TOP, "token_embd_norm.weight": "model.embedding_norm.weight"}
 _MIXTRAL = GgufFamily(
     _mixtral, {**_LLAMA, **_with_experts("block_sparse_moe", "gate", "w1", "w3", "w2")}, _TOP, interleaved=True
 )
+_NEMOTRON = GgufFamily(_nemotron_h, _NEMOTRON_H, _NEMOTRON_H_TOP, layers="backbone.layers.")
 _FAMILIES = {
+    "falcon-h1": GgufFamily(_falcon_h1, _FALCON_H1, {**_TOP, "output_norm.weight": "model.final_layernorm.weight"}),
     "gemma2": GgufFamily(_gemma2, _GEMMA2, _TOP, adds_one=True),
     "gemma3": GgufFamily(_gemma3, {**_GEMMA2, **_HEAD_NORMS}, _TOP, adds_one=True),
     "gpt-oss": GgufFamily(
@@ -427,6 +645,7 @@ _FAMILIES = {
         _TOP,
     ),
     "granite": GgufFamily(_granite, _LLAMA, _TOP, interleaved=True),
+    "granitehybrid": GgufFamily(_granite_hybrid, _GRANITE_HYBRID, _TOP, interleaved=True),
     "lfm2": GgufFamily(_lfm2, _LFM2, _LFM2_TOP),
     "lfm2moe": GgufFamily(
         _lfm2moe,
@@ -438,13 +657,18 @@ _FAMILIES = {
         _LFM2_TOP,
     ),
     "llama": GgufFamily(_llama, _LLAMA, _TOP, interleaved=True),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
     "phi3": GgufFamily(
         _phi3, {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _TOP
     ),
     "qwen2": GgufFamily(_qwen2, _LLAMA, _TOP),
     "qwen3": GgufFamily(_qwen3, {**_LLAMA, **_HEAD_NORMS}, _TOP),
+    "qwen35": GgufFamily(_qwen35, _GATED_DELTA, _TOP, adds_one=True),
+    "qwen35moe": GgufFamily(_qwen35moe, {**_GATED_DELTA, **_SHARED_EXPERT}, _TOP, adds_one=True),
     "qwen3moe": GgufFamily(
         _qwen3moe, {**_LLAMA, **_HEAD_NORMS, **_with_experts("mlp", "gate", *_PROJECTIONS)}, _TOP
     ),
+    "qwen3next": GgufFamily(_qwen3next, {**_GATED_DELTA, **_SHARED_EXPERT}, _TOP, adds_one=True),
     "smollm3": GgufFamily(_smollm3, _LLAMA, _TOP, interleaved=True),
 }  # fmt: skip

@@ -130,6 +130,11 @@ def listed_sparse(config: Config, layers: int) -> frozenset[int] | None:
     return frozenset(layer for layer, word in enumerate(words[:layers]) if word == SPARSE)
 
 
+def is_from_gguf(config: Config) -> bool:
+    """Whether a config was made from a GGUF header: its tensors lie as llama.cpp has them, gate and up apart."""
+    return config.has("_windowpane") and config.section("_windowpane").flag("gguf", False)
+
+
 def experts_per_token(
     config: Config, experts: int, key: str = "num_experts_per_tok", default: int | None = None
 ) -> int:

@@ -70,7 +70,7 @@ _CUTS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt"), _Cut()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _Cut(digits=True)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1"),
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral"),
         _Cut(_LLAMA3_SPLIT, whole_words=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut(_LLAMA3_SPLIT)),

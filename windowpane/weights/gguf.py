@@ -49,9 +49,19 @@ class GgufCheckpoint:
                 yield _undo_interleaving(rows, len(rows) // head_rows)
             return
         # Subtracted in float32: in bfloat16, 1 + w has lost most of w.
-        offset = 1.0 if self._adds_one and name.endswith("norm.weight") else 0.0
+        is_of_state = name.endswith("linear_attn.norm.weight")
+        offset = 1.0 if self._adds_one and name.endswith("norm.weight") and not is_of_state else 0.0
         for rows in self._rows(tensor, cut, max(1, PIECE_BYTES // (4 * tensor.shape[-1]))):
-            yield rows - offset if offset else rows
+            if name.endswith(".A_log"):
+                yield self._logarithm_of_decay(rows, name)
+            else:
+                yield rows - offset if offset else rows
+
+    def _logarithm_of_decay(self, stored: torch.Tensor, name: str) -> torch.Tensor:
+        """Files have −exp(A_log)."""
+        if not (stored < 0).all():
+            raise WeightsError(f"{self.files[0]} is damaged: a value of {name} decays nothing; fetch it again")
+        return torch.log(-stored)
 
     def strips(self, weight: TensorSpec, form: StripForm, place: RankPlace) -> StripWeight:
         """A matrix as it is stored, or a rank's part of it, in the order that kernels read; of experts, all of them."""

@@ -14,6 +14,7 @@ from windowpane.models.parts import (
     Shape,
     experts_per_token,
     fused_experts,
+    is_from_gguf,
     read_shape,
     retention,
     separate_experts,
@@ -40,7 +41,7 @@ def read(config: Config, name: str) -> ModelSpec:
     count, width = config.integer("num_local_experts"), config.integer("intermediate_size")
     block_norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-5))
     rope = _rope(config, shape)
-    apart = config.has("_windowpane") and config.section("_windowpane").flag("separate_experts", False)
+    apart = is_from_gguf(config)
     per_head = Shard(0, ((shape.query_heads, shape.query_heads),))
     layers = []
     for layer, kind in enumerate(kinds):

@@ -14,7 +14,10 @@ from windowpane.models.parts import (
     even_head_dim,
     experts_per_token,
     fused_mlp_tensors,
+    is_from_gguf,
+    mlp_tensors,
     read_shape,
+    separate_experts,
     whole,
 )
 from windowpane.models.rope import read_rope
@@ -54,9 +57,7 @@ def read(config: Config, name: str) -> ModelSpec:
                 f"{at}mamba.", shape.hidden, layer, norms.eps, in_bias=bias, out_bias=bias, conv_bias=conv_bias,
                 dt_limits=read_dt_limits(config),
             )  # fmt: skip
-        shared = fused_mlp_tensors(
-            f"{at}shared_mlp.", shape.hidden, shared_width, names=("input_linear", "output_linear")
-        )
+        shared = _shared(config, f"{at}shared_mlp.", shape.hidden, shared_width)
         shared_mlp = gated_mlp("", shape, shared_width, activation, tensors=shared)
         mlp: Mixer = shared_mlp
         if count:
@@ -73,12 +74,20 @@ def read(config: Config, name: str) -> ModelSpec:
     return described_spec(config, config, shape, name=name, family="granite_hybrid", decoder=described)
 
 
+def _shared(config: Config, prefix: str, hidden: int, width: int) -> list[TensorSpec]:
+    if is_from_gguf(config):
+        return mlp_tensors(prefix, hidden, width)
+    return fused_mlp_tensors(prefix, hidden, width, names=("input_linear", "output_linear"))
+
+
 def _experts(config: Config, prefix: str, shape: Shape, layer: int, count: int, activation: str) -> Experts:
     shard, width, hidden = Shard(0, ((count, count),)), config.integer("intermediate_size"), shape.hidden
     tensors = [
         TensorSpec(f"{prefix}input_linear.weight", (count, 2 * width, hidden), shard, linear=True, part="experts"),
         TensorSpec(f"{prefix}output_linear.weight", (count, hidden, width), shard, linear=True, part="experts"),
     ]
+    if is_from_gguf(config):
+        tensors = separate_experts(f"{prefix}experts.", count, hidden, width)
     weight = whole(f"{prefix}router.layer.weight", count, hidden)
     router = Router(weight, experts_per_token(config, count), scoring=CHOSEN_SOFTMAX)
     return experts(layer, router, tensors, activation)

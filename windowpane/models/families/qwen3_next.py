@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from windowpane.kv.caches import StateCache, StatePart
 from windowpane.kv.retention import Full
 from windowpane.models.blocks import (
+    BY_KEY_HEAD,
+    BY_SECTION,
+    GATES_BY_KEY_HEAD,
+    TILED,
     Attention,
     Decoder,
     GatedDeltaNet,
@@ -24,10 +28,10 @@ from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
-    by_columns,
     by_rows,
     experts_per_token,
     fused_experts,
+    is_from_gguf,
     read_shape,
     separate_experts,
     sparse_layers,
@@ -101,6 +105,13 @@ class Parts:
     is_next: bool
     has_experts: bool
     is_quantized: bool
+    is_from_gguf: bool = False
+
+    @property
+    def delta_order(self) -> str:
+        if self.is_next:
+            return GATES_BY_KEY_HEAD if self.is_from_gguf else BY_KEY_HEAD
+        return TILED if self.is_from_gguf else BY_SECTION
 
     @property
     def norms(self) -> Norms:
@@ -124,8 +135,8 @@ class Parts:
     def mlp(self, at: str, layer: int, sparse: bool) -> Mixer:
         if not sparse:
             return gated_mlp(f"{at}mlp.", self.shape, self.text.integer("intermediate_size"), self.activation)
-        # Unquantized Qwen3.5 checkpoints fuse the experts of a layer; Qwen3-Next and quantized ones do not.
-        fused = not self.is_next and not self.is_quantized
+        # Unquantized Qwen3.5 checkpoints fuse the experts of a layer; Qwen3-Next, quantized ones and GGUF do not.
+        fused = not (self.is_next or self.is_quantized or self.is_from_gguf)
         renormalizes = not self.is_next or self.text.flag("norm_topk_prob", True)
         return _experts(
             f"{at}mlp.", self.text, self.shape, layer, self.activation, fused=fused, renormalizes=renormalizes
@@ -148,8 +159,8 @@ def read(config: Config, name: str) -> ModelSpec:
         if kind == FULL:
             mixer: Mixer = parts.attention(at, layer)
         else:
-            eps = parts.norms.eps
-            mixer = _linear_attention(f"{at}linear_attn.", delta, layer, shape.hidden, eps, fused=parts.is_next)
+            eps, order = parts.norms.eps, parts.delta_order
+            mixer = _linear_attention(f"{at}linear_attn.", delta, layer, shape.hidden, eps, order)
         layers.append(parts.norms.pre(at, mixer, parts.mlp(at, layer, layer in sparse)))
     described = decoder(prefix, shape, layers, parts.norms(f"{prefix}norm"))
     seen = towers.qwen3_5(config) if nested and config.has("vision_config") else ()
@@ -161,7 +172,7 @@ def _parts(architecture: str, config: Config, text: Config) -> Parts:
     has_experts = is_next or "Moe" in architecture
     defaults = None if is_next else MOE_DEFAULTS if has_experts else DEFAULTS
     shape = read_shape(config, text, tied=False, defaults=defaults)
-    return Parts(text, shape, is_next, has_experts, config.has("quantization_config"))
+    return Parts(text, shape, is_next, has_experts, config.has("quantization_config"), is_from_gguf(config))
 
 
 def draft_layers(target: ModelSpec) -> Decoder:
@@ -204,26 +215,29 @@ def _gated_delta(text: Config) -> GatedDelta:
     return delta
 
 
-def _linear_attention(
-    prefix: str, delta: GatedDelta, layer: int, hidden: int, eps: float, *, fused: bool
-) -> GatedDeltaNet:
+def _linear_attention(prefix: str, delta: GatedDelta, layer: int, hidden: int, eps: float, order: str) -> GatedDeltaNet:
     """Qwen3-Next fuses q, k, v and the gate by key head; later models only q|k|v, one after another."""
-    qkv = Shard(0, delta.qkv_sections)
+    # Ranks share key heads out. Where value heads are tiled, each run of one value head per key head is cut by itself.
+    runs = delta.value_heads // delta.key_heads if order == TILED else 1
+    units = delta.value_heads // runs
+    values = ((delta.values // runs, units),) * runs
+    qkv = Shard(0, (*delta.qkv_sections[:2], *values))
     qkv_rows = sum(length for length, _ in delta.qkv_sections)
-    heads = Shard(0, ((delta.value_heads, delta.value_heads),))
-    if fused:
-        inputs = [
-            by_rows(f"{prefix}in_proj_qkvz.weight", qkv_rows + delta.values, hidden, delta.key_heads, "state"),
-            by_rows(f"{prefix}in_proj_ba.weight", 2 * delta.value_heads, hidden, delta.key_heads, "state"),
-        ]
+    heads = Shard(0, ((units, units),) * runs)
+    qkv_weight = TensorSpec(f"{prefix}in_proj_qkv.weight", (qkv_rows, hidden), qkv, linear=True, part="state")
+    z = TensorSpec(f"{prefix}in_proj_z.weight", (delta.values, hidden), Shard(0, values), linear=True, part="state")
+    if order == BY_KEY_HEAD:
+        inputs = [by_rows(f"{prefix}in_proj_qkvz.weight", qkv_rows + delta.values, hidden, delta.key_heads, "state")]
     else:
-        inputs = [
-            TensorSpec(f"{prefix}in_proj_qkv.weight", (qkv_rows, hidden), qkv, linear=True, part="state"),
-            by_rows(f"{prefix}in_proj_z.weight", delta.values, hidden, delta.value_heads, "state"),
-            by_rows(f"{prefix}in_proj_b.weight", delta.value_heads, hidden, delta.value_heads, "state"),
-            by_rows(f"{prefix}in_proj_a.weight", delta.value_heads, hidden, delta.value_heads, "state"),
+        inputs = [qkv_weight, z]
+    if order in (BY_KEY_HEAD, GATES_BY_KEY_HEAD):
+        inputs.append(by_rows(f"{prefix}in_proj_ba.weight", 2 * delta.value_heads, hidden, delta.key_heads, "state"))
+    else:
+        inputs += [
+            TensorSpec(f"{prefix}in_proj_{name}.weight", (delta.value_heads, hidden), heads, linear=True, part="state")
+            for name in "ba"
         ]
-    out = by_columns(f"{prefix}out_proj.weight", hidden, delta.values, delta.value_heads, "state")
+    out = TensorSpec(f"{prefix}out_proj.weight", (hidden, delta.values), Shard(1, values), linear=True, part="state")
     return GatedDeltaNet(
         layer,
         delta.cache(layer),
@@ -233,7 +247,7 @@ def _linear_attention(
         dt_bias=TensorSpec(f"{prefix}dt_bias", (delta.value_heads,), heads, part="state"),
         norm=Norm(eps, whole(f"{prefix}norm.weight", delta.value_dim)),
         out=Projection.of([out]),
-        by_key_head=fused,
+        order=order,
     )
 
 
