@@ -137,6 +137,9 @@ class _Unheard(ChangeLog):
     def tail(self, group: int, slot: int, start: int, stop: int, ids: Ids) -> None:
         pass
 
+    def snapshot(self, group: int, slot: int, position: int, ids: Ids) -> None:
+        pass
+
     def close(
         self, tables: Sequence[PageTable], shared: Sequence[SharedPages], outgoing: Mapping[Place, Ids]
     ) -> Changes:
