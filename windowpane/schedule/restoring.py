@@ -70,19 +70,20 @@ class RestorePlanner:
 
     def extend(self, slot: int, request: Request, stop: int) -> None:
         """Give a chunk its pages, leaving points inside it where they are worth their room."""
-        tails, before = [], self._last_point[slot]
+        tails, before, last = [], self._last_point[slot], self._last_point[slot]
         for mark in self._marks.get(slot, ()):
             if not self.manager.lengths[slot] < mark < stop:
                 continue
             if self.points.is_kept(request.prefix_key, request.prompt[:mark]):
-                before = mark
+                before = last = mark
             elif self.points.is_worth_its_room(before, mark):
                 tails.append(mark)
                 before = mark
-        self._last_point[slot] = before
         for point in self.manager.extend_with_tails(slot, stop, tails):
+            last = max(last, point.length)
             if self.points.add(request.prefix_key, request.prompt[: point.length], point):
                 self._written.append(point)
+        self._last_point[slot] = last
 
     def end_chunk(self, slot: int, request: Request, stop: int, *, at_prompt_end: bool) -> int | None:
         """Note that a chunk ends here: `close_step` leaves a point, where one is wanted.
