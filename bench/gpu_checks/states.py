@@ -20,6 +20,7 @@ from functools import partial
 from itertools import accumulate, cycle
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
@@ -36,7 +37,7 @@ from windowpane.lowering.gpu.kernels.delta_chunks import (
     chunk_delta,
     delta_workspace_bytes,
 )
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces, snapshot_table
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces, snapshot_tables
 from windowpane.lowering.reference.recurrence import L2_EPS
 from windowpane.schedule.step import Segment
 
@@ -448,8 +449,8 @@ def snapshots() -> str:
     layer, plain = prompts.layer, prompts.run()
     wanted = [(0, 11), (0, 74), (0, 333), (0, 510), (1, 2)]
     pages = layer.take(len(wanted)).tolist()
-    of_segments = [[(p, page) for (i, p), page in zip(wanted, pages, strict=True) if i == n] for n in range(3)]
-    out = prompts.run(saved=ints(*snapshot_table(of_segments).tolist()))
+    positions = [[position for i, position in wanted if i == segment] for segment in range(3)]
+    out = prompts.run(saved=one_table(positions, pages))
     assert torch.equal(out[3:], plain[3:]), "snapshots change what comes out"
     cases = []
     for (index, position), page in zip(wanted, pages, strict=True):
@@ -459,6 +460,11 @@ def snapshots() -> str:
         cases.append((out[segment.row : segment.row + len(rows)], (want, state), page))
     worst = compare(layer, "chunks snapshots", cases)
     return f"states {worst[1]:.1e}"
+
+
+def one_table(positions: list[list[int]], pages: list[int]) -> torch.Tensor:
+    """Of pages in one stripe."""
+    return ints(*snapshot_tables(positions, np.array([pages], dtype=np.int32))[0].tolist())
 
 
 # -- timings -------------------------------------------------------------------------------------------------------
@@ -488,8 +494,7 @@ def timings() -> None:
             took = microseconds(step)
             # One in the middle of each prompt.
             pages = prompts.layer.take(len(lengths)).tolist()
-            of_segments = [[(length // 2, page)] for length, page in zip(lengths, pages, strict=True)]
-            saved = ints(*snapshot_table(of_segments).tolist())
+            saved = one_table([[length // 2] for length in lengths], pages)
             leaving = microseconds(prompts.step(nans(len(prompts.made), prompts.layer), saved=saved))
             beside = by_fla(partial(fla_chunks, fla, shape, lengths), fla)
             speed = operations(shape, sum(lengths)) / took / 1e6

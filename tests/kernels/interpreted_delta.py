@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +18,7 @@ from windowpane.attention.segments import ChunkQueries
 from windowpane.kv.layout import OFFSET_UNIT_BYTES
 from windowpane.lowering.gpu.kernels.delta import DecodeLaunch, DeltaShape, decode_delta
 from windowpane.lowering.gpu.kernels.delta_chunks import chunk_delta, delta_workspace_bytes
-from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces, snapshot_table
+from windowpane.lowering.gpu.kernels.state_places import StatePart, StatePlaces, snapshot_tables
 from windowpane.lowering.reference.recurrence import causal_convolution, gated_delta_rule
 from windowpane.schedule.step import Segment
 
@@ -255,8 +256,9 @@ def snapshots() -> None:
     layer, plain = prompts.layer, prompts.run()
     wanted = [(0, 11), (0, 57), (0, 74), (0, 80), (1, 2)]
     pages = layer.pages(len(wanted)).tolist()
-    of_segments = [[(p, page) for (i, p), page in zip(wanted, pages, strict=True) if i == n] for n in range(3)]
-    out = prompts.run(snapshots=torch.from_numpy(snapshot_table(of_segments)))
+    positions = [[position for i, position in wanted if i == segment] for segment in range(3)]
+    (table,) = snapshot_tables(positions, np.array([pages], dtype=np.int32))
+    out = prompts.run(snapshots=torch.from_numpy(table))
     assert torch.equal(out[2:], plain[2:])
     for (index, position), page in zip(wanted, pages, strict=True):
         segment, before = prompts.segments[index], int(prompts.before[prompts.decoding + index])

@@ -22,7 +22,7 @@ from windowpane.device.transfer import Transfer
 from windowpane.kv.caches import Kept, RouteCache, TokenCache
 from windowpane.kv.changes import Changes
 from windowpane.lowering.gpu.adapters import AdapterTables, DeviceRows
-from windowpane.lowering.gpu.kernels.state_places import snapshot_table
+from windowpane.lowering.gpu.kernels.state_places import snapshot_tables
 from windowpane.schedule.step import LAST_SAMPLED, Segment, Step
 
 MOST_SEGMENT_TOKENS = MOST_ROWS  # of one whose rows decode together
@@ -59,7 +59,7 @@ class DeviceStep:
 
     `writes` is by group, None where the rows are stored while they are made (steps that only decode). `segments` [n, 6]
     has the decoding rows of each sequence together, at most `most_rows` of them, where some have several. `snapshots`
-    are those of the chunks' states: by group, a `snapshot_table` for each stripe.
+    are those of the chunks' states: by group, `snapshot_tables`.
     """
 
     positions: torch.Tensor  # int32 [rows]
@@ -174,10 +174,8 @@ class StepBuilder:
     def _snapshots(self, group: int, step: Step) -> NDArray[np.int32]:
         """Those of a group, a table for each stripe."""
         found = [self._pages.snapshots.get((group, segment.slot), ()) for segment in step.segments]
-        stripes = range(self._pages.layout.groups[group].stripes)
-        return np.stack(
-            [snapshot_table([[(one.position, int(one.offsets[s])) for one in of] for of in found]) for s in stripes]
-        )
+        pages = np.stack([snapshot.offsets for of_segment in found for snapshot in of_segment], axis=1)
+        return snapshot_tables([[snapshot.position for snapshot in of_segment] for of_segment in found], pages)
 
     def _queries(
         self, segments: tuple[Segment, ...], transfer: Transfer

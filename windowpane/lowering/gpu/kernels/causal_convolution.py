@@ -29,7 +29,7 @@ def short_convolution(
     """out [rows, channels] = C · convolution(B · x) of `made` [rows, B | C | x]; states of all sequences go on.
 
     The first `decoding` sequences have a row each, the others are `segments`, int32 [n, fields of Segment], the longest
-    of `longest` tokens. `snapshots` are a `snapshot_table` of pages that get the tails in front of positions.
+    of `longest` tokens. `snapshots` are one of `snapshot_tables`, of pages that get the tails in front of positions.
     """
     tokens = TOKENS if longest > 1 else 1
     _launch(

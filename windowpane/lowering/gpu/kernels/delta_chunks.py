@@ -132,8 +132,8 @@ def chunk_delta(
     """The rows of all segments in out [rows, value heads × dim], of `made` [rows, q | k | v | z | b | a].
 
     `places` are those of the step: its last ones belong to the segments. Weights are those of `decode_delta`.
-    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots` are a `snapshot_table` of pages that
-    get the states in front of positions within segments or at their end.
+    `workspace` is a flat tensor of bytes (`delta_workspace_bytes`). `snapshots` are one of `snapshot_tables`, of pages
+    that get the states in front of positions within segments or at their end.
     """
     if not segments.host_segments:
         return

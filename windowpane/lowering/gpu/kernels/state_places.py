@@ -52,13 +52,17 @@ class StatePart(NamedTuple):
     elements: int
 
 
-def snapshot_table(of_segments: Sequence[Sequence[tuple[int, int]]]) -> NDArray[np.int32]:
-    """As kernels take SNAPSHOTS: where in it those of each segment begin, where the last ones end, and then of each the
-    position and the page that gets the state in front of it. Those of a segment are in order.
+def snapshot_tables(positions: Sequence[Sequence[int]], pages: NDArray[np.int32]) -> NDArray[np.int32]:
+    """As kernels take SNAPSHOTS, for each row of `pages` [stripes, snapshots]: where in it those of each segment begin,
+    where the last ones end, and then of each the position and the page that gets the state in front of it. `positions`
+    are those of each segment, in order.
     """
-    begins = len(of_segments) + 1 + np.cumsum([0, *(2 * len(snapshots) for snapshots in of_segments)])
-    rows = [number for snapshots in of_segments for snapshot in snapshots for number in snapshot]
-    return np.array([*begins, *rows], dtype=np.int32)
+    begins = len(positions) + 1 + 2 * np.cumsum([0, *map(len, positions)])
+    tables = np.empty((len(pages), len(begins) + 2 * pages.shape[1]), dtype=np.int32)
+    tables[:, : len(begins)] = begins
+    tables[:, len(begins) :: 2] = [position for of_segment in positions for position in of_segment]
+    tables[:, len(begins) + 1 :: 2] = pages
+    return tables
 
 
 @triton.jit
