@@ -26,7 +26,7 @@ from windowpane.lowering.reference.context import Context, StepState
 from windowpane.lowering.reference.mixers import make_mixer
 from windowpane.lowering.reference.ops import PLAIN
 from windowpane.lowering.rope import RopeTables
-from windowpane.models.blocks import Block, Decoder, GatedDeltaNet, Layer, Norm, StateMixer, tensors_of
+from windowpane.models.blocks import BY_KEY_HEAD, Block, Decoder, GatedDeltaNet, Layer, Norm, StateMixer, tensors_of
 from windowpane.models.families.lfm2 import _convolution
 from windowpane.models.families.mamba import Mamba
 from windowpane.models.families.qwen3_next import GatedDelta, _linear_attention
@@ -45,7 +45,7 @@ def mamba(heads: int, dim: int, groups: int, **rest) -> Callable[[int], StateMix
 
 MIXERS: dict[str, Callable[[int], StateMixer]] = {
     "delta": lambda layer: _linear_attention(
-        f"{layer}.", GatedDelta(1, 2, 16, 32, 4, "float32"), layer, HIDDEN, EPS, fused=True
+        f"{layer}.", GatedDelta(1, 2, 16, 32, 4, "float32"), layer, HIDDEN, EPS, BY_KEY_HEAD
     ),
     "mamba, groups normed apart": mamba(4, 16, 2, norms_groups=True),
     "mamba, odd heads normed together": mamba(3, 20, 1, dt_limits=(0.2, 1.1), conv_bias=False),

@@ -70,6 +70,7 @@ def test_kernels_of_mamba_2_keep_their_state_in_registers(name, monkeypatch, tmp
             spilled = SPILLED_BY_SNAPSHOTS if snapshots is not None and kernel is kernels[1] else 8
             assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= spilled, kernel.kernel.fn.__name__
             assert kernel.compiled.metadata.shared <= SHARED_BYTES[90]
+        assert "async_copy" in kernels[1].compiled.asm["ttgir"], "a chunk is read while the one before it is computed"
     in_one_slot = places._replace(aside=torch.zeros(8, 4096, dtype=torch.bfloat16))
     mamba2.decode_mamba2(made, in_one_slot, layer, out)
     mamba2.chunk_mamba2(made, in_one_slot, ints(2, 6), 300, 3, layer, out)
@@ -98,6 +99,7 @@ def test_kernels_of_the_delta_rule_compile_with_snapshots_and_states_in_one_slot
         for kernel in (*kernels, *others):
             spilled = SPILLED_BY_SNAPSHOTS if snapshots is not None and kernel is kernels[1] else 0
             assert stack_bytes(kernel.compiled.asm["cubin"], tmp_path) <= spilled, kernel.kernel.fn.__name__
+        assert "async_copy" in kernels[1].compiled.asm["ttgir"], "a chunk is read while the one before it is computed"
     for where in (places, in_one_slot):
         decode_delta(made[:1], where, *weights, out[:1], key_heads=key_heads, eps=1e-6)
         assert stack_bytes(decoding.compiled.asm["cubin"], tmp_path) <= 8

@@ -123,7 +123,7 @@ def chunk_mamba2(
 ) -> None:  # fmt: skip
     """As `decode_mamba2`, of `segments`, int32 [n, fields of Segment], which take all rows from `first_row` on.
 
-    `snapshots` are a `snapshot_table` of pages that get the states in front of positions.
+    `snapshots` are one of `snapshot_tables`, of pages that get the states in front of positions.
     """
     described, inner = layer.described, layer.inner
     heads, states = described.heads, described.groups * described.state_dim
@@ -340,6 +340,79 @@ def _decode_kernel(
             remember(cs, made_stride, count, c_by, c_old, new + c_at, in_state, known, keeps, WIDTH)
 
 
+@triton.jit
+def _steps_of(
+    made, made_stride, head, t, here, bias, low, high, dt_by, HEADS: tl.constexpr, DIM: tl.constexpr,
+    GROUPS: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """How far each token of a chunk steps: 0 behind the last one."""
+    at = made + (t * made_stride + 2 * HEADS * DIM + 2 * GROUPS * STATE + head)
+    step = rounded(tl.load(at, mask=here, other=0.0), dt_by, made.dtype.element_ty)
+    return tl.where(here, tl.minimum(tl.maximum(_softplus(step + bias), low), high), 0.0)
+
+
+@triton.jit
+def _scanned_chunks(
+    state, first, stop, count, row, first_row, MIXED, MADE, OUT, mixed_stride, made_stride, out_stride, head, p, rate,
+    bias, skip, low, high, z_by, dt_by, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr,
+    STATE: tl.constexpr, STATE_BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """The state behind tokens [first, stop) of a segment of `count`, chunk by chunk; their outputs are stored."""
+    DTYPE: tl.constexpr = MADE.dtype.element_ty
+    t, n = tl.arange(0, TOKENS), tl.arange(0, STATE_BLOCK)
+    in_head, in_state = p < DIM, n < STATE
+    group = HEADS * DIM + head // (HEADS // GROUPS) * STATE
+    # Offsets within a chunk have 32 bits: 64 would take most of the registers.
+    t_mixed = t[:, None] * mixed_stride
+    for chunk in tl.range(first, stop, TOKENS):
+        here = chunk + t < count
+        mixed, made = MIXED + (row + chunk - first_row) * mixed_stride, MADE + (row + chunk) * made_stride
+        step = _steps_of(made, made_stride, head, t, here, bias, low, high, dt_by, HEADS, DIM, GROUPS, STATE)
+        total = tl.cumsum(-rate * step, 0)
+        last = tl.sum(-rate * step, 0)
+        x_mask = here[:, None] & in_head[None, :]
+        x = tl.load(mixed + (t_mixed + head * DIM + p[None, :]), mask=x_mask, other=0.0).to(tl.float32)
+        state_mask = here[:, None] & in_state[None, :]
+        b = tl.load(mixed + (t_mixed + group + n[None, :]), mask=state_mask, other=0.0)
+        c = tl.load(mixed + (t_mixed + group + GROUPS * STATE + n[None, :]), mask=state_mask, other=0.0)
+        sees = t[:, None] >= t[None, :]
+        between = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0))
+        scores = tl.where(sees, tl.dot(c, tl.trans(b), input_precision="ieee") * between, 0.0)
+        weighted = x * step[:, None]
+        y = tl.dot(c, state.to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), y, input_precision="ieee")
+        gained = (weighted * tl.exp(last - total)[:, None]).to(DTYPE)
+        state = tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")
+        y += skip * x
+        if GATES:
+            z = tl.load(made + (t[:, None] * made_stride + head * DIM + p[None, :]), mask=x_mask, other=0.0)
+            y *= silu(rounded(z, z_by, DTYPE))
+        to = OUT + (row + chunk) * out_stride + head * DIM
+        tl.store(to + (t[:, None] * out_stride + p[None, :]), y.to(DTYPE), mask=x_mask)
+    return state
+
+
+@triton.jit
+def _scanned_within(
+    state, first, behind, row, first_row, MIXED, MADE, mixed_stride, made_stride, head, p, rate, bias, low, high,
+    dt_by, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
+    STATE_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The state behind the segment's first `behind` tokens, which end in the chunk that begins at `first`."""
+    t, n = tl.arange(0, TOKENS), tl.arange(0, STATE_BLOCK)
+    here = first + t < behind
+    group = HEADS * DIM + head // (HEADS // GROUPS) * STATE
+    mixed, made = MIXED + (row + first - first_row) * mixed_stride, MADE + (row + first) * made_stride
+    step = _steps_of(made, made_stride, head, t, here, bias, low, high, dt_by, HEADS, DIM, GROUPS, STATE)
+    total = tl.cumsum(-rate * step, 0)
+    last = tl.sum(-rate * step, 0)
+    at = mixed + t[:, None] * mixed_stride
+    x = tl.load(at + head * DIM + p[None, :], mask=here[:, None] & (p < DIM)[None, :], other=0.0).to(tl.float32)
+    b = tl.load(at + group + n[None, :], mask=here[:, None] & (n < STATE)[None, :], other=0.0)
+    gained = (x * (step * tl.exp(last - total))[:, None]).to(MADE.dtype.element_ty)
+    return tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")
+
+
 @triton.jit(
     do_not_specialize=["first_row"],
     do_not_specialize_on_alignment=["BEFORE", "AFTER", "STARTS", "SEGMENTS", "SNAPSHOTS"],
@@ -354,10 +427,8 @@ def _scan_kernel(
     C · Bᵀ, and all before through the state.
     """
     wait_if_overlapped(PDL)
-    DTYPE: tl.constexpr = MADE.dtype.element_ty
-    INNER: tl.constexpr = HEADS * DIM
     segment, head = tl.program_id(0), tl.program_id(1)
-    t, n = tl.arange(0, TOKENS), tl.arange(0, STATE_BLOCK)
+    n = tl.arange(0, STATE_BLOCK)
     p = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     in_head, in_state = p < DIM, n < STATE
     start = tl.load(STARTS + segment)
@@ -369,49 +440,30 @@ def _scan_kernel(
     inside = in_head[None, :] & in_state[:, None]
     before = tl.load(BEFORE + segment).to(tl.int64) * MATRIX_UNIT
     state = tl.load(MATRIX + before + at, mask=inside & (start > 0), other=0.0).to(tl.float32)
-    group = INNER + head // (HEADS // GROUPS) * STATE
-    for first in tl.range(0, count, TOKENS):
-        here = first + t < count
-        # Offsets within a chunk have 32 bits: 64 would take most of the registers.
-        mixed, t_mixed = MIXED + (row + first - first_row) * mixed_stride, t[:, None] * mixed_stride
-        made = MADE + (row + first) * made_stride
-        step = rounded(
-            tl.load(made + (t * made_stride + 2 * INNER + 2 * GROUPS * STATE + head), mask=here, other=0.0),
-            dt_by,
-            DTYPE,
-        )
-        step = tl.where(here, tl.minimum(tl.maximum(_softplus(step + bias), low), high), 0.0)
-        total = tl.cumsum(-rate * step, 0)
-        last = tl.sum(-rate * step, 0)
-        x_mask = here[:, None] & in_head[None, :]
-        x = tl.load(mixed + (t_mixed + head * DIM + p[None, :]), mask=x_mask, other=0.0).to(tl.float32)
-        state_mask = here[:, None] & in_state[None, :]
-        b = tl.load(mixed + (t_mixed + group + n[None, :]), mask=state_mask, other=0.0)
-        c = tl.load(mixed + (t_mixed + group + GROUPS * STATE + n[None, :]), mask=state_mask, other=0.0)
-        sees = t[:, None] >= t[None, :]
-        between = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0))
-        scores = tl.where(sees, tl.dot(c, tl.trans(b), input_precision="ieee") * between, 0.0)
-        weighted = x * step[:, None]
-        y = tl.dot(c, state.to(DTYPE), input_precision="ieee") * tl.exp(total)[:, None]
-        y = tl.dot(scores.to(DTYPE), weighted.to(DTYPE), y, input_precision="ieee")
-        if SNAPSHOTS is not None:
-            mine, others = snapshots_of(SNAPSHOTS, segment)
-            for snapshot in range(mine, others, 2):
-                behind = tl.load(SNAPSHOTS + snapshot) - start - first
-                if (behind > 0) & (behind <= TOKENS):
-                    until = tl.sum(tl.where(t < behind, -rate * step, 0.0), 0)
-                    decays = tl.exp(tl.where(t < behind, until - total, float("-inf")))
-                    written = (weighted * decays[:, None]).to(DTYPE)
-                    found = tl.dot(tl.trans(b), written, state * tl.exp(until), input_precision="ieee")
-                    page = tl.load(SNAPSHOTS + snapshot + 1).to(tl.int64) * MATRIX_UNIT
-                    tl.store(MATRIX + page + at, found.to(MATRIX.dtype.element_ty), mask=inside)
-        gained = (weighted * tl.exp(last - total)[:, None]).to(DTYPE)
-        state = tl.dot(tl.trans(b), gained, state * tl.exp(last), input_precision="ieee")
-        y += skip * x
-        if GATES:
-            z = tl.load(made + (t[:, None] * made_stride + head * DIM + p[None, :]), mask=x_mask, other=0.0)
-            y *= silu(rounded(z, z_by, DTYPE))
-        to = OUT + (row + first) * out_stride + head * DIM
-        tl.store(to + (t[:, None] * out_stride + p[None, :]), y.to(DTYPE), mask=x_mask)
+    if SNAPSHOTS is None:
+        state = _scanned_chunks(
+            state, 0, count, count, row, first_row, MIXED, MADE, OUT, mixed_stride, made_stride, out_stride, head, p,
+            rate, bias, skip, low, high, z_by, dt_by, HEADS, DIM, GROUPS, STATE, STATE_BLOCK, TOKENS, GATES,
+        )  # fmt: skip
+    else:
+        mine, others = snapshots_of(SNAPSHOTS, segment)
+        first = 0
+        for snapshot in range(mine, others + 2, 2):  # as far as each of them, and in the end as far as there is
+            is_one = snapshot < others
+            behind = tl.load(SNAPSHOTS + snapshot, mask=is_one, other=0) - start
+            stop = tl.where(is_one, (behind - 1) // TOKENS * TOKENS, count)
+            state = _scanned_chunks(
+                state, first, stop, count, row, first_row, MIXED, MADE, OUT, mixed_stride, made_stride, out_stride,
+                head, p, rate, bias, skip, low, high, z_by, dt_by, HEADS, DIM, GROUPS, STATE, STATE_BLOCK, TOKENS,
+                GATES,
+            )  # fmt: skip
+            first = stop
+            if is_one:
+                found = _scanned_within(
+                    state, first, behind, row, first_row, MIXED, MADE, mixed_stride, made_stride, head, p, rate, bias,
+                    low, high, dt_by, HEADS, DIM, GROUPS, STATE, STATE_BLOCK, TOKENS,
+                )  # fmt: skip
+                page = tl.load(SNAPSHOTS + snapshot + 1).to(tl.int64) * MATRIX_UNIT
+                tl.store(MATRIX + page + at, found.to(MATRIX.dtype.element_ty), mask=inside)
     after = tl.load(AFTER + segment).to(tl.int64) * MATRIX_UNIT
     tl.store(MATRIX + after + at, state.to(MATRIX.dtype.element_ty), mask=inside)
