@@ -119,7 +119,10 @@ class Quantization:
 def matches(pattern: str, module: str) -> bool:
     """`re:` patterns match from the start; others name a module, a parent, or a run of its path, with * as wildcard."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error as error:
+            raise ModelError(f"quantization_config: {pattern[3:]!r:.60} is no regular expression: {error}") from None
     if "*" in pattern:
         return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
     return f".{pattern}." in f".{module}."
@@ -436,16 +439,33 @@ def _read_gptq(section: Config) -> Quantization:
     if bits not in (2, 4, 8):
         raise section.unknown_value("bits", bits, ("2", "4", "8"))
     ignored: tuple[str, ...] = () if section.flag("lm_head", False) else ("lm_head",)
-    overrides = section.section("dynamic").fields if section.has("dynamic") else {}
-    for pattern in overrides:
-        # GPTQModel's "-:" takes modules out; "+:" would give them other sizes.
-        if not pattern.startswith("-:"):
-            raise section.unknown_value("dynamic", pattern, ("-:PATTERN",))
-        ignored += (f"re:{pattern[2:]}",)
+    ignored += _gptq_ignored(section)
     is_second = section.choice("checkpoint_format", ("gptq", "gptq_v2")) == "gptq_v2"
     reordered = section.flag("desc_act", False)
     rule = Rule(_gptq_targets(section), Gptq(bits, _group_size(section), reordered, zero_offset=0 if is_second else 1))
     return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
+
+
+def _gptq_ignored(section: Config) -> tuple[str, ...]:
+    """GPTQModel's `dynamic`: of the rules in order, the first whose pattern matches a module's name decides about it.
+
+    "-:" takes modules out. "+:", or no sign, gives them values of their own, which must be those of all modules.
+    """
+    rules = section.section("dynamic") if section.has("dynamic") else Config({})
+    kept, ignored = "", []
+    for rule in rules.fields:
+        pattern = rule.removeprefix("-:").removeprefix("+:")
+        if rule.startswith("-:"):
+            ignored.append(f"re:{kept}(?:{pattern})" if kept else f"re:{pattern}")
+            continue
+        for key, value in rules.section(rule).fields.items():
+            if value != (of_all := section.fields.get(key)):
+                raise ModelError(
+                    f"{rules.where}{rule} sets {key} to {value!r:.40}, and all modules have {of_all!r:.40}; "
+                    "rules that give modules values of their own are not read, only -:PATTERN, which leaves them out"
+                )
+        kept += f"(?!{pattern})"
+    return tuple(ignored)
 
 
 def _gptq_targets(section: Config) -> tuple[str, ...]:
