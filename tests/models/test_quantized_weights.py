@@ -217,6 +217,16 @@ def test_a_pattern_that_is_no_regular_expression_is_named() -> None:
             quantization(**fields).stored(WEIGHT)
 
 
+@pytest.mark.parametrize("where", ["", "text_config."])
+def test_what_mlx_has_quantized_is_refused_and_not_counted_as_bf16(where: str) -> None:
+    # mlx-community/granite-4.0-h-350m-4bit; mlx-lm writes the same into `quantization_config` where it is newer.
+    fields = {"quantization": {"group_size": 64, "bits": 4}}
+    text = Config(fields, where) if where else None
+    with pytest.raises(ModelError, match=rf"^{where}quantization is .*64, 'bits': 4}}: .*MLX.*original checkpoint"):
+        read_quantization(Config({}) if where else Config(fields), text)
+    assert read_quantization(Config({"quantization": None})) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "scheme"),
     [
@@ -295,6 +305,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "an override that is no object": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"lm_head": 4}},
         r"dynamic\.lm_head must be an object, not 4",
+    ),
+    "MLX's fields": (
+        {"group_size": 64, "bits": 4, "mode": "affine"},
+        r"quantization_config is \{'group_size': 64, .* how MLX says .* use the original checkpoint, .*modelopt",
     ),
     "no group size": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is 0; use a positive size"),
     "odd block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two positive sizes"),

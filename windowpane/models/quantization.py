@@ -360,6 +360,9 @@ def read_quantization(config: Config, text: Config | None = None) -> Quantizatio
     """The checkpoint's quantization, or None where the config has none. It may stand in the text model's part."""
     keys = ("quantization_config", "compression_config")
     parts = (config, text or config)
+    for part in parts:
+        if part.fields.get("quantization"):
+            raise _mlx_error(f"{part.where}quantization", part.fields["quantization"])
     section = next((part.section(key) for part in parts for key in keys if part.has(key)), None)
     if section is None:
         return None
@@ -370,8 +373,18 @@ def read_quantization(config: Config, text: Config | None = None) -> Quantizatio
     known = (*READERS, "modelopt")
     method = section.choice("quant_method", known)
     if method is None:
+        # Newer releases of MLX repeat their fields here.
+        if section.has("bits") and section.has("group_size"):
+            raise _mlx_error(section.where[:-1], section.fields)
         raise ModelError(f"{section.where}quant_method is missing; known: {', '.join(sorted(known))}")
     return READERS[method](section)
+
+
+def _mlx_error(where: str, value: object) -> ModelError:
+    return ModelError(
+        f"{where} is {value!r:.60}: that is how MLX says that it has quantized the weights, and its format is not "
+        f"read; use the original checkpoint, or one with a quant_method of {', '.join(sorted((*READERS, 'modelopt')))}"
+    )
 
 
 def _read_compressed_tensors(section: Config) -> Quantization:
