@@ -217,6 +217,12 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "an endless length": (small("llama", max_position_embeddings=float("inf")), r"must be a whole number, not inf"),
     "a norm that is no number": (small("llama", rms_norm_eps=float("nan")), r"rms_norm_eps must be a number, not nan"),
     "a division by nothing": (small("granite", logits_scaling=0), r"logits_scaling must be a number other than 0"),
+    "MLPs of no width": (
+        small("lfm2", block_ffn_dim_multiplier=0),
+        r"intermediate size of 128 and block_ffn_dim_multiplier 0 make MLPs 0 wide; .* from 1 to",
+    ),
+    "MLPs of a negative width": (small("lfm2", block_ffn_dim_multiplier=-1.0), r"make MLPs -85 wide"),
+    "MLPs of an endless width": (small("lfm2", block_ffn_dim_multiplier=1e38), r"make MLPs 8\d+ wide"),
     "a fraction of layers": (
         small("llama", num_hidden_layers=4.5),
         r"num_hidden_layers must be a whole number, not 4.5",

@@ -8,7 +8,7 @@ from windowpane.kv.caches import StateCache, StatePart
 from windowpane.kv.retention import Full, ceil_div
 from windowpane.models.blocks import SIGMOID, Attention, Block, Experts, Mixer, Projection, Router, ShortConv
 from windowpane.models.building import Norms, attention, decoder, described_spec, experts, gated_mlp
-from windowpane.models.config import Config
+from windowpane.models.config import LARGEST_SIZE, Config, ModelError
 from windowpane.models.parts import (
     FULL,
     Shape,
@@ -81,8 +81,14 @@ def _mlp_width(config: Config) -> int:
     width = config.integer("block_ff_dim") if config.has("block_ff_dim") else config.integer("intermediate_size")
     if not config.flag("block_auto_adjust_ff_dim", True):
         return width
-    multiple = config.integer("block_multiple_of", 256)
-    return ceil_div(int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3)), multiple) * multiple
+    factor, multiple = config.number("block_ffn_dim_multiplier", 1.0), config.integer("block_multiple_of", 256)
+    scaled = int(factor * int(2 * width / 3))
+    if not 1 <= scaled <= LARGEST_SIZE:
+        raise ModelError(
+            f"an intermediate size of {width} and block_ffn_dim_multiplier {factor:g} make MLPs {scaled!r:.40} wide; "
+            f"a width must be from 1 to {LARGEST_SIZE:,}"
+        )
+    return ceil_div(scaled, multiple) * multiple
 
 
 def _attention(prefix: str, shape: Shape, layer: int, rope: Rope, head_norms: Norms) -> Attention:
