@@ -217,6 +217,19 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "an endless length": (small("llama", max_position_embeddings=float("inf")), r"must be a whole number, not inf"),
     "a norm that is no number": (small("llama", rms_norm_eps=float("nan")), r"rms_norm_eps must be a number, not nan"),
     "a division by nothing": (small("granite", logits_scaling=0), r"logits_scaling must be a number other than 0"),
+    "Mamba heads that do not group": (
+        small("nemotron-h", n_groups=3),
+        r"mamba_num_heads is 8, no multiple of n_groups, 3",
+    ),
+    "Mamba heads of Granite that do not group": (
+        small("granite hybrid", mamba_n_groups=3),
+        r"mamba_n_heads is 8, no multiple of mamba_n_groups, 3",
+    ),
+    "Mamba heads of Falcon that do not group": (small("falcon h1", mamba_n_groups=4), r"is 6, no multiple of .* 4"),
+    "Mamba heads of Zamba that do not group": (
+        small("zamba2", mamba_ngroups=5),
+        r"n_mamba_heads is 8, no multiple of mamba_ngroups, 5",
+    ),
     "MLPs of no width": (
         small("lfm2", block_ffn_dim_multiplier=0),
         r"intermediate size of 128 and block_ffn_dim_multiplier 0 make MLPs 0 wide; .* from 1 to",

@@ -103,9 +103,17 @@ def read_dt_limits(config: Config) -> tuple[float, float]:
     return low, high
 
 
+def read_heads(config: Config, heads_key: str, groups_key: str, default_groups: int | None = None) -> tuple[int, int]:
+    """The heads and the groups that share their B and C, under the family's names of them."""
+    heads, groups = config.integer(heads_key), config.integer(groups_key, default_groups)
+    if heads % groups:
+        raise ModelError(f"{config.where}{heads_key} is {heads}, no multiple of {groups_key}, {groups}")
+    return heads, groups
+
+
 def read_mamba_d(config: Config, inner: int) -> Mamba:
     """Sizes under the names that Granite-H and Falcon-H1 use; a head size of "auto" shares `inner` evenly."""
-    heads = config.integer("mamba_n_heads")
+    heads, groups = read_heads(config, "mamba_n_heads", "mamba_n_groups", 1)
     auto = config.fields.get("mamba_d_head", "auto") == "auto"
     head_dim = inner // heads if auto else config.integer("mamba_d_head")
     if heads * head_dim != inner:
@@ -113,7 +121,7 @@ def read_mamba_d(config: Config, inner: int) -> Mamba:
     return Mamba(
         heads=heads,
         head_dim=head_dim,
-        groups=config.integer("mamba_n_groups", 1),
+        groups=groups,
         state=config.integer("mamba_d_state"),
         kernel=config.integer("mamba_d_conv", minimum=2),
         state_dtype=config.dtype("mamba_ssm_cache_dtype"),

@@ -6,7 +6,7 @@ from windowpane.kv.retention import Full
 from windowpane.models.blocks import SIGMOID, Block, Decoder, GatedMLP, Layer, Mixer, Projection, Router
 from windowpane.models.building import Norms, attention, beside, described_spec, experts, gated_mlp
 from windowpane.models.config import Config, ModelError
-from windowpane.models.families.mamba import Mamba, read_dt_limits
+from windowpane.models.families.mamba import Mamba, read_dt_limits, read_heads
 from windowpane.models.parts import (
     FULL,
     LINEAR,
@@ -92,10 +92,11 @@ def _kinds(config: Config) -> tuple[str, ...]:
 
 
 def _mamba(config: Config) -> Mamba:
+    heads, groups = read_heads(config, "mamba_num_heads", "n_groups")
     return Mamba(
-        heads=config.integer("mamba_num_heads"),
+        heads=heads,
         head_dim=config.integer("mamba_head_dim"),
-        groups=config.integer("n_groups"),
+        groups=groups,
         state=config.integer("ssm_state_size"),
         kernel=config.integer("conv_kernel", minimum=2),
         state_dtype=config.dtype("mamba_ssm_cache_dtype"),
