@@ -230,6 +230,19 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         small("zamba2", mamba_ngroups=5),
         r"n_mamba_heads is 8, no multiple of mamba_ngroups, 5",
     ),
+    # Fields of Kimi-K3's text model, as moonshotai/Kimi-K3 sets them.
+    "parts of Kimi-K3": (
+        small("kimi linear", routed_expert_hidden_size=32, latent_moe_use_norm=True, attn_res_block_size=4),
+        r"sets attn_res_block_size, latent_moe_use_norm, routed_expert_hidden_size, as Kimi-K3 .* only Kimi-Linear can",
+    ),
+    "gates of Kimi-K3": (
+        small(
+            "kimi linear",
+            mla_use_output_gate=True,
+            linear_attn_config={**SMALL["kimi linear"]["linear_attn_config"], "use_full_rank_gate": True},
+        ),
+        r"sets mla_use_output_gate, linear_attn_config.use_full_rank_gate, as Kimi-K3",
+    ),
     "MLPs of no width": (
         small("lfm2", block_ffn_dim_multiplier=0),
         r"intermediate size of 128 and block_ffn_dim_multiplier 0 make MLPs 0 wide; .* from 1 to",
@@ -361,6 +374,11 @@ def test_kimi_counts_layers_from_one_and_wants_each_named_once(tmp_path: Path) -
     config["linear_attn_config"]["kda_layers"] = [1, 2]
     with pytest.raises(ModelError, match=r"linear_attn_config\.full_attn_layers and kda_layers"):
         read(tmp_path, config)
+
+
+def test_kimi_k3s_fields_may_say_that_there_is_nothing_of_it(tmp_path: Path) -> None:
+    nothing = {"mla_use_output_gate": False, "attn_res_block_size": 0, "routed_expert_hidden_size": None}
+    assert read(tmp_path, small("kimi linear") | nothing).tensors == read(tmp_path, small("kimi linear")).tensors
 
 
 def test_lfm_2_and_recurrent_gemma_mix_states_among_their_attention(tmp_path: Path) -> None:
