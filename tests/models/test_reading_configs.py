@@ -11,6 +11,7 @@ import pytest
 from tests.models.small_configs import CHUNKED, FULL, SLIDING, SMALL, small
 from windowpane.kv.retention import Chunk, Cross, Full, Window
 from windowpane.models import ModelError, load, shipped_names
+from windowpane.models.blocks import Mamba2
 from windowpane.models.spec import ModelSpec
 
 
@@ -195,6 +196,27 @@ def test_a_file_that_is_no_json_object_says_so(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelError, match="cannot read"):
         load(path)
+
+
+@pytest.mark.parametrize("high", [float("inf"), {"__float__": "Infinity"}, "Infinity", "inf", 1e30, 10**400])
+def test_a_step_size_may_have_no_upper_bound(tmp_path: Path, high: object) -> None:
+    spec = read(tmp_path, small("nemotron-h", moe_latent_size=None, time_step_limit=[0.001, high]))
+    assert spec.decoder is not None
+    limits = {mixer.dt_limits for mixer in spec.decoder.state_mixers if isinstance(mixer, Mamba2)}
+    assert limits == {(0.001, 1e30 if high == 1e30 else float("inf"))}
+
+
+NO_LIMITS = [
+    [float("nan"), 1.0], [0.0, float("nan")], [0.0, {"__float__": "NaN"}], [5.0, 0.1], [-1, -0.5], [True, False],
+    ["0", "1"], [0.0, "1"], [float("inf"), float("inf")], [10**400, 10**401], [None, None], [[0], [1]], [0.0],
+    [0, 1, 2], "inf", {"min": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", NO_LIMITS, ids=lambda values: f"{values!r:.30}")
+def test_bounds_of_a_step_size_are_two_numbers_in_order(tmp_path: Path, values: object) -> None:
+    with pytest.raises(ModelError, match=r"^time_step_limit must be two numbers, the lower bound first .*, not "):
+        read(tmp_path, small("nemotron-h", time_step_limit=values))
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from windowpane.kv.caches import StateCache, StatePart
 from windowpane.models.blocks import Mamba2, Norm, Projection
-from windowpane.models.config import Config, ModelError
+from windowpane.models.config import LARGEST_NUMBER, Config, ModelError
 from windowpane.models.parts import by_columns, with_biases
 from windowpane.models.tensors import Shard, TensorSpec
 
@@ -90,17 +90,15 @@ class Mamba:
 
 
 def read_dt_limits(config: Config) -> tuple[float, float]:
-    """Bounds of a Mamba-2 step size; configs may leave them out, or write infinity as a word."""
+    """Bounds of a Mamba-2 step size; configs may leave them out, or write the upper one as a word for infinity."""
     values = config.fields.get("time_step_limit")
     if values is None:
         return 0.0, math.inf
-    if not isinstance(values, list | tuple) or len(values) != 2:
-        raise config.wrong_type("time_step_limit", "a list of two numbers")
-    try:
-        low, high = (float(v) for v in values)
-    except (TypeError, ValueError):
-        raise config.wrong_type("time_step_limit", "a list of two numbers") from None
-    return low, high
+    if isinstance(values, list | tuple) and len(values) == 2:
+        low, high = values[0], math.inf if values[1] in ("Infinity", "inf") else values[1]
+        if type(low) in (int, float) and type(high) in (int, float) and 0 <= low <= high and low <= LARGEST_NUMBER:
+            return float(low), float(high) if high <= LARGEST_NUMBER else math.inf
+    raise config.wrong_type("time_step_limit", "two numbers, the lower bound first and none below 0")
 
 
 def read_heads(config: Config, heads_key: str, groups_key: str, default_groups: int | None = None) -> tuple[int, int]:
