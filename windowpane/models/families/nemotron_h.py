@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windowpane.kv.retention import Full
-from windowpane.models.blocks import SIGMOID, Block, Decoder, GatedMLP, Layer, Mixer, Projection, Router
+from windowpane.models.blocks import SIGMOID, UNGATED, Block, Decoder, GatedMLP, Layer, Mixer, Projection, Router
 from windowpane.models.building import Norms, attention, beside, described_spec, experts, gated_mlp
 from windowpane.models.config import Config, ModelError
 from windowpane.models.families.mamba import Mamba, read_dt_limits, read_heads
@@ -11,6 +11,7 @@ from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
+    activation_problem,
     embeddings,
     experts_per_token,
     mlp_tensors,
@@ -65,11 +66,19 @@ def read(config: Config, name: str) -> ModelSpec:
         norms("backbone.norm_f"),
         Projection.of(head) if head else None,
     )
-    latent = _latent(config, shape, kinds)
     return described_spec(
-        config, config, shape, name=name, family="nemotron_h", decoder=described, towers=latent,
-        planned_only="its experts work on projections of their inputs (moe_latent_size)" if latent else "",
+        config, config, shape, name=name, family="nemotron_h", decoder=described, towers=_latent(config, shape, kinds),
+        planned_only=_problem(config, kinds, activation),
     )  # fmt: skip
+
+
+def _problem(config: Config, kinds: tuple[str, ...], activation: str) -> str:
+    """What no lowering has, or nothing."""
+    if "moe" in kinds and config.has("moe_latent_size"):
+        return "its experts work on projections of their inputs (moe_latent_size)"
+    if activation not in UNGATED and ("mlp" in kinds or "moe" in kinds):
+        return f"mlp_hidden_act is {activation!r}, and MLPs without a gate run with {', '.join(UNGATED)} only"
+    return activation_problem(config, "mamba_hidden_act") if LINEAR in kinds else ""
 
 
 def _kinds(config: Config) -> tuple[str, ...]:

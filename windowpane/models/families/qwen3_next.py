@@ -24,6 +24,7 @@ from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
+    activation_problem,
     by_columns,
     by_rows,
     experts_per_token,
@@ -153,7 +154,10 @@ def read(config: Config, name: str) -> ModelSpec:
         layers.append(parts.norms.pre(at, mixer, parts.mlp(at, layer, layer in sparse)))
     described = decoder(prefix, shape, layers, parts.norms(f"{prefix}norm"))
     seen = towers.qwen3_5(config) if nested and config.has("vision_config") else ()
-    return described_spec(config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen)
+    problem = activation_problem(text, "hidden_act") if LINEAR in kinds else ""
+    return described_spec(
+        config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen, planned_only=problem
+    )
 
 
 def _parts(architecture: str, config: Config, text: Config) -> Parts:
