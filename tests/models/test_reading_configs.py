@@ -265,6 +265,14 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         ),
         r"sets mla_use_output_gate, linear_attn_config.use_full_rank_gate, as Kimi-K3",
     ),
+    "full layers without a gate": (
+        small("qwen3.5", attn_output_gate=False),
+        r"text_config.attn_output_gate is false, .* known only with a gate",
+    ),
+    "another gate of linear layers": (
+        small("qwen3.5 moe", output_gate_type="sigmoid"),
+        r"text_config.output_gate_type: unknown value 'sigmoid'; known: silu, swish",
+    ),
     "MLPs of no width": (
         small("lfm2", block_ffn_dim_multiplier=0),
         r"intermediate size of 128 and block_ffn_dim_multiplier 0 make MLPs 0 wide; .* from 1 to",
@@ -396,6 +404,12 @@ def test_kimi_counts_layers_from_one_and_wants_each_named_once(tmp_path: Path) -
     config["linear_attn_config"]["kda_layers"] = [1, 2]
     with pytest.raises(ModelError, match=r"linear_attn_config\.full_attn_layers and kda_layers"):
         read(tmp_path, config)
+
+
+def test_gates_of_qwen_3_5_may_be_named(tmp_path: Path) -> None:
+    # Releases of Qwen3.8 27B say both.
+    named = read(tmp_path, small("qwen3.5", attn_output_gate=True, output_gate_type="swish"))
+    assert named.tensors == read(tmp_path, small("qwen3.5")).tensors
 
 
 def test_kimi_k3s_fields_may_say_that_there_is_nothing_of_it(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def read(config: Config, name: str) -> ModelSpec:
     nested = config.has("text_config")
     text = config.section("text_config") if nested else config
     architecture = (config.texts("architectures") or ("",))[0]
+    _refuse_other_gates(text)
     parts = _parts(architecture, config, text)
     shape, delta = parts.shape, _gated_delta(text)
     interval = text.integer("full_attention_interval", 4)
@@ -158,6 +159,15 @@ def read(config: Config, name: str) -> ModelSpec:
     return described_spec(
         config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen, planned_only=problem
     )
+
+
+def _refuse_other_gates(text: Config) -> None:
+    """Every released model has a gate on full layers, and SiLU in that of linear ones, under either of its names."""
+    if not text.flag("attn_output_gate", True):
+        raise ModelError(
+            f"{text.where}attn_output_gate is false, but full layers of this family are known only with a gate"
+        )
+    text.choice("output_gate_type", ("silu", "swish"))
 
 
 def _parts(architecture: str, config: Config, text: Config) -> Parts:
