@@ -198,7 +198,7 @@ def test_a_file_that_is_no_json_object_says_so(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("high", [float("inf"), {"__float__": "Infinity"}, "Infinity", "inf", 1e30, 10**400])
+@pytest.mark.parametrize("high", [float("inf"), {"__float__": "Infinity"}, "Infinity", "inf", 1e30])
 def test_a_step_size_may_have_no_upper_bound(tmp_path: Path, high: object) -> None:
     spec = read(tmp_path, small("nemotron-h", moe_latent_size=None, time_step_limit=[0.001, high]))
     assert spec.decoder is not None
@@ -208,7 +208,7 @@ def test_a_step_size_may_have_no_upper_bound(tmp_path: Path, high: object) -> No
 
 NO_LIMITS = [
     [float("nan"), 1.0], [0.0, float("nan")], [0.0, {"__float__": "NaN"}], [5.0, 0.1], [-1, -0.5], [True, False],
-    ["0", "1"], [0.0, "1"], [float("inf"), float("inf")], [10**400, 10**401], [None, None], [[0], [1]], [0.0],
+    ["0", "1"], [0.0, "1"], [float("inf"), float("inf")], [0.0, 10**400], [None, None], [[0], [1]], [0.0],
     [0, 1, 2], "inf", {"min": 0},
 ]  # fmt: skip
 
@@ -238,6 +238,14 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a negative window": (small("mistral", sliding_window=-1), r"sliding_window is -1, but must be at least 1"),
     "an endless length": (small("llama", max_position_embeddings=float("inf")), r"must be a whole number, not inf"),
     "a norm that is no number": (small("llama", rms_norm_eps=float("nan")), r"rms_norm_eps must be a number, not nan"),
+    "a list with what is no number": (
+        small("falcon h1", ssm_multipliers=[1.0, float("nan"), 1.0, 1.0, 1.0]),
+        r"ssm_multipliers must be a list of numbers, not \[1.0, nan,",
+    ),
+    "a list with infinity": (
+        small("falcon h1", mlp_multipliers=[1.0, {"__float__": "Infinity"}]),
+        r"mlp_multipliers must be a list of numbers, not \[1.0, inf\]",
+    ),
     "a division by nothing": (small("granite", logits_scaling=0), r"logits_scaling must be a number other than 0"),
     "Mamba heads that do not group": (
         small("nemotron-h", n_groups=3),

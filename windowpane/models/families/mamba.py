@@ -8,7 +8,7 @@ from typing import Any
 
 from windowpane.kv.caches import StateCache, StatePart
 from windowpane.models.blocks import Mamba2, Norm, Projection
-from windowpane.models.config import LARGEST_NUMBER, Config, ModelError
+from windowpane.models.config import Config, ModelError, is_number
 from windowpane.models.parts import by_columns, with_biases
 from windowpane.models.tensors import Shard, TensorSpec
 
@@ -95,9 +95,12 @@ def read_dt_limits(config: Config) -> tuple[float, float]:
     if values is None:
         return 0.0, math.inf
     if isinstance(values, list | tuple) and len(values) == 2:
-        low, high = values[0], math.inf if values[1] in ("Infinity", "inf") else values[1]
-        if type(low) in (int, float) and type(high) in (int, float) and 0 <= low <= high and low <= LARGEST_NUMBER:
-            return float(low), float(high) if high <= LARGEST_NUMBER else math.inf
+        low, high = values
+        if is_number(low) and low >= 0:
+            if high in ("Infinity", "inf", math.inf):
+                return float(low), math.inf
+            if is_number(high) and low <= high:
+                return float(low), float(high)
     raise config.wrong_type("time_step_limit", "two numbers, the lower bound first and none below 0")
 
 
