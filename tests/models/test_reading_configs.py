@@ -435,6 +435,17 @@ def test_lfm_2_and_recurrent_gemma_mix_states_among_their_attention(tmp_path: Pa
     assert any("trained on" in note for note in load("recurrentgemma-9b").notes)
 
 
+def test_lfm_2_ties_its_head_as_tie_embedding_says_where_it_is_given(tmp_path: Path) -> None:
+    def is_tied(**fields: bool) -> bool:
+        spec = read(tmp_path, small("lfm2", **fields))
+        return all(tensor.name != "lm_head.weight" for tensor in spec.tensors)
+
+    assert is_tied()
+    assert not is_tied(tie_word_embeddings=False)
+    assert is_tied(tie_embedding=True, tie_word_embeddings=False)
+    assert not is_tied(tie_embedding=False, tie_word_embeddings=True)
+
+
 def test_sparse_attention_keeps_every_token_and_an_index_key(tmp_path: Path) -> None:
     """What a sparse layer reads changes with each token, so nothing may be forgotten."""
     for name, index_layers in (("deepseek v3.2", [0, 1, 2, 3]), ("glm moe dsa", [0, 2]), ("minimax m3", [2, 3])):

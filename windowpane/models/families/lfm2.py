@@ -35,8 +35,9 @@ NAMES = ("w1", "w3", "w2")  # gate, up and down
 
 def read(config: Config, name: str) -> ModelSpec:
     has_experts = config.texts("architectures") == (WITH_EXPERTS,)
-    tied = config.flag("tie_embedding", True)
-    shape = read_shape(config, config, tied=tied, defaults={"head_dim": even_head_dim(config)})
+    shape = read_shape(config, config, tied=True, defaults={"head_dim": even_head_dim(config)})
+    if config.has("tie_embedding"):  # wins over tie_word_embeddings, as in transformers
+        shape = replace(shape, tied=config.flag("tie_embedding", True))
     full = config.integers("full_attn_idxs")
     rule = (FULL if full is None or layer in full else CONV for layer in range(shape.layers))
     kinds = config.layer_types(shape.layers, (FULL, CONV), rule)
