@@ -281,6 +281,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         small("qwen3.5 moe", output_gate_type="sigmoid"),
         r"text_config.output_gate_type: unknown value 'sigmoid'; known: silu, swish",
     ),
+    "Jamba without attention": (
+        small("jamba", attn_layer_offset=4),
+        r"attn_layer_offset is 4, but must be below attn_layer_period, 4",
+    ),
+    "Jamba without its experts": (small("jamba", expert_layer_offset=9), r"expert_layer_offset is 9, but .*_period, 2"),
     "MLPs of no width": (
         small("lfm2", block_ffn_dim_multiplier=0),
         r"intermediate size of 128 and block_ffn_dim_multiplier 0 make MLPs 0 wide; .* from 1 to",
