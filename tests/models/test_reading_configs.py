@@ -127,11 +127,11 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"architectures": ["Qwen2MoeForCausalLM"]},
-        r"'Qwen2MoeForCausalLM'; of \d\d known ones the nearest are (?=.*Qwen3MoeForCausalLM).*Qwen2ForCausalLM",
+        r"'Qwen2MoeForCausalLM'; of \d\d known ones the nearest is Qwen3MoeForCausalLM$",
     ),
     "no architecture": (
         without(small("llama"), "architectures"),
-        r"names no architectures; .*nearest .*LlamaForCausalLM",
+        r"names no architectures; of .* nearest are LlamaForCausalLM",
     ),
     "missing size": (small("llama", num_attention_heads=None), r"no num_attention_heads"),
     "missing nested size": (small("qwen3.5", hidden_size=None), r"no text_config.hidden_size"),
@@ -375,6 +375,42 @@ def test_an_unknown_name_suggests_close_ones_and_where_to_look() -> None:
         load("xyzzy")
     with pytest.raises(ModelError, match="cannot read"):
         load("x" * 5000)
+
+
+@pytest.mark.parametrize("architecture", ["RWKV7ForCausalLM", "OlmoHybridForCausalLM", "Mamba2ForCausalLM", "X"])
+def test_an_architecture_that_resembles_none_is_told_no_nearest_one(tmp_path: Path, architecture: str) -> None:
+    message = rf"'{architecture}'; none of \d\d known ones .* near {architecture}, .* `windowpane models` lists"
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, {"architectures": [architecture], "hidden_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("LlamaForCasualLM", "LlamaForCausalLM"), ("Zamba2ForSequenceClassification", "Zamba2ForCausalLM")],
+)
+def test_a_name_that_is_nearly_known_is_told_which(tmp_path: Path, misspelt: str, meant: str) -> None:
+    with pytest.raises(ModelError, match=rf"'{misspelt}'; of \d\d known ones the nearest .* {meant}"):
+        read(tmp_path, {"architectures": [misspelt]})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "part", "text_model"),
+    [  # as LiquidAI/LFM2-VL-1.6B and nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16 nest theirs
+        ("Lfm2VlForConditionalGeneration", "text_config", without(small("lfm2"), "architectures"), "Lfm2ForCausalLM"),
+        ("NemotronH_Nano_VL_V2", "llm_config", small("nemotron-h"), "NemotronHForCausalLM"),
+        ("OtherVLModel", "text_config", small("qwen3.5")["text_config"], "Qwen3_5ForCausalLM"),
+    ],
+)
+def test_the_text_part_of_an_unknown_model_can_be_planned_as_the_error_says(
+    tmp_path: Path, architecture: str, key: str, part: dict[str, Any], text_model: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, {"architectures": [architecture], key: part})
+    told = f'save {key} as a config.json of its own, with "architectures": ["{text_model}"] in it'
+    assert str(caught.value) == f"unknown architecture '{architecture}'; its text model alone can be planned: {told}"
+    assert read(tmp_path, {**part, "architectures": [text_model]}).num_layers == 4
+    with pytest.raises(ModelError, match=r"none of .* known ones has a name near"):
+        read(tmp_path, {"architectures": [architecture], key: {**part, "hidden_size": None}})
 
 
 def test_shipped_names_are_sorted() -> None:
