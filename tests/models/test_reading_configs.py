@@ -409,6 +409,8 @@ def test_the_text_part_of_an_unknown_model_can_be_planned_as_the_error_says(
     told = f'save {key} as a config.json of its own, with "architectures": ["{text_model}"] in it'
     assert str(caught.value) == f"unknown architecture '{architecture}'; its text model alone can be planned: {told}"
     assert read(tmp_path, {**part, "architectures": [text_model]}).num_layers == 4
+    with pytest.raises(ModelError, match=r"names no architectures; of .* nearest .*Lfm2ForCausalLM"):
+        read(tmp_path, {"model_type": "lfm2", key: part})
     with pytest.raises(ModelError, match=r"none of .* known ones has a name near"):
         read(tmp_path, {"architectures": [architecture], key: {**part, "hidden_size": None}})
 

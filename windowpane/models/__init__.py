@@ -234,7 +234,8 @@ def _instead(wanted: str, config: Config, name: str) -> str:
     known: dict[str, list[str]] = {}
     for architecture in (architecture for module in modules for architecture in module.ARCHITECTURES):
         known.setdefault(_stem(architecture), []).append(architecture)
-    for key in _TEXT_PARTS:
+    # A model whose own name is only misspelt or missing is read whole.
+    for key in () if _stem(wanted) in known else _TEXT_PARTS:
         part = config.fields.get(key)
         if isinstance(part, dict) and (architecture := _readable_part(part, known, name)):
             stored = " and the quantization_config" if config.has("quantization_config") else ""
