@@ -18,7 +18,8 @@ import typer
 from tests.models.small_configs import small
 from windowpane import __version__
 from windowpane.cli import main as cli
-from windowpane.models import shipped_names
+from windowpane.models import ModelError, load, shipped_names
+from windowpane.models.running import runnable
 from windowpane.plan.sizes import format_bytes
 from windowpane.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
@@ -140,6 +141,7 @@ DOCUMENT: dict[str, Any] = {
     "kv_format_gates": dict,
     "peers": list,
     "layout_explanation": list,
+    "why_not_run": str,
     "notes": list,
 }
 GROUP: dict[str, Any] = {
@@ -201,7 +203,7 @@ class TestDocument:
     @pytest.mark.parametrize("model", ["gemma-4-31b", "qwen3.5-27b", "llama-3.1-8b", "llama-4-scout"])
     def test_has_exactly_the_documented_fields(self, terminal: Terminal, model: str) -> None:
         document = terminal.document(model, "--gpu", "8xh200")
-        check(document, DOCUMENT, {"speculative_config"})
+        check(document, DOCUMENT, {"speculative_config", "why_not_run"})
         for group in document["groups"]:
             check(group, GROUP, NULLABLE_GROUP)
         for other in document["peers"]:
@@ -212,7 +214,7 @@ class TestDocument:
 
     def test_without_memory_unknown_figures_are_null(self, terminal: Terminal) -> None:
         document = terminal.document("gemma-4-31b")
-        nullable = NULL_WITHOUT_MEMORY | {"speculative_config"}
+        nullable = NULL_WITHOUT_MEMORY | {"speculative_config", "why_not_run"}
         check(document, DOCUMENT, nullable)
         assert {key for key in document if document[key] is None} == nullable
         assert document["peers"] == document["curve"] == []
@@ -279,6 +281,23 @@ class TestReport:
                 assert "…" not in line
                 assert line == line.rstrip()
                 assert len(line) <= columns
+
+    @pytest.mark.parametrize("model", ["jamba-mini", "kimi-linear-48b"])
+    def test_a_model_that_is_planned_only_says_so_with_generates_reason(self, terminal: Terminal, model: str) -> None:
+        with pytest.raises(ModelError) as refused:
+            runnable(load(model))
+        told = " ".join(terminal.report(model).split())
+        assert f"can be planned, not run: {refused.value}" in told
+        assert terminal.document(model)["why_not_run"] == str(refused.value)
+        assert "not run" not in terminal.report("llama-3.1-8b")
+
+    def test_a_model_that_runs_on_cpus_only_says_so_where_a_gpu_is_named(
+        self, terminal: Terminal, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(small("qwen3.5", linear_value_head_dim=24)))
+        on_gpu, on_cpu = (terminal.document(str(tmp_path), "--gpu", gpu)["why_not_run"] for gpu in ("h200", "cpu"))
+        assert "recurrent states of 16 × 24 values a head" in on_gpu and "run on CPUs only" in on_gpu
+        assert on_cpu is None
 
     @pytest.mark.parametrize("columns", [64, 80, 120])
     def test_the_bar_is_one_whole(self, terminal: Terminal, columns: int) -> None:

@@ -191,6 +191,42 @@ def test_awq_gptq_and_fp8_leave_the_lm_head_alone() -> None:
     assert dynamic.stored(WEIGHT) == [WEIGHT]
 
 
+def test_gptq_rules_that_change_nothing_are_passed_over() -> None:
+    # The rules of Qwen/Qwen3.5-35B-A3B-GPTQ-Int4, and one with the values that all modules have.
+    official = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}}
+    scheme = quantization(quant_method="gptq", bits=4, dynamic={**official, "+:.*down_proj": {"bits": 4}})
+    head = TensorSpec("lm_head.weight", (1024, 256), linear=True)
+    assert scheme.stored(WEIGHT) != [WEIGHT]
+    assert scheme.stored(head) == [head]
+    attends = replace(WEIGHT, name="model.layers.0.self_attn.o_proj.weight")
+    assert scheme.stored(attends) == [attends]
+
+
+def test_the_first_gptq_rule_that_fits_a_module_decides_about_it() -> None:
+    kept, left_out = {"+:.*layers\\.0\\..*": {}}, {"-:.*up_proj|.*down_proj": {}}
+    elsewhere = replace(WEIGHT, name="model.layers.1.mlp.down_proj.weight")
+    scheme = quantization(quant_method="gptq", bits=4, dynamic=kept | left_out)
+    assert (scheme.stored(WEIGHT) != [WEIGHT], scheme.stored(elsewhere)) == (True, [elsewhere])
+    other_order = quantization(quant_method="gptq", bits=4, dynamic=left_out | kept)
+    assert other_order.stored(WEIGHT) == [WEIGHT]
+
+
+def test_a_pattern_that_is_no_regular_expression_is_named() -> None:
+    for fields in ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:[": {}}}, {**compressed(), "ignore": ["re:["]}):
+        with pytest.raises(ModelError, match=r"'\[' is no regular expression: unterminated"):
+            quantization(**fields).stored(WEIGHT)
+
+
+@pytest.mark.parametrize("where", ["", "text_config."])
+def test_what_mlx_has_quantized_is_refused_and_not_counted_as_bf16(where: str) -> None:
+    # mlx-community/granite-4.0-h-350m-4bit; mlx-lm writes the same into `quantization_config` where it is newer.
+    fields = {"quantization": {"group_size": 64, "bits": 4}}
+    text = Config(fields, where) if where else None
+    with pytest.raises(ModelError, match=rf"^{where}quantization is .*64, 'bits': 4}}: .*MLX.*original checkpoint"):
+        read_quantization(Config({}) if where else Config(fields), text)
+    assert read_quantization(Config({"quantization": None})) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "scheme"),
     [
@@ -258,7 +294,22 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "group without a size": (compressed(strategy="group"), r"no .*group_0.weights.group_size"),
     "unknown awq bits": ({"quant_method": "awq", "bits": 8}, r"bits: unknown value 8; known: 4"),
     "unknown gptq bits": ({"quant_method": "gptq", "bits": 5}, r"bits: unknown value 5"),
-    "gptq overrides": ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, r"dynamic: .*'\+:"),
+    "gptq overrides": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*attn": {"bits": 8}}},
+        r"dynamic\.\+:\.\*attn sets bits to 8, and all modules have 4; .* only -:PATTERN",
+    ),
+    "gptq overrides without a sign": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"lm_head": {"group_size": 32}}},
+        r"dynamic\.lm_head sets group_size to 32, and all modules have 128",
+    ),
+    "an override that is no object": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"lm_head": 4}},
+        r"dynamic\.lm_head must be an object, not 4",
+    ),
+    "MLX's fields": (
+        {"group_size": 64, "bits": 4, "mode": "affine"},
+        r"quantization_config is \{'group_size': 64, .* how MLX says .* use the original checkpoint, .*modelopt",
+    ),
     "no group size": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is 0; use a positive size"),
     "odd block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two positive sizes"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt: unknown value 'e5m2'; known: e4m3"),

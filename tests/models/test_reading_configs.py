@@ -11,6 +11,7 @@ import pytest
 from tests.models.small_configs import CHUNKED, FULL, SLIDING, SMALL, small
 from windowpane.kv.retention import Chunk, Cross, Full, Window
 from windowpane.models import ModelError, load, shipped_names
+from windowpane.models.blocks import Mamba2
 from windowpane.models.spec import ModelSpec
 
 
@@ -126,11 +127,11 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"architectures": ["Qwen2MoeForCausalLM"]},
-        r"'Qwen2MoeForCausalLM'; of \d\d known ones the nearest are (?=.*Qwen3MoeForCausalLM).*Qwen2ForCausalLM",
+        r"'Qwen2MoeForCausalLM'; of \d\d known ones the nearest is Qwen3MoeForCausalLM$",
     ),
     "no architecture": (
         without(small("llama"), "architectures"),
-        r"names no architectures; .*nearest .*LlamaForCausalLM",
+        r"names no architectures; of .* nearest are LlamaForCausalLM",
     ),
     "missing size": (small("llama", num_attention_heads=None), r"no num_attention_heads"),
     "missing nested size": (small("qwen3.5", hidden_size=None), r"no text_config.hidden_size"),
@@ -197,6 +198,27 @@ def test_a_file_that_is_no_json_object_says_so(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("high", [float("inf"), {"__float__": "Infinity"}, "Infinity", "inf", 1e30])
+def test_a_step_size_may_have_no_upper_bound(tmp_path: Path, high: object) -> None:
+    spec = read(tmp_path, small("nemotron-h", moe_latent_size=None, time_step_limit=[0.001, high]))
+    assert spec.decoder is not None
+    limits = {mixer.dt_limits for mixer in spec.decoder.state_mixers if isinstance(mixer, Mamba2)}
+    assert limits == {(0.001, 1e30 if high == 1e30 else float("inf"))}
+
+
+NO_LIMITS = [
+    [float("nan"), 1.0], [0.0, float("nan")], [0.0, {"__float__": "NaN"}], [5.0, 0.1], [-1, -0.5], [True, False],
+    ["0", "1"], [0.0, "1"], [float("inf"), float("inf")], [0.0, 10**400], [None, None], [[0], [1]], [0.0],
+    [0, 1, 2], "inf", {"min": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", NO_LIMITS, ids=lambda values: f"{values!r:.30}")
+def test_bounds_of_a_step_size_are_two_numbers_in_order(tmp_path: Path, values: object) -> None:
+    with pytest.raises(ModelError, match=r"^time_step_limit must be two numbers, the lower bound first .*, not "):
+        read(tmp_path, small("nemotron-h", time_step_limit=values))
+
+
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "10⁹ layers": (small("llama", num_hidden_layers=10**9), r"num_hidden_layers is 1000000000, but .* at most 4,096"),
     "10⁹ layers with a rule": (small("gemma3 text", num_hidden_layers=10**9), r"num_hidden_layers is 1000000000"),
@@ -216,7 +238,60 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a negative window": (small("mistral", sliding_window=-1), r"sliding_window is -1, but must be at least 1"),
     "an endless length": (small("llama", max_position_embeddings=float("inf")), r"must be a whole number, not inf"),
     "a norm that is no number": (small("llama", rms_norm_eps=float("nan")), r"rms_norm_eps must be a number, not nan"),
+    "a list with what is no number": (
+        small("falcon h1", ssm_multipliers=[1.0, float("nan"), 1.0, 1.0, 1.0]),
+        r"ssm_multipliers must be a list of numbers, not \[1.0, nan,",
+    ),
+    "a list with infinity": (
+        small("falcon h1", mlp_multipliers=[1.0, {"__float__": "Infinity"}]),
+        r"mlp_multipliers must be a list of numbers, not \[1.0, inf\]",
+    ),
     "a division by nothing": (small("granite", logits_scaling=0), r"logits_scaling must be a number other than 0"),
+    "Mamba heads that do not group": (
+        small("nemotron-h", n_groups=3),
+        r"mamba_num_heads is 8, no multiple of n_groups, 3",
+    ),
+    "Mamba heads of Granite that do not group": (
+        small("granite hybrid", mamba_n_groups=3),
+        r"mamba_n_heads is 8, no multiple of mamba_n_groups, 3",
+    ),
+    "Mamba heads of Falcon that do not group": (small("falcon h1", mamba_n_groups=4), r"is 6, no multiple of .* 4"),
+    "Mamba heads of Zamba that do not group": (
+        small("zamba2", mamba_ngroups=5),
+        r"n_mamba_heads is 8, no multiple of mamba_ngroups, 5",
+    ),
+    # Fields of Kimi-K3's text model, as moonshotai/Kimi-K3 sets them.
+    "parts of Kimi-K3": (
+        small("kimi linear", routed_expert_hidden_size=32, latent_moe_use_norm=True, attn_res_block_size=4),
+        r"sets attn_res_block_size, latent_moe_use_norm, routed_expert_hidden_size, as Kimi-K3 .* only Kimi-Linear can",
+    ),
+    "gates of Kimi-K3": (
+        small(
+            "kimi linear",
+            mla_use_output_gate=True,
+            linear_attn_config={**SMALL["kimi linear"]["linear_attn_config"], "use_full_rank_gate": True},
+        ),
+        r"sets mla_use_output_gate, linear_attn_config.use_full_rank_gate, as Kimi-K3",
+    ),
+    "full layers without a gate": (
+        small("qwen3.5", attn_output_gate=False),
+        r"text_config.attn_output_gate is false, .* known only with a gate",
+    ),
+    "another gate of linear layers": (
+        small("qwen3.5 moe", output_gate_type="sigmoid"),
+        r"text_config.output_gate_type: unknown value 'sigmoid'; known: silu, swish",
+    ),
+    "Jamba without attention": (
+        small("jamba", attn_layer_offset=4),
+        r"attn_layer_offset is 4, but must be below attn_layer_period, 4",
+    ),
+    "Jamba without its experts": (small("jamba", expert_layer_offset=9), r"expert_layer_offset is 9, but .*_period, 2"),
+    "MLPs of no width": (
+        small("lfm2", block_ffn_dim_multiplier=0),
+        r"intermediate size of 128 and block_ffn_dim_multiplier 0 make MLPs 0 wide; .* from 1 to",
+    ),
+    "MLPs of a negative width": (small("lfm2", block_ffn_dim_multiplier=-1.0), r"make MLPs -85 wide"),
+    "MLPs of an endless width": (small("lfm2", block_ffn_dim_multiplier=1e38), r"make MLPs 8\d+ wide"),
     "a fraction of layers": (
         small("llama", num_hidden_layers=4.5),
         r"num_hidden_layers must be a whole number, not 4.5",
@@ -302,6 +377,44 @@ def test_an_unknown_name_suggests_close_ones_and_where_to_look() -> None:
         load("x" * 5000)
 
 
+@pytest.mark.parametrize("architecture", ["RWKV7ForCausalLM", "OlmoHybridForCausalLM", "Mamba2ForCausalLM", "X"])
+def test_an_architecture_that_resembles_none_is_told_no_nearest_one(tmp_path: Path, architecture: str) -> None:
+    message = rf"'{architecture}'; none of \d\d known ones .* near {architecture}, .* `windowpane models` lists"
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, {"architectures": [architecture], "hidden_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("LlamaForCasualLM", "LlamaForCausalLM"), ("Zamba2ForSequenceClassification", "Zamba2ForCausalLM")],
+)
+def test_a_name_that_is_nearly_known_is_told_which(tmp_path: Path, misspelt: str, meant: str) -> None:
+    with pytest.raises(ModelError, match=rf"'{misspelt}'; of \d\d known ones the nearest .* {meant}"):
+        read(tmp_path, {"architectures": [misspelt]})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "part", "text_model"),
+    [  # as LiquidAI/LFM2-VL-1.6B and nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16 nest theirs
+        ("Lfm2VlForConditionalGeneration", "text_config", without(small("lfm2"), "architectures"), "Lfm2ForCausalLM"),
+        ("NemotronH_Nano_VL_V2", "llm_config", small("nemotron-h"), "NemotronHForCausalLM"),
+        ("OtherVLModel", "text_config", small("qwen3.5")["text_config"], "Qwen3_5ForCausalLM"),
+    ],
+)
+def test_the_text_part_of_an_unknown_model_can_be_planned_as_the_error_says(
+    tmp_path: Path, architecture: str, key: str, part: dict[str, Any], text_model: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, {"architectures": [architecture], key: part})
+    told = f'save {key} as a config.json of its own, with "architectures": ["{text_model}"] in it'
+    assert str(caught.value) == f"unknown architecture '{architecture}'; its text model alone can be planned: {told}"
+    assert read(tmp_path, {**part, "architectures": [text_model]}).num_layers == 4
+    with pytest.raises(ModelError, match=r"names no architectures; of .* nearest .*Lfm2ForCausalLM"):
+        read(tmp_path, {"model_type": "lfm2", key: part})
+    with pytest.raises(ModelError, match=r"none of .* known ones has a name near"):
+        read(tmp_path, {"architectures": [architecture], key: {**part, "hidden_size": None}})
+
+
 def test_shipped_names_are_sorted() -> None:
     assert shipped_names() == sorted(shipped_names())
     assert "gemma-4-31b" in shipped_names()
@@ -344,6 +457,17 @@ def test_kimi_counts_layers_from_one_and_wants_each_named_once(tmp_path: Path) -
         read(tmp_path, config)
 
 
+def test_gates_of_qwen_3_5_may_be_named(tmp_path: Path) -> None:
+    # Releases of Qwen3.8 27B say both.
+    named = read(tmp_path, small("qwen3.5", attn_output_gate=True, output_gate_type="swish"))
+    assert named.tensors == read(tmp_path, small("qwen3.5")).tensors
+
+
+def test_kimi_k3s_fields_may_say_that_there_is_nothing_of_it(tmp_path: Path) -> None:
+    nothing = {"mla_use_output_gate": False, "attn_res_block_size": 0, "routed_expert_hidden_size": None}
+    assert read(tmp_path, small("kimi linear") | nothing).tensors == read(tmp_path, small("kimi linear")).tensors
+
+
 def test_lfm_2_and_recurrent_gemma_mix_states_among_their_attention(tmp_path: Path) -> None:
     lfm2 = read(tmp_path, small("lfm2", layer_types=None, full_attn_idxs=[3]))
     assert ([c.layer for c in lfm2.token_caches], len(lfm2.state_caches)) == ([3], 3)
@@ -352,6 +476,17 @@ def test_lfm_2_and_recurrent_gemma_mix_states_among_their_attention(tmp_path: Pa
     assert [c.layer for c in gemma.token_caches] == [2]
     assert gemma.max_position == 512
     assert any("trained on" in note for note in load("recurrentgemma-9b").notes)
+
+
+def test_lfm_2_ties_its_head_as_tie_embedding_says_where_it_is_given(tmp_path: Path) -> None:
+    def is_tied(**fields: bool) -> bool:
+        spec = read(tmp_path, small("lfm2", **fields))
+        return all(tensor.name != "lm_head.weight" for tensor in spec.tensors)
+
+    assert is_tied()
+    assert not is_tied(tie_word_embeddings=False)
+    assert is_tied(tie_embedding=True, tie_word_embeddings=False)
+    assert not is_tied(tie_embedding=False, tie_word_embeddings=True)
 
 
 def test_sparse_attention_keeps_every_token_and_an_index_key(tmp_path: Path) -> None:

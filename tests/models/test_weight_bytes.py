@@ -122,6 +122,13 @@ def test_ranks_that_do_not_divide_name_those_that_do() -> None:
         weight_bytes(load("smollm2-135m"), 0)
 
 
+def test_experts_that_do_not_divide_are_called_experts(tmp_path: Path) -> None:
+    with pytest.raises(ShardingError, match=r"experts.*: 7 experts do not divide over 2 .*; .* work: 1$"):
+        weight_bytes(read(tmp_path, small("qwen3.5 moe", num_experts=7)), 2)
+    with pytest.raises(ShardingError, match=r"mlp\..*: 127 units do not divide over 2 "):
+        weight_bytes(read(tmp_path, small("llama", intermediate_size=127)), 2)
+
+
 def test_a_rank_never_holds_part_of_a_quantization_group(tmp_path: Path) -> None:
     spec = read(tmp_path, small("llama", intermediate_size=192) | {"quantization_config": PACKED})
     assert sharding_problem(spec, 2) is None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from windowpane.kv.retention import Full
-from windowpane.models import load, shipped_names
+from windowpane.models import from_config, load, shipped_names
 from windowpane.models.blocks import LAYER, Attention, Block, Decoder, GatedMLP, Norm
 from windowpane.models.config import ModelError
 from windowpane.models.rope import Rope
@@ -121,6 +121,39 @@ def test_unknown_activations_and_rotations_are_planned_and_not_run() -> None:
     layers = (replace(decoder.layers[0], blocks=(decoder.layers[0].blocks[0], odd)), *decoder.layers[1:])
     with pytest.raises(ModelError, match="hidden_act: 'relu2' cannot be run yet; known: silu"):
         runnable(replace(spec, decoder=replace(decoder, layers=layers)))
+
+
+# Their recurrent layers have the activation of their MLPs.
+ONE_FOR_ALL = ("falcon-h1-7b", "granite-4.0-h-small", "qwen3-next-80b-a3b")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        (
+            "nemotron-h-8b",
+            {"mlp_hidden_act": "silu"},
+            "mlp_hidden_act is 'silu', and MLPs without a gate run with relu2",
+        ),
+        (
+            "nemotron-h-8b",
+            {"mamba_hidden_act": "gelu"},
+            "mamba_hidden_act is 'gelu', and recurrent layers run with silu",
+        ),
+        *(
+            (name, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh', and")
+            for name in ONE_FOR_ALL
+        ),
+    ],
+)
+def test_activations_that_no_lowering_has_are_refused_before_anything_is_loaded(
+    name: str, changes: dict[str, str], why: str
+) -> None:
+    shipped = load(name)
+    spec = from_config({**shipped.text.fields, **changes}, name)
+    assert spec.tensors == shipped.tensors
+    with pytest.raises(ModelError, match=f"{name} can be planned but not run yet: {why}"):
+        runnable(spec)
 
 
 def with_first_layer(blocks: tuple[Block, ...]) -> ModelSpec:

@@ -115,6 +115,23 @@ def test_stop_ids_come_from_every_place_that_lists_them(tmp_path: Path) -> None:
     assert load_tokenizer(path).stop_ids == {0, 2, 7}
 
 
+def test_the_text_part_of_a_config_names_its_stop_where_the_whole_does_not(tmp_path: Path) -> None:
+    text = {"eos_token_id": 5, "vocab_size": 49_152}
+    assert load_tokenizer(save_tokenizer(tmp_path, {}, config={"text_config": text})).stop_ids == {5}
+    nulls = {"eos_token_id": None, "text_config": text}
+    assert load_tokenizer(save_tokenizer(tmp_path, {}, config=nulls)).stop_ids == {5}
+    both = {"eos_token_id": [0, 6], "text_config": text}
+    assert load_tokenizer(save_tokenizer(tmp_path, {}, config=both)).stop_ids == {0, 6}
+
+
+def test_stops_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
+    # A cut-down Granite 4 that kept the eos_token_id of the whole one.
+    files = {"config": {"eos_token_id": 100_257, "vocab_size": 512}, "generation_config": {"eos_token_id": [2, 512]}}
+    assert load_tokenizer(save_tokenizer(tmp_path, {}, **files)).stop_ids == {2}
+    nested = {"vocab_size": 10**6, "text_config": {"eos_token_id": [511, 512], "vocab_size": 512}}
+    assert load_tokenizer(save_tokenizer(tmp_path, {}, **files | {"config": nested})).stop_ids == {2, 511}
+
+
 def test_a_config_may_ask_for_bos(tmp_path: Path) -> None:
     path = save_tokenizer(tmp_path, {"bos_token": "<|im_start|>", "add_bos_token": True})
     assert load_tokenizer(path).encode("hi")[0] == 1

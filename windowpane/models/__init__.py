@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -61,6 +62,9 @@ REFUSED = {
     "DeepseekV4ForCausalLM": "beside a window of 128 tokens its layers keep one compressed entry for every 4 or 128 "
     "tokens, which is neither every token nor a fixed number of them",
 }
+
+# difflib's ratio from which on a name is suggested: Qwen2Moe has 0.88 with Qwen3Moe, and Mamba2 0.83 with Zamba2.
+NEAR = 0.85
 
 _SHIPPED = Path(__file__).parent / "shipped"
 
@@ -182,12 +186,12 @@ def from_config(fields: Mapping[str, object], name: str) -> ModelSpec:
     architectures = config.texts("architectures")
     if not architectures:
         named = str(config.fields.get("model_type", name))
-        raise ModelError(f"the config of {name} names no architectures; {_nearest(named)}")
+        raise ModelError(f"the config of {name} names no architectures; {_instead(named, config, name)}")
     if architectures[0] in REFUSED:
         raise ModelError(f"{name} ({architectures[0]}) cannot be planned: {REFUSED[architectures[0]]}")
     reader = _reader(architectures[0])
     if reader is None:
-        raise ModelError(f"unknown architecture {architectures[0]!r}; {_nearest(architectures[0])}")
+        raise ModelError(f"unknown architecture {architectures[0]!r}; {_instead(architectures[0], config, name)}")
     spec = reader(config, name)
     _check_quantization(spec)
     return spec
@@ -218,13 +222,53 @@ def _reader(architecture: str) -> Callable[[Config, str], ModelSpec] | None:
     return None
 
 
-def _nearest(wanted: str) -> str:
-    """The architectures whose names are most like `wanted`, of all that are known."""
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+_ENDING = re.compile(r"(For[A-Z]\w*|_text|(Text)?Model)$")
+
+
+def _instead(wanted: str, config: Config, name: str) -> str:
+    """What can be read where this architecture cannot: the model's text part, architectures of nearly this name."""
     from difflib import get_close_matches  # only here: a model that is found does not pay for it
 
     modules = (import_module(f"windowpane.models.families.{family}") for family in FAMILIES)
-    known = [architecture for module in modules for architecture in module.ARCHITECTURES]
-    return f"of {len(known)} known ones the nearest are {', '.join(get_close_matches(wanted, known, n=4, cutoff=0))}"
+    known: dict[str, list[str]] = {}
+    for architecture in (architecture for module in modules for architecture in module.ARCHITECTURES):
+        known.setdefault(_stem(architecture), []).append(architecture)
+    # A model whose own name is only misspelt or missing is read whole.
+    for key in () if _stem(wanted) in known else _TEXT_PARTS:
+        part = config.fields.get(key)
+        if isinstance(part, dict) and (architecture := _readable_part(part, known, name)):
+            stored = " and the quantization_config" if config.has("quantization_config") else ""
+            return (
+                f"its text model alone can be planned: save {key} as a config.json of its own, with "
+                f'"architectures": ["{architecture}"]{stored} in it'
+            )
+    count = sum(map(len, known.values()))
+    close = get_close_matches(_stem(wanted), known, n=4, cutoff=NEAR)
+    if not close:
+        return (
+            f"none of {count} known ones has a name near {wanted}, and other families cannot be planned; "
+            "`windowpane models` lists models that can"
+        )
+    nearest = [architecture for stem in close for architecture in known[stem]]
+    return f"of {count} known ones the nearest {'are' if len(nearest) > 1 else 'is'} {', '.join(nearest)}"
+
+
+def _stem(architecture: str) -> str:
+    """What tells an architecture or a `model_type` from others: its name without the ending that many share."""
+    return _ENDING.sub("", architecture).replace("_", "").lower()
+
+
+def _readable_part(part: dict[str, object], known: Mapping[str, list[str]], name: str) -> str | None:
+    """The known architecture of a part of a config, by its own word or its `model_type`, if it can be read as that."""
+    own = part.get("architectures")
+    named = own if isinstance(own, list) else [part.get("model_type")]
+    for architecture in (found for word in named for found in known.get(_stem(str(word)), [])):
+        try:
+            return from_config({**part, "architectures": [architecture]}, name).architecture
+        except ModelError:
+            continue
+    return None
 
 
 def _not_found(source: str) -> str:

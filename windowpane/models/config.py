@@ -8,6 +8,7 @@ everywhere.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import TypeGuard
 
 from windowpane.kv.formats import DTYPE_BYTES
 
@@ -60,7 +61,7 @@ class Config:
             if default is None:
                 raise ModelError(f"the config has no {self.where}{key}, which is needed to run the model")
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST_NUMBER:
+        if not is_number(value):
             raise self.wrong_type(key, "a number")
         return float(value)
 
@@ -112,7 +113,7 @@ class Config:
         value = self.fields.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(type(v) in (int, float) for v in value):
+        if not isinstance(value, list) or not all(map(is_number, value)):
             raise self.wrong_type(key, "a list of numbers")
         if length is not None and len(value) != length:
             raise self.wrong_type(key, f"a list of {length} numbers")
@@ -163,6 +164,11 @@ class Config:
 
     def wrong_type(self, key: str, wanted: str) -> ModelError:
         return ModelError(f"{self.where}{key} must be {wanted}, not {self.fields[key]!r:.60}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Of float32, finite. JSON true is an int in Python, and no number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 
 
 def every(interval: int, last: str, others: str, layers: int) -> tuple[str, ...]:

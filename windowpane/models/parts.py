@@ -152,6 +152,13 @@ def mtp_notes(config: Config, key: str = "num_nextn_predict_layers") -> tuple[st
     return (f"the {layers} not counted",) if count else ()
 
 
+def activation_problem(config: Config, key: str) -> str:
+    """Why recurrent layers do not run whose convolution ends in the activation that `key` names, or nothing."""
+    value = config.text(key) or "silu"
+    known = "silu", "swish"  # two words for one function
+    return "" if value in known else f"{config.where}{key} is {value!r}, and recurrent layers run with silu only"
+
+
 def causal_only(config: Config, allowed: Sequence[str] = ()) -> None:
     """Refuse encoders: `use_bidirectional_attention` changes which tokens a layer sees."""
     value = config.fields.get("use_bidirectional_attention")

@@ -119,7 +119,10 @@ class Quantization:
 def matches(pattern: str, module: str) -> bool:
     """`re:` patterns match from the start; others name a module, a parent, or a run of its path, with * as wildcard."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error as error:
+            raise ModelError(f"quantization_config: {pattern[3:]!r:.60} is no regular expression: {error}") from None
     if "*" in pattern:
         return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
     return f".{pattern}." in f".{module}."
@@ -357,6 +360,9 @@ def read_quantization(config: Config, text: Config | None = None) -> Quantizatio
     """The checkpoint's quantization, or None where the config has none. It may stand in the text model's part."""
     keys = ("quantization_config", "compression_config")
     parts = (config, text or config)
+    for part in parts:
+        if part.fields.get("quantization"):
+            raise _mlx_error(f"{part.where}quantization", part.fields["quantization"])
     section = next((part.section(key) for part in parts for key in keys if part.has(key)), None)
     if section is None:
         return None
@@ -367,8 +373,18 @@ def read_quantization(config: Config, text: Config | None = None) -> Quantizatio
     known = (*READERS, "modelopt")
     method = section.choice("quant_method", known)
     if method is None:
+        # Newer releases of MLX repeat their fields here.
+        if section.has("bits") and section.has("group_size"):
+            raise _mlx_error(section.where[:-1], section.fields)
         raise ModelError(f"{section.where}quant_method is missing; known: {', '.join(sorted(known))}")
     return READERS[method](section)
+
+
+def _mlx_error(where: str, value: object) -> ModelError:
+    return ModelError(
+        f"{where} is {value!r:.60}: that is how MLX says that it has quantized the weights, and its format is not "
+        f"read; use the original checkpoint, or one with a quant_method of {', '.join(sorted((*READERS, 'modelopt')))}"
+    )
 
 
 def _read_compressed_tensors(section: Config) -> Quantization:
@@ -436,16 +452,33 @@ def _read_gptq(section: Config) -> Quantization:
     if bits not in (2, 4, 8):
         raise section.unknown_value("bits", bits, ("2", "4", "8"))
     ignored: tuple[str, ...] = () if section.flag("lm_head", False) else ("lm_head",)
-    overrides = section.section("dynamic").fields if section.has("dynamic") else {}
-    for pattern in overrides:
-        # GPTQModel's "-:" takes modules out; "+:" would give them other sizes.
-        if not pattern.startswith("-:"):
-            raise section.unknown_value("dynamic", pattern, ("-:PATTERN",))
-        ignored += (f"re:{pattern[2:]}",)
+    ignored += _gptq_ignored(section)
     is_second = section.choice("checkpoint_format", ("gptq", "gptq_v2")) == "gptq_v2"
     reordered = section.flag("desc_act", False)
     rule = Rule(_gptq_targets(section), Gptq(bits, _group_size(section), reordered, zero_offset=0 if is_second else 1))
     return Quantization("gptq", (rule,), ignored, _kv_cache_scheme(section))
+
+
+def _gptq_ignored(section: Config) -> tuple[str, ...]:
+    """GPTQModel's `dynamic`: of the rules in order, the first whose pattern matches a module's name decides about it.
+
+    "-:" takes modules out. "+:", or no sign, gives them values of their own, which must be those of all modules.
+    """
+    rules = section.section("dynamic") if section.has("dynamic") else Config({})
+    kept, ignored = "", []
+    for rule in rules.fields:
+        pattern = rule.removeprefix("-:").removeprefix("+:")
+        if rule.startswith("-:"):
+            ignored.append(f"re:{kept}(?:{pattern})" if kept else f"re:{pattern}")
+            continue
+        for key, value in rules.section(rule).fields.items():
+            if value != (of_all := section.fields.get(key)):
+                raise ModelError(
+                    f"{rules.where}{rule} sets {key} to {value!r:.40}, and all modules have {of_all!r:.40}; "
+                    "rules that give modules values of their own are not read, only -:PATTERN, which leaves them out"
+                )
+        kept += f"(?!{pattern})"
+    return tuple(ignored)
 
 
 def _gptq_targets(section: Config) -> tuple[str, ...]:

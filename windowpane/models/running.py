@@ -69,6 +69,15 @@ def runnable(spec: ModelSpec, *, on_gpu: bool = False) -> Decoder:
     return decoder
 
 
+def why_not_run(spec: ModelSpec, *, on_gpu: bool = False) -> str | None:
+    """Why this model can be planned and not run, in the words of `runnable`; None where it runs."""
+    try:
+        runnable(spec, on_gpu=on_gpu)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
 def _lacking_on_gpus(decoder: Decoder) -> str | None:
     """What the lowering for GPUs does not have."""
     for delta in each(decoder.layers, GatedDeltaNet):

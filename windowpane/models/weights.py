@@ -66,7 +66,8 @@ def sharding_problem(spec: ModelSpec, ranks: int) -> str | None:
             continue
         if not tensor.shard.fits(ranks):
             units = " + ".join(str(units) for _, units in tensor.shard.sections)
-            return f"{tensor.name}: {units} units do not divide over {ranks} tensor-parallel ranks"
+            what = "experts" if tensor.part == "experts" else "units"
+            return f"{tensor.name}: {units} {what} do not divide over {ranks} tensor-parallel ranks"
         if spec.quantization and (cut := spec.quantization.cut_problem(tensor, ranks)):
             form = spec.quantization.format_of(tensor)
             # Engines that run these families copy the scales of fp8 blocks that two ranks share; here they are counted.

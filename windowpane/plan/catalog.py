@@ -8,9 +8,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from windowpane.kv.layout import group_caches
-from windowpane.models import ModelError, load, shipped_repositories
+from windowpane.models import load, shipped_repositories
 from windowpane.models.hub import CachedModel, cached_models
-from windowpane.models.running import runnable
+from windowpane.models.running import why_not_run
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import parameter_count
 from windowpane.plan.report import print_trimmed, section
@@ -78,11 +78,7 @@ def _shapes(specs: list[ModelSpec]) -> Table:
 
 def _runs(spec: ModelSpec) -> bool:
     """Whether the engine runs it; the others are for planning."""
-    try:
-        runnable(spec)
-    except ModelError:
-        return False
-    return True
+    return why_not_run(spec) is None
 
 
 def _in_cache(models: list[CachedModel]) -> Table:

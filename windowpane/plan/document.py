@@ -56,6 +56,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "kv_format_gates": {name: asdict(gate) for name, gate in plan.gates.items()},
         "peers": [_peer(peer) for peer in plan.peers],
         "layout_explanation": sizing.layout.explain(),
+        "why_not_run": plan.why_not_run,
         "notes": list(sizing.spec.notes),
     }
 

@@ -18,6 +18,7 @@ from windowpane.kv.layout import Layout, group_caches, plan_layout, resolve_form
 from windowpane.kv.retention import Full, Window
 from windowpane.models.adapters import adapter_bytes
 from windowpane.models.blocks import on_rank
+from windowpane.models.running import why_not_run
 from windowpane.models.spec import ModelSpec
 from windowpane.models.weights import sharding_problem, weight_bytes
 from windowpane.plan.config import ConfigError, EngineConfig
@@ -98,6 +99,12 @@ class Plan:
     @property
     def kv_bytes(self) -> int | None:
         return self.capacity.kv_bytes if self.capacity else None
+
+    @property
+    def why_not_run(self) -> str | None:
+        """Why the engine cannot run the model on the device; None where it can."""
+        is_gpu = self.device is not None and not self.device.is_cpu and self.device.name != ""
+        return why_not_run(self.sizing.spec, on_gpu=is_gpu)
 
 
 def make_plan(

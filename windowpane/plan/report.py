@@ -95,6 +95,8 @@ def _headline(plan: Plan) -> RenderableType:
         Text.assemble((spec.name, "bold"), f" · {where(plan.device, plan.sizing.ranks)}"),
         Text(f"{spec.num_layers} layers, {weights} weights, computes in {plan.sizing.compute_dtype}", style="dim"),
     ]
+    if plan.why_not_run:
+        lines.append(Text(f"can be planned, not run: {plan.why_not_run}", style="yellow"))
     return Group(*lines, *_experts(plan), *_drafts(plan), *(_fits(plan) if plan.capacity else [_takes(plan)]))
 
 

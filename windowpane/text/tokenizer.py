@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -295,25 +296,38 @@ def _from_directory(path: Path) -> Tokenizer:
     special = {role: text for role in config if role.endswith("_token") and (text := _token_text(config[role]))}
     if config.get("add_bos_token") is True:
         _put_bos_in_front(backend, special.get("bos_token"), str(path))
-    stops = [_read_json(path / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
+    model, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
+    nested: dict[str, Any] = model["text_config"] if isinstance(model.get("text_config"), dict) else {}
+    stops: list[Any] = []
+    for named in (_first("eos_token_id", model, nested), generation.get("eos_token_id")):
+        stops += named if isinstance(named, list) else [named]
     stops += [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     files = TokenizerFiles(
         source=str(path),
         special_tokens=special,
-        stop_ids=_stop_ids(backend, (i for stop in stops for i in (stop if isinstance(stop, list) else [stop]))),
+        stop_ids=_stop_ids(backend, stops, _first("vocab_size", nested, model)),
         chat_template=_chat_template(path, config),
         sampling_defaults=_sampling_defaults(path / "generation_config.json"),
     )
     return Tokenizer(backend, files)
 
 
-def _stop_ids(backend: tokenizers.Tokenizer, named: Iterable[int | None]) -> frozenset[int]:
-    """The stop tokens that files name, less what does not end an answer of gpt-oss, and what else does."""
-    stops = {stop for stop in named if stop is not None}
+def _stop_ids(backend: tokenizers.Tokenizer, named: Iterable[Any], vocab_size: Any = None) -> frozenset[int]:
+    """The stop tokens that files name, less what does not end an answer of gpt-oss, and what else does.
+
+    Ids beyond the model's vocabulary, where it is known, are left out: no step can sample them.
+    """
+    end = vocab_size if isinstance(vocab_size, int) else sys.maxsize
+    stops = {stop for stop in named if isinstance(stop, int) and 0 <= stop < end}
     harmony = {stop for token in _HARMONY_ENDS if (stop := backend.token_to_id(token)) is not None}
     if len(harmony) == len(_HARMONY_ENDS):
         stops = (stops | harmony) - {backend.token_to_id("<|end|>")}
     return frozenset(stops)
+
+
+def _first(key: str, *parts: Mapping[str, Any]) -> Any:
+    """The value of the first part of a config that has one; null counts as missing."""
+    return next((part[key] for part in parts if part.get(key) is not None), None)
 
 
 def _put_bos_in_front(backend: tokenizers.Tokenizer, bos: str | None, source: str) -> None:

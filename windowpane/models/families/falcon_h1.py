@@ -13,7 +13,7 @@ from windowpane.models.blocks import Block, Sum
 from windowpane.models.building import Norms, attention, decoder, described_spec, gated_mlp
 from windowpane.models.config import Config
 from windowpane.models.families.mamba import Mamba, read_dt_limits, read_mamba_d
-from windowpane.models.parts import Shape, even_head_dim, read_shape
+from windowpane.models.parts import Shape, activation_problem, even_head_dim, read_shape
 from windowpane.models.rope import Rope, read_rope
 from windowpane.models.spec import ModelSpec
 
@@ -90,4 +90,4 @@ def _problem(config: Config) -> str:
     for bias, multiplier in (("attention_bias", "attention_in_multiplier"), ("mamba_proj_bias", "ssm_in_multiplier")):
         if config.flag(bias, False) and config.number(multiplier, 1.0) != 1.0:
             return f"it has both {bias} and {multiplier}"
-    return ""
+    return activation_problem(config, "hidden_act")

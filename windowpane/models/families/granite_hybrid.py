@@ -11,6 +11,7 @@ from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
+    activation_problem,
     even_head_dim,
     experts_per_token,
     fused_mlp_tensors,
@@ -71,7 +72,11 @@ def read(config: Config, name: str) -> ModelSpec:
         embedding_multiplier=config.number("embedding_multiplier", 1.0),
         logit_multiplier=1 / config.divisor("logits_scaling", 1.0),
     )
-    return described_spec(config, config, shape, name=name, family="granite_hybrid", decoder=described)
+    has_mamba = any(KINDS[kind] == LINEAR for kind in kinds)
+    problem = activation_problem(config, "hidden_act") if has_mamba else ""
+    return described_spec(
+        config, config, shape, name=name, family="granite_hybrid", decoder=described, planned_only=problem
+    )
 
 
 def _shared(config: Config, prefix: str, hidden: int, width: int) -> list[TensorSpec]:

@@ -120,4 +120,6 @@ def _every(config: Config, what: str, period: int, offset: int, layers: int) -> 
     """Layers `offset`, `offset + period` and so on; the defaults are the config class's."""
     period = config.integer(f"{what}_period", period)
     offset = config.integer(f"{what}_offset", offset, minimum=0)
+    if offset >= period:
+        raise ModelError(f"{what}_offset is {offset}, but must be below {what}_period, {period}")
     return frozenset(range(offset, layers, period))

@@ -26,6 +26,15 @@ from windowpane.models.tensors import Shard, TensorSpec
 
 ARCHITECTURES = ("KimiLinearForCausalLM",)
 
+# What Kimi-K3's text model, of the same architecture by name, adds to weights and layers.
+OF_K3 = (
+    "attn_res_block_size",
+    "latent_moe_use_norm",
+    "mla_use_output_gate",
+    "routed_expert_hidden_size",
+    "use_full_rank_gate",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaAttention:
@@ -81,6 +90,7 @@ def read(config: Config, name: str) -> ModelSpec:
     }
     shape = read_shape(config, config, tied=False, defaults=defaults)
     linear = config.section("linear_attn_config")
+    _refuse_k3(config, linear)
     kinds = _kinds(linear, shape.layers)
     delta = DeltaAttention(
         linear.integer("num_heads"), linear.integer("head_dim"), linear.integer("short_conv_kernel_size", minimum=2)
@@ -114,6 +124,15 @@ def read(config: Config, name: str) -> ModelSpec:
         caches=caches,
         tensors=tensors,
     )
+
+
+def _refuse_k3(config: Config, linear: Config) -> None:
+    """null, false and 0 add nothing."""
+    if found := [f"{part.where}{key}" for part in (config, linear) for key in OF_K3 if part.fields.get(key)]:
+        raise ModelError(
+            f"the config sets {', '.join(found)}, as Kimi-K3 does, which cannot be planned: "
+            "of this architecture only Kimi-Linear can, which has none of them"
+        )
 
 
 def _kinds(linear: Config, layers: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from windowpane.kv.caches import StateCache, StatePart
 from windowpane.kv.retention import Full, ceil_div
 from windowpane.models.blocks import SIGMOID, Attention, Block, Experts, Mixer, Projection, Router, ShortConv
 from windowpane.models.building import Norms, attention, decoder, described_spec, experts, gated_mlp
-from windowpane.models.config import Config
+from windowpane.models.config import LARGEST_SIZE, Config, ModelError
 from windowpane.models.parts import (
     FULL,
     Shape,
@@ -35,8 +35,9 @@ NAMES = ("w1", "w3", "w2")  # gate, up and down
 
 def read(config: Config, name: str) -> ModelSpec:
     has_experts = config.texts("architectures") == (WITH_EXPERTS,)
-    tied = config.flag("tie_embedding", True)
-    shape = read_shape(config, config, tied=tied, defaults={"head_dim": even_head_dim(config)})
+    shape = read_shape(config, config, tied=True, defaults={"head_dim": even_head_dim(config)})
+    if config.has("tie_embedding"):  # wins over tie_word_embeddings, as in transformers
+        shape = replace(shape, tied=config.flag("tie_embedding", True))
     full = config.integers("full_attn_idxs")
     rule = (FULL if full is None or layer in full else CONV for layer in range(shape.layers))
     kinds = config.layer_types(shape.layers, (FULL, CONV), rule)
@@ -81,8 +82,14 @@ def _mlp_width(config: Config) -> int:
     width = config.integer("block_ff_dim") if config.has("block_ff_dim") else config.integer("intermediate_size")
     if not config.flag("block_auto_adjust_ff_dim", True):
         return width
-    multiple = config.integer("block_multiple_of", 256)
-    return ceil_div(int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3)), multiple) * multiple
+    factor, multiple = config.number("block_ffn_dim_multiplier", 1.0), config.integer("block_multiple_of", 256)
+    scaled = int(factor * int(2 * width / 3))
+    if not 1 <= scaled <= LARGEST_SIZE:
+        raise ModelError(
+            f"an intermediate size of {width} and block_ffn_dim_multiplier {factor:g} make MLPs {scaled!r:.40} wide; "
+            f"a width must be from 1 to {LARGEST_SIZE:,}"
+        )
+    return ceil_div(scaled, multiple) * multiple
 
 
 def _attention(prefix: str, shape: Shape, layer: int, rope: Rope, head_norms: Norms) -> Attention:

@@ -8,7 +8,7 @@ from typing import Any
 
 from windowpane.kv.caches import StateCache, StatePart
 from windowpane.models.blocks import Mamba2, Norm, Projection
-from windowpane.models.config import Config, ModelError
+from windowpane.models.config import Config, ModelError, is_number
 from windowpane.models.parts import by_columns, with_biases
 from windowpane.models.tensors import Shard, TensorSpec
 
@@ -90,22 +90,31 @@ class Mamba:
 
 
 def read_dt_limits(config: Config) -> tuple[float, float]:
-    """Bounds of a Mamba-2 step size; configs may leave them out, or write infinity as a word."""
+    """Bounds of a Mamba-2 step size; configs may leave them out, or write the upper one as a word for infinity."""
     values = config.fields.get("time_step_limit")
     if values is None:
         return 0.0, math.inf
-    if not isinstance(values, list | tuple) or len(values) != 2:
-        raise config.wrong_type("time_step_limit", "a list of two numbers")
-    try:
-        low, high = (float(v) for v in values)
-    except (TypeError, ValueError):
-        raise config.wrong_type("time_step_limit", "a list of two numbers") from None
-    return low, high
+    if isinstance(values, list | tuple) and len(values) == 2:
+        low, high = values
+        if is_number(low) and low >= 0:
+            if high in ("Infinity", "inf", math.inf):
+                return float(low), math.inf
+            if is_number(high) and low <= high:
+                return float(low), float(high)
+    raise config.wrong_type("time_step_limit", "two numbers, the lower bound first and none below 0")
+
+
+def read_heads(config: Config, heads_key: str, groups_key: str, default_groups: int | None = None) -> tuple[int, int]:
+    """The heads and the groups that share their B and C, under the family's names of them."""
+    heads, groups = config.integer(heads_key), config.integer(groups_key, default_groups)
+    if heads % groups:
+        raise ModelError(f"{config.where}{heads_key} is {heads}, no multiple of {groups_key}, {groups}")
+    return heads, groups
 
 
 def read_mamba_d(config: Config, inner: int) -> Mamba:
     """Sizes under the names that Granite-H and Falcon-H1 use; a head size of "auto" shares `inner` evenly."""
-    heads = config.integer("mamba_n_heads")
+    heads, groups = read_heads(config, "mamba_n_heads", "mamba_n_groups", 1)
     auto = config.fields.get("mamba_d_head", "auto") == "auto"
     head_dim = inner // heads if auto else config.integer("mamba_d_head")
     if heads * head_dim != inner:
@@ -113,7 +122,7 @@ def read_mamba_d(config: Config, inner: int) -> Mamba:
     return Mamba(
         heads=heads,
         head_dim=head_dim,
-        groups=config.integer("mamba_n_groups", 1),
+        groups=groups,
         state=config.integer("mamba_d_state"),
         kernel=config.integer("mamba_d_conv", minimum=2),
         state_dtype=config.dtype("mamba_ssm_cache_dtype"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from windowpane.kv.retention import Full
-from windowpane.models.blocks import SIGMOID, Block, Decoder, GatedMLP, Layer, Mixer, Projection, Router
+from windowpane.models.blocks import SIGMOID, UNGATED, Block, Decoder, GatedMLP, Layer, Mixer, Projection, Router
 from windowpane.models.building import Norms, attention, beside, described_spec, experts, gated_mlp
 from windowpane.models.config import Config, ModelError
-from windowpane.models.families.mamba import Mamba, read_dt_limits
+from windowpane.models.families.mamba import Mamba, read_dt_limits, read_heads
 from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
+    activation_problem,
     embeddings,
     experts_per_token,
     mlp_tensors,
@@ -65,11 +66,19 @@ def read(config: Config, name: str) -> ModelSpec:
         norms("backbone.norm_f"),
         Projection.of(head) if head else None,
     )
-    latent = _latent(config, shape, kinds)
     return described_spec(
-        config, config, shape, name=name, family="nemotron_h", decoder=described, towers=latent,
-        planned_only="its experts work on projections of their inputs (moe_latent_size)" if latent else "",
+        config, config, shape, name=name, family="nemotron_h", decoder=described, towers=_latent(config, shape, kinds),
+        planned_only=_problem(config, kinds, activation),
     )  # fmt: skip
+
+
+def _problem(config: Config, kinds: tuple[str, ...], activation: str) -> str:
+    """What no lowering has, or nothing."""
+    if "moe" in kinds and config.has("moe_latent_size"):
+        return "its experts work on projections of their inputs (moe_latent_size)"
+    if activation not in UNGATED and ("mlp" in kinds or "moe" in kinds):
+        return f"mlp_hidden_act is {activation!r}, and MLPs without a gate run with {', '.join(UNGATED)} only"
+    return activation_problem(config, "mamba_hidden_act") if LINEAR in kinds else ""
 
 
 def _kinds(config: Config) -> tuple[str, ...]:
@@ -92,10 +101,11 @@ def _kinds(config: Config) -> tuple[str, ...]:
 
 
 def _mamba(config: Config) -> Mamba:
+    heads, groups = read_heads(config, "mamba_num_heads", "n_groups")
     return Mamba(
-        heads=config.integer("mamba_num_heads"),
+        heads=heads,
         head_dim=config.integer("mamba_head_dim"),
-        groups=config.integer("n_groups"),
+        groups=groups,
         state=config.integer("ssm_state_size"),
         kernel=config.integer("conv_kernel", minimum=2),
         state_dtype=config.dtype("mamba_ssm_cache_dtype"),

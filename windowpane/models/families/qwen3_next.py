@@ -28,6 +28,7 @@ from windowpane.models.parts import (
     FULL,
     LINEAR,
     Shape,
+    activation_problem,
     by_rows,
     experts_per_token,
     fused_experts,
@@ -147,6 +148,7 @@ def read(config: Config, name: str) -> ModelSpec:
     nested = config.has("text_config")
     text = config.section("text_config") if nested else config
     architecture = (config.texts("architectures") or ("",))[0]
+    _refuse_other_gates(text)
     parts = _parts(architecture, config, text)
     shape, delta = parts.shape, _gated_delta(text)
     interval = text.integer("full_attention_interval", 4)
@@ -164,7 +166,19 @@ def read(config: Config, name: str) -> ModelSpec:
         layers.append(parts.norms.pre(at, mixer, parts.mlp(at, layer, layer in sparse)))
     described = decoder(prefix, shape, layers, parts.norms(f"{prefix}norm"))
     seen = towers.qwen3_5(config) if nested and config.has("vision_config") else ()
-    return described_spec(config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen)
+    problem = activation_problem(text, "hidden_act") if LINEAR in kinds else ""
+    return described_spec(
+        config, text, shape, name=name, family="qwen3_next", decoder=described, towers=seen, planned_only=problem
+    )
+
+
+def _refuse_other_gates(text: Config) -> None:
+    """Every released model has a gate on full layers, and SiLU in that of linear ones, under either of its names."""
+    if not text.flag("attn_output_gate", True):
+        raise ModelError(
+            f"{text.where}attn_output_gate is false, but full layers of this family are known only with a gate"
+        )
+    text.choice("output_gate_type", ("silu", "swish"))
 
 
 def _parts(architecture: str, config: Config, text: Config) -> Parts:

@@ -9,7 +9,7 @@ from windowpane.kv.caches import StateCache, TokenCache
 from windowpane.kv.retention import Full
 from windowpane.models.blocks import tensors_of
 from windowpane.models.config import Config, ModelError
-from windowpane.models.families.mamba import Mamba
+from windowpane.models.families.mamba import Mamba, read_heads
 from windowpane.models.parts import (
     LINEAR,
     Shape,
@@ -76,11 +76,11 @@ def _hybrid_layers(config: Config, layers: int) -> list[int]:
 
 
 def _mamba(config: Config, hidden: int) -> Mamba:
-    heads = config.integer("n_mamba_heads")
+    heads, groups = read_heads(config, "n_mamba_heads", "mamba_ngroups", 1)
     return Mamba(
         heads=heads,
         head_dim=config.integer("mamba_expand", 2) * hidden // heads,
-        groups=config.integer("mamba_ngroups", 1),
+        groups=groups,
         state=config.integer("mamba_d_state", 64),
         kernel=config.integer("mamba_d_conv", 4, minimum=2),
         state_dtype=config.dtype("mamba_ssm_cache_dtype"),
