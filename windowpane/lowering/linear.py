@@ -327,7 +327,8 @@ class Parameters:
         heads = torch.arange(delta.value_heads, device=linear.weight.device).view(-1, delta.key_heads).t().flatten()
         v = (heads[:, None] * delta.value_dim + torch.arange(delta.value_dim, device=heads.device)).flatten()
         qkv = torch.cat([torch.arange(keys, device=heads.device), keys + v])
-        weights, first = [], 0
+        weights: list[torch.Tensor | PackedWeight | StripWeight] = []
+        first = 0
         for order in (qkv, v, heads, heads):
             weights += _singles(permute_outputs(linear.weight[first : first + len(order)], order))
             first += len(order)
