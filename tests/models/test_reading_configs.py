@@ -489,6 +489,14 @@ def test_lfm_2_ties_its_head_as_tie_embedding_says_where_it_is_given(tmp_path: P
     assert not is_tied(tie_embedding=False, tie_word_embeddings=True)
 
 
+def test_falcon_h1_may_expand_by_half_a_width(tmp_path: Path) -> None:
+    """As its release of 90 million weights does."""
+    config = small("falcon h1", mamba_expand=1.5)
+    assert read(tmp_path, config).caches == read(tmp_path, small("falcon h1")).caches
+    with pytest.raises(ModelError, match="mamba_expand must be a whole number"):
+        read(tmp_path, without(config, "mamba_d_ssm"))
+
+
 def test_sparse_attention_keeps_every_token_and_an_index_key(tmp_path: Path) -> None:
     """What a sparse layer reads changes with each token, so nothing may be forgotten."""
     for name, index_layers in (("deepseek v3.2", [0, 1, 2, 3]), ("glm moe dsa", [0, 2]), ("minimax m3", [2, 3])):

@@ -22,8 +22,10 @@ ARCHITECTURES = ("FalconH1ForCausalLM",)
 
 def read(config: Config, name: str) -> ModelSpec:
     shape = read_shape(config, config, tied=False, defaults={"head_dim": even_head_dim(config)})
-    expanded = config.integer("mamba_expand", 2) * shape.hidden
-    mamba = read_mamba_d(config, config.integer("mamba_d_ssm", expanded))
+    # Some releases expand by half a width, beside the whole number that it comes to.
+    has_inner = config.has("mamba_d_ssm")
+    inner = config.integer("mamba_d_ssm") if has_inner else config.integer("mamba_expand", 2) * shape.hidden
+    mamba = read_mamba_d(config, inner)
     norms = Norms(shape.hidden, config.number("rms_norm_eps", 1e-5))
     rope = read_rope(config, shape.head_dim, shape.max_position)
     width, activation = config.integer("intermediate_size"), config.text("hidden_act") or "silu"
