@@ -210,6 +210,22 @@ def test_recurrent_states_of_a_file_are_those_of_its_sizes(tmp_path: Path) -> No
     assert [cache.layer for cache in spec.token_caches] == [1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssm.group_count": None}, r"m.gguf has no qwen35.ssm.group_count"),
+        ({"ssm.time_step_rank": 0, "ssm.state_size": None}, r"has no qwen35.ssm.state_size, qwen35.ssm.time_step_rank"),
+        ({"ssm.inner_size": 97}, r"ssm.inner_size is 97, no multiple of ssm.time_step_rank, 6"),
+        ({"ssm.group_count": 4}, r"linear_num_value_heads is 6, no multiple of linear_num_key_heads, 4"),
+        ({"nextn_predict_layers": 2}, "num_hidden_layers"),
+    ],
+)
+def test_sizes_of_states_that_cannot_be_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    fields = {key: value for key, value in (QWEN35 | changes).items() if value is not None}
+    with pytest.raises(ModelError, match=message):
+        load(write_gguf(tmp_path / "m.gguf", "qwen35", fields))
+
+
 NEMOTRON_H: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if "head_count_kv" not in key and "feed_forward" not in key},
     "attention.key_length": 16,

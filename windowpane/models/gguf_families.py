@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isclose, pi, prod
 
 from windowpane.models.config import ModelError, every
@@ -351,20 +351,50 @@ def _has(header: GgufHeader, part: str) -> bool:
     return any(name.endswith(f".{part}") for name in header.tensors)
 
 
-def _has_gates(header: GgufHeader, kind: str) -> Fields:
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Sizes of layers with a recurrent state, under ggml's names."""
+
+    conv_kernel: int
+    state_size: int
+    group_count: int
+    time_step_rank: int  # heads
+    inner_size: int
+
+    @classmethod
+    def of(cls, header: GgufHeader) -> _States:
+        """All of them: readers of configs would take a class's defaults for what is missing."""
+        found = {field.name: header.integer(f"{_prefix(header)}ssm.{field.name}") for field in fields(cls)}
+        if missing := [name for name, value in found.items() if not value or value < 1]:
+            raise ModelError(
+                f"{header.path.name} has no {', '.join(f'{_prefix(header)}ssm.{name}' for name in missing)}"
+            )
+        states = cls(**{name: value for name, value in found.items() if value is not None})
+        if states.inner_size % states.time_step_rank:
+            raise ModelError(
+                f"{header.path.name}: {_prefix(header)}ssm.inner_size is {states.inner_size}, no multiple of "
+                f"ssm.time_step_rank, {states.time_step_rank}"
+            )
+        return states
+
+    @property
+    def head_dim(self) -> int:
+        return self.inner_size // self.time_step_rank
+
+
+def _gated_delta(header: GgufHeader, model_type: str) -> Fields:
     """Sizes of Gated DeltaNet, and of the attention beside it."""
-    prefix = _prefix(header)
+    prefix, states = _prefix(header), _States.of(header)
     rotated, head_dim = header.integer(f"{prefix}rope.dimension_count"), _head_dim(header, prefix)
-    heads, inner = (header.integer(f"{prefix}ssm.{key}") for key in ("time_step_rank", "inner_size"))
     return {
-        "model_type": kind,
+        "model_type": model_type,
         "full_attention_interval": header.integer(f"{prefix}full_attention_interval"),
         "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
-        "linear_num_key_heads": header.integer(f"{prefix}ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": header.integer(f"{prefix}ssm.state_size"),
-        "linear_value_head_dim": inner // heads if inner and heads else None,
-        "linear_conv_kernel_dim": header.integer(f"{prefix}ssm.conv_kernel"),
+        "linear_num_key_heads": states.group_count,
+        "linear_num_value_heads": states.time_step_rank,
+        "linear_key_head_dim": states.state_size,
+        "linear_value_head_dim": states.head_dim,
+        "linear_conv_kernel_dim": states.conv_kernel,
         "_windowpane": {"gguf": True},
     }
 
@@ -377,7 +407,7 @@ def _with_shared_expert(header: GgufHeader) -> Fields:
 def _qwen35(header: GgufHeader) -> Fields:
     # The published models keep states in float32, and a file does not say it.
     states: Fields = {"architectures": ["Qwen3_5ForCausalLM"], "mamba_ssm_dtype": "float32"}
-    return _has_gates(header, "qwen3_5_text") | states
+    return _gated_delta(header, "qwen3_5_text") | states
 
 
 def _qwen35moe(header: GgufHeader) -> Fields:
@@ -387,52 +417,49 @@ def _qwen35moe(header: GgufHeader) -> Fields:
 
 def _qwen3next(header: GgufHeader) -> Fields:
     own: Fields = {"architectures": ["Qwen3NextForCausalLM"]}
-    return _has_gates(header, "qwen3_next") | own | _with_shared_expert(header)
+    return _gated_delta(header, "qwen3_next") | own | _with_shared_expert(header)
 
 
-def _mamba(header: GgufHeader) -> Fields:
+def _mamba(header: GgufHeader, states: _States) -> Fields:
     """Sizes of Mamba-2 under Granite's and Falcon's names."""
-    prefix = _prefix(header)
-    heads, inner = (header.integer(f"{prefix}ssm.{key}") for key in ("time_step_rank", "inner_size"))
     return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads if inner and heads else None,
-        "mamba_n_groups": header.integer(f"{prefix}ssm.group_count"),
-        "mamba_d_state": header.integer(f"{prefix}ssm.state_size"),
-        "mamba_d_conv": header.integer(f"{prefix}ssm.conv_kernel"),
+        "mamba_n_heads": states.time_step_rank,
+        "mamba_d_head": states.head_dim,
+        "mamba_n_groups": states.group_count,
+        "mamba_d_state": states.state_size,
+        "mamba_d_conv": states.conv_kernel,
         "mamba_conv_bias": _has(header, "ssm_conv1d.bias"),
         "mamba_proj_bias": _has(header, "ssm_in.bias"),
     }
 
 
 def _granite_hybrid(header: GgufHeader) -> Fields:
-    prefix, hidden = "granitehybrid.", header.integer("granitehybrid.embedding_length")
-    inner, experts = header.integer(f"{prefix}ssm.inner_size"), header.integer(f"{prefix}expert_count") or 0
+    prefix, hidden, states = _prefix(header), header.integer("granitehybrid.embedding_length"), _States.of(header)
     shared = header.integer(f"{prefix}expert_shared_feed_forward_length")
-    width = header.integer(f"{prefix}feed_forward_length")
     kv_heads = header.integers(f"{prefix}attention.head_count_kv")
     return {
         **_granite(header),
-        **_mamba(header),
+        **_mamba(header, states),
         **_experts(header),
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": "granitemoehybrid",
         "layer_types": ["attention" if count else "mamba" for count in kv_heads],
         "position_embedding_type": "rope" if header.flag(f"{prefix}rope.scaling.finetuned", True) else "nope",
-        "mamba_expand": inner // hidden if inner and hidden else None,
-        "num_local_experts": experts,
-        "shared_intermediate_size": shared or width,
+        "mamba_expand": states.inner_size // hidden if hidden else None,
+        "num_local_experts": header.integer(f"{prefix}expert_count") or 0,
+        "shared_intermediate_size": shared or header.integer(f"{prefix}feed_forward_length"),
         "_windowpane": {"gguf": True},
     }
 
 
 def _falcon_h1(header: GgufHeader) -> Fields:
     # The converter multiplies weights by all of the config's multipliers.
+    states = _States.of(header)
     return {
-        **_mamba(header),
+        **_mamba(header, states),
         "architectures": ["FalconH1ForCausalLM"],
         "model_type": "falcon_h1",
-        "mamba_d_ssm": header.integer("falcon-h1.ssm.inner_size"),
+        "mamba_d_ssm": states.inner_size,
         "mamba_rms_norm": _has(header, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "projectors_bias": _has(header, "ssm_out.bias"),
@@ -441,36 +468,18 @@ def _falcon_h1(header: GgufHeader) -> Fields:
 
 
 def _nemotron_h(header: GgufHeader) -> Fields:
-    prefix = _prefix(header)
-    heads, inner = (header.integer(f"{prefix}ssm.{key}") for key in ("time_step_rank", "inner_size"))
-    layers = _layers(header) or 0
-    kv_heads, widths = (header.integers(f"{prefix}{key}") for key in ("attention.head_count_kv", "feed_forward_length"))
-    if min(len(kv_heads), len(widths)) < layers:
-        raise ModelError(
-            f"{header.path.name}: {prefix}attention.head_count_kv and feed_forward_length must have a number for each "
-            f"of {layers} layers"
-        )
-    kinds = [
-        "attention"
-        if kv_heads[layer]
-        else "mamba"
-        if not widths[layer]
-        else "moe"
-        if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors
-        else "mlp"
-        for layer in range(layers)
-    ]
+    prefix, states = _prefix(header), _States.of(header)
     return {
         **_experts(header),
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
-        "layers_block_type": kinds,
+        "layers_block_type": _nemotron_kinds(header),
         "mlp_hidden_act": "relu2",
-        "mamba_num_heads": heads,
-        "mamba_head_dim": inner // heads if inner and heads else None,
-        "n_groups": header.integer(f"{prefix}ssm.group_count"),
-        "ssm_state_size": header.integer(f"{prefix}ssm.state_size"),
-        "conv_kernel": header.integer(f"{prefix}ssm.conv_kernel"),
+        "mamba_num_heads": states.time_step_rank,
+        "mamba_head_dim": states.head_dim,
+        "n_groups": states.group_count,
+        "ssm_state_size": states.state_size,
+        "conv_kernel": states.conv_kernel,
         "use_conv_bias": _has(header, "ssm_conv1d.bias"),
         "use_bias": _has(header, "ssm_in.bias"),
         "mlp_bias": _has(header, "ffn_up.bias"),
@@ -483,6 +492,26 @@ def _nemotron_h(header: GgufHeader) -> Fields:
         "n_group": header.integer(f"{prefix}expert_group_count"),
         "topk_group": header.integer(f"{prefix}expert_group_used_count"),
     }
+
+
+def _nemotron_kinds(header: GgufHeader) -> list[str]:
+    """Layers are told apart by how many KV heads they have, and how wide their MLPs are."""
+    prefix, layers = _prefix(header), _layers(header) or 0
+    kv_heads, widths = (header.integers(f"{prefix}{key}") for key in ("attention.head_count_kv", "feed_forward_length"))
+    if min(len(kv_heads), len(widths)) < layers:
+        raise ModelError(
+            f"{header.path.name}: {prefix}attention.head_count_kv and feed_forward_length must have a number for each "
+            f"of {layers} layers"
+        )
+    kinds = []
+    for layer in range(layers):
+        if kv_heads[layer]:
+            kinds.append("attention")
+        elif not widths[layer]:
+            kinds.append("mamba")
+        else:
+            kinds.append("moe" if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else "mlp")
+    return kinds
 
 
 def _llama3_scaling(header: GgufHeader, theta: float) -> Fields:
