@@ -16,6 +16,8 @@ from tests.server.conftest import TEMPLATE
 from tests.server.harness import FLAGS, Running, running
 from tests.tiny_model import BOS, EOS, make_model
 from windowpane.drafts.ngram import NgramDrafter
+from windowpane.engine.options import read_flags
+from windowpane.server.run import with_defaults
 from windowpane.text.parsers import Parsers
 
 DRAFTS = 4
@@ -105,3 +107,13 @@ def test_preempted_requests_say_the_same(servers: tuple[Running, Running]) -> No
             found.append(list(pool.map(ask, [server] * 6, range(6))))
         assert server.service.engine.scheduler.preemptions > before
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("given", "sequences", "step_tokens"), [({}, 28, 256), ({"max_num_seqs": 64}, 64, 576)])
+def test_a_servers_defaults_on_a_cpu_have_room_for_drafts(
+    given: dict[str, int], sequences: int, step_tokens: int
+) -> None:
+    drafting = {"method": "ngram", "num_speculative_tokens": 8}
+    _, config = read_flags(with_defaults({"device": "cpu", "speculative_config": json.dumps(drafting), **given}))
+    assert (config.max_num_seqs, config.batched_tokens) == (sequences, step_tokens)
+    assert config.max_num_seqs * (1 + config.draft_tokens) <= config.batched_tokens

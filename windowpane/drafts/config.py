@@ -80,6 +80,11 @@ class DraftConfig:
         return cls(**given)
 
 
+def tokens_each(given: DraftConfig | Mapping[str, Any] | str | None) -> int:
+    """Tokens that a step has of each running sequence: one, and its drafts."""
+    return 1 if given is None else 1 + DraftConfig.of(given).num_speculative_tokens
+
+
 def _from_json(text: str) -> Mapping[str, Any]:
     try:
         read = json.loads(text)

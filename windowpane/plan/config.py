@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin, get_type_hints
 
-from windowpane.drafts.config import DraftConfig
+from windowpane.drafts.config import DraftConfig, tokens_each
 from windowpane.models.adapters import DEFAULT_RANK, MOST_RANK, AdapterRoom
 from windowpane.plan.sizes import parse_bytes, parse_gib, parse_tokens
 
@@ -162,7 +162,7 @@ def config_of(flags: Mapping[str, Any]) -> EngineConfig:
     given = {name: _typed(name, value) for name, value in flags.items()}
     step = given.get("max_num_batched_tokens")
     if step is not None and step >= 1 and "max_num_seqs" not in given:
-        given["max_num_seqs"] = min(DEFAULT_NUM_SEQS, step)
+        given["max_num_seqs"] = max(1, min(DEFAULT_NUM_SEQS, step // tokens_each(given.get("speculative_config"))))
     return EngineConfig(**given)
 
 

@@ -18,6 +18,7 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
 
+from windowpane.drafts.config import tokens_each
 from windowpane.engine.accounts import accounts
 from windowpane.engine.devices import resolve_device
 from windowpane.engine.progress import busy
@@ -165,7 +166,10 @@ def with_defaults(flags: Mapping[str, Any]) -> dict[str, Any]:
     """A server's flags where nothing else was said."""
     defaults: dict[str, Any] = {"max_itl_ms": MAX_ITL_MS}
     if resolve_device(flags.get("device") or "auto").type == "cpu":
-        defaults["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, flags.get("max_num_seqs") or 0)
+        sequences = flags.get("max_num_seqs") or 0
+        defaults["max_num_batched_tokens"] = max(
+            CPU_BATCHED_TOKENS, sequences * tokens_each(flags.get("speculative_config"))
+        )
     return {**defaults, **flags}
 
 
