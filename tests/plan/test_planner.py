@@ -476,7 +476,7 @@ class TestStateSlots:
         assert group.max_pages(8192) == slots * 48
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", STATE_MODELS)
+    @pytest.mark.parametrize("name", [*STATE_MODELS, "zamba2-7b"])
     def test_in_one_slot_as_much_fits_as_in_vllm_without_prefix_caching(self, name: str, dtype: str) -> None:
         """At any length: what slabs leave over costs less than vLLM's padding."""
         spec = load(name)
