@@ -268,6 +268,13 @@ def test_unknown_and_missing_tensors_are_named(tmp_path: Path) -> None:
     assert "unexpected: blk.0.mystery.weight" in str(caught.value)
 
 
+def test_a_layer_beyond_those_that_the_header_counts_is_unexpected(tmp_path: Path) -> None:
+    tensors = made_up(BLOCK)
+    tensors["blk.2.ffn_up.weight"] = tensors["blk.1.ffn_up.weight"]
+    with pytest.raises(WeightsError, match=r"unexpected: model\.layers\.2\.mlp\.up_proj\.weight"):
+        read(write_gguf(tmp_path / "m.gguf", "llama", LLAMA, tensors))
+
+
 @pytest.mark.parametrize("missing_bytes", [1, 5000, 300_000])
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path, missing_bytes: int) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", LLAMA, made_up(BLOCK))

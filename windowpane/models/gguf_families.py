@@ -60,8 +60,8 @@ def hf_config(header: GgufHeader) -> Fields:
 
 def tensors_by_hf_name(header: GgufHeader) -> dict[str, GgufTensor]:
     """The tensors that are loaded, by their Hugging Face names; those of all experts are one, with `{}` in its name."""
-    family, layers = family_of(header), layers_of(header)
-    tensors = [t for t in header.tensors.values() if t.name not in _SKIPPED and not _is_behind(t.name, layers)]
+    family = family_of(header)
+    tensors = [t for t in header.tensors.values() if t.name not in _SKIPPED and not _drafts(t.name, header)]
     return {name: _in_hf_axes(name, t) for name, t in ((family.hf_name(t.name), t) for t in tensors)}
 
 
@@ -72,10 +72,11 @@ _CONVOLUTION = re.compile(r"\.conv(1d)?\.weight$")
 _VECTOR = re.compile(r"\.(A_log|D|(mamba|mixer)\.norm\.weight)$")
 
 
-def _is_behind(name: str, layers: int | None) -> bool:
-    """Whether a tensor is of a layer that drafts, which is not loaded."""
-    block = BLOCK_NAME.fullmatch(name)
-    return block is not None and layers is not None and int(block[1]) >= layers
+def _drafts(name: str, header: GgufHeader) -> bool:
+    """Whether a tensor is of a layer that drafts, which is not loaded. Any beyond these is unexpected."""
+    block, layers = BLOCK_NAME.fullmatch(name), layers_of(header)
+    blocks = header.integer(f"{prefix_of(header)}block_count")
+    return block is not None and layers is not None and blocks is not None and layers <= int(block[1]) < blocks
 
 
 def _in_hf_axes(name: str, tensor: GgufTensor) -> GgufTensor:
