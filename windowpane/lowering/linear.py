@@ -22,7 +22,7 @@ from windowpane.lowering.packed import (
 from windowpane.lowering.strips import StripWeight
 from windowpane.models.blocks import (
     BY_KEY_HEAD,
-    GATES_BY_KEY_HEAD,
+    BY_SECTION,
     TILED,
     Attention,
     Decoder,
@@ -306,9 +306,10 @@ class Parameters:
 
     def _bind_delta(self, delta: GatedDeltaNet) -> None:
         """Outputs become q, k, v and z of all heads, and b and a of all, the value heads of a key head together."""
+        if delta.order == BY_SECTION:
+            return
         if delta.order == TILED:
             self._put_value_heads_together(delta)
-        if delta.order not in (BY_KEY_HEAD, GATES_BY_KEY_HEAD):
             return
         linear, per_key = self.linear(delta.inputs), delta.value_heads // delta.key_heads
         values, device = per_key * delta.value_dim, linear.weight.device

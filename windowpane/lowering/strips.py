@@ -153,8 +153,7 @@ class StripWeight:
         """A weight for inputs that come in another order: its input j is input order[j] of this one. Blocks of inputs
         have scales of their own, so columns stay, and inputs are put back in order before every product.
         """
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
+        back = order.argsort()
         return replace(self, order=back if self.order is None else back[self.order])
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -200,7 +200,7 @@ def _lfm2(header: GgufHeader) -> Fields:
         "norm_eps": header.number(f"{prefix_of(header)}attention.layer_norm_rms_epsilon"),
         "layer_types": [FULL if count else "conv" for count in kv_heads],
         "conv_L_cache": header.integer(f"{prefix_of(header)}shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.tensors),
+        "conv_bias": has_tensor(header, "shortconv.conv.bias"),
         "block_auto_adjust_ff_dim": False,  # the file has the width that comes of it
     }
 
@@ -212,7 +212,7 @@ def _lfm2moe(header: GgufHeader) -> Fields:
         "architectures": ["Lfm2MoeForCausalLM"],
         "model_type": "lfm2_moe",
         "num_dense_layers": header.integer("lfm2moe.leading_dense_block_count"),
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in header.tensors),
+        "use_expert_bias": has_tensor(header, "exp_probs_b.bias"),
         "norm_topk_prob": True,
     }
 

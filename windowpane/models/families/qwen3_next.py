@@ -106,7 +106,7 @@ class Parts:
     is_next: bool
     has_experts: bool
     is_quantized: bool
-    is_from_gguf: bool = False
+    is_from_gguf: bool
 
     @property
     def delta_order(self) -> str:
@@ -238,12 +238,15 @@ def _linear_attention(prefix: str, delta: GatedDelta, layer: int, hidden: int, e
     qkv = Shard(0, (*delta.qkv_sections[:2], *values))
     qkv_rows = sum(length for length, _ in delta.qkv_sections)
     heads = Shard(0, ((units, units),) * runs)
-    qkv_weight = TensorSpec(f"{prefix}in_proj_qkv.weight", (qkv_rows, hidden), qkv, linear=True, part="state")
-    z = TensorSpec(f"{prefix}in_proj_z.weight", (delta.values, hidden), Shard(0, values), linear=True, part="state")
     if order == BY_KEY_HEAD:
         inputs = [by_rows(f"{prefix}in_proj_qkvz.weight", qkv_rows + delta.values, hidden, delta.key_heads, "state")]
     else:
-        inputs = [qkv_weight, z]
+        inputs = [
+            TensorSpec(f"{prefix}in_proj_qkv.weight", (qkv_rows, hidden), qkv, linear=True, part="state"),
+            TensorSpec(
+                f"{prefix}in_proj_z.weight", (delta.values, hidden), Shard(0, values), linear=True, part="state"
+            ),
+        ]
     if order in (BY_KEY_HEAD, GATES_BY_KEY_HEAD):
         inputs.append(by_rows(f"{prefix}in_proj_ba.weight", 2 * delta.value_heads, hidden, delta.key_heads, "state"))
     else:
